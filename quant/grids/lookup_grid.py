@@ -107,7 +107,7 @@ def uniform_tables(weight: torch.Tensor, kept: torch.Tensor, scheme: LookupSchem
     high = weight.masked_fill(kept, -torch.inf).amax(dim=1, keepdim=True)
     empty = low > high  # a row whose weights are all sparse
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-    return low + (high - low) * torch.linspace(0, 1, 2**scheme.bits)
+    return low + (high - low) * torch.linspace(0, 1, 2**scheme.bits, device=weight.device)
 
 
 def assign(

@@ -1,8 +1,8 @@
 """GPTQ: quantize input channels one by one, with error feedback into the remaining ones.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR
-2023 (arXiv:2210.17323). The feedback matrix is in `gptq_feedback`, the column loop in `gptq_solve`;
-here are the order of the linears, their statistics, and the fallback to RTN.
+2023 (arXiv:2210.17323). The feedback matrix and the column loop are in `quant/feedback`; here are the order
+of the linears, their statistics, and the fallback to RTN.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..feedback.column_loop import solve
+from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from ..grids.grids import refuses_solver
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .expert_statistics import gram_of, router_of, routers_of, too_few
-from .gptq_feedback import Feedback, asymmetric_shift, feedback, rounding_order
-from .gptq_solve import solve
 from .options import refuse_options
 from .rounding import linear_grid, round_plain
 

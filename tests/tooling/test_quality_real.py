@@ -13,7 +13,8 @@ import torch
 import transformers
 from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.calibration import BUNDLED, load_calibration
+from llmopt.quant.calibration.calibration import load_calibration
+from llmopt.quant.calibration.sources import STORIES
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
@@ -38,7 +39,7 @@ def session(tmp_path: Path, tokenizer: Any) -> real.Session:
     passage = read_passage(
         tokenizer, max_model_len=256, num_tokens=256, options=ProtocolOptions("gptq", 128)
     )
-    calibration = load_calibration(str(BUNDLED), tokenizer, num_samples=2, seq_len=32, seed=0)
+    calibration = load_calibration(str(STORIES), tokenizer, num_samples=2, seq_len=32, seed=0)
     given = argparse.Namespace(
         models=tmp_path,
         environments=None,
@@ -46,7 +47,7 @@ def session(tmp_path: Path, tokenizer: Any) -> real.Session:
         output=tmp_path / "table.json",
         only=None,
         again=False,
-        calibration=BUNDLED,
+        calibration=STORIES,
         seed=0,
         threads=1,
         text=Path("evaluation.txt"),
@@ -156,7 +157,7 @@ def test_a_cell_from_worker_to_row(session: real.Session) -> None:
     assert low <= row["kl_nats"] <= high
     # Other tokens than the packages were given are no row.
     session.calibration = load_calibration(
-        str(BUNDLED),
+        str(STORIES),
         transformers.AutoTokenizer.from_pretrained(PLAIN),
         num_samples=2,
         seq_len=32,

@@ -40,7 +40,7 @@ def tiny_model(folder: Path) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / DEFAULT_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / DEFAULT_MODEL, trust_remote_code=False)
     tokenizer.model_max_length = CONTEXT
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -99,11 +99,21 @@ class SequentialForward:
         tokens = plain_tokens(self._model, length).to(device)[None]
         _, cache = self._pass(tokens, positions, length, empty)
         if cache is None and _CACHES[0] in self._takes:  # it may fill one that it does not return
-            self._is_given_a_cache = True
+            self._is_given_a_cache, before = True, self._attributes()
             _, cache = self._pass(tokens, positions, length, empty)
+            cache = None if self._attributes() - before else cache  # Recurrent Gemma keeps the rest
         if cache is None or not any(isinstance(x, torch.Tensor) for _, x in walk(cache)):
             raise ValueError("it returns no cache: its state is in its modules")
         return cache
+
+    def _attributes(self) -> set[tuple[str, str, int]]:
+        """The tensors that modules hold beside their parameters and buffers."""
+        return {
+            (name, key, id(value))
+            for name, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
 
 
 class TokenByTokenForward(SequentialForward):

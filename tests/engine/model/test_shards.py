@@ -224,11 +224,6 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
             2,
             "tensor parallelism and a model with constant state do not go together",
         ),
-        (
-            "arcee",
-            2,
-            "tensor parallelism and a model that runs through transformers do not go together",
-        ),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(tmp_path, family, size, words):

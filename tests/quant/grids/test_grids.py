@@ -14,10 +14,10 @@ from llmopt.quant.base.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.feedback.column_loop import solve
+from llmopt.quant.feedback.error_feedback import feedback
 from llmopt.quant.grids.base import Grid, Parameters, group_of
 from llmopt.quant.grids.grids import grid_of
-from llmopt.quant.methods.gptq_feedback import feedback
-from llmopt.quant.methods.gptq_solve import solve
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.tensors.integer import IntTensor
 

@@ -16,6 +16,7 @@ from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, sensitivity
 from llmopt.quant.pipeline.divergence import divergences
@@ -172,7 +173,13 @@ def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
 def test_divergence_is_that_of_the_whole_model(tmp_path: Path) -> None:
     """Against transformers' logits of both models, in float32."""
     asked = request(
-        tmp_path, "out", method="rtn", format="compressed-tensors", compute="float32", held_out=0
+        tmp_path,
+        "out",
+        method="rtn",
+        format="compressed-tensors",
+        compute="float32",
+        held_out=0,
+        options=MethodOptions(ranges="minmax"),
     )
     result = quantize(asked)
     session = pipeline.prepare(replace(asked, output=tmp_path / "other"))

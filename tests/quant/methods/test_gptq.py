@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import FloatScheme, IntScheme, Scheme
+from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.grids.int_grid import group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.base import (
@@ -20,7 +21,6 @@ from llmopt.quant.methods.base import (
     SchemeOptions,
 )
 from llmopt.quant.methods.gptq import Gptq
-from llmopt.quant.methods.gptq_feedback import asymmetric_shift, feedback
 from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.model.families import Family, family_of
 from llmopt.quant.tensors.integer import IntTensor

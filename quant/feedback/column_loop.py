@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..grids.base import Columns, Grid, Parameters, group_of, joined
-from .gptq_feedback import Feedback
+from .error_feedback import Feedback
 
 _SPAN = 256
 _LEAF = 32
