@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -107,7 +108,10 @@ def _verdict(column: Column, case: Case) -> Verdict:
     except Exception as error:  # a traceback is a verdict, and the survey goes on
         line = (str(error).strip().splitlines() or [""])[0]
         verdict = Verdict("traceback", f"{type(error).__name__}: {line}"[:160])
-    return Verdict(verdict.outcome, verdict.detail.replace(f"{case.folder}/", ""))
+    detail = verdict.detail.replace(f"{case.folder}/", "")
+    # Columns write into temporary folders of their own, which a committed record must not name.
+    detail = re.sub(rf"{re.escape(tempfile.gettempdir())}/[^\s:]+:? ?", "", detail)
+    return Verdict(verdict.outcome, detail)
 
 
 def summary(results: Results) -> list[str]:

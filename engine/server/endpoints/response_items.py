@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ class Item(Protocol):
         ...
 
 
-class _PartItem:
+class _PartItem(ABC):
     """An item with one content part of text."""
 
     part_type: str
@@ -38,8 +39,9 @@ class _PartItem:
     def part(self) -> Fields:
         return {"type": self.part_type, "text": self.text}
 
+    @abstractmethod
     def document(self, status: str) -> Fields:
-        raise NotImplementedError
+        """See `Item.document`."""
 
     def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
         empty = {**self.document("in_progress"), "content": []}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ...base.sampling_params import SamplingParams
 from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
 from .errors import ApiError
 from .protocol import GenerationRequest, unsupported
@@ -137,9 +138,9 @@ class ResponsesRequest(GenerationRequest):
             if field not in (LOGPROBS, REASONING):
                 raise unsupported(f"include {field!r}")
 
-    def sampling_params(self) -> Any:
-        """Those of the chat request are used."""
-        raise NotImplementedError
+    def sampling_params(self) -> SamplingParams:
+        """Those of the chat request for the input."""
+        return self.chat_request(self.turns).sampling_params()
 
     @property
     def functions(self) -> list[FunctionTool]:
