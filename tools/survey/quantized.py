@@ -183,8 +183,9 @@ def decompress(model: Any) -> Any:
 def differing(one: Any, other: Any) -> Iterator[str]:
     """Names of the parameters and buffers in which two models differ."""
     left, right = one.state_dict(), other.state_dict()
-    parts = parts_of({name: tuple(tensor.shape) for name, tensor in right.items()})
-    if parts.keys() <= left.keys():  # it has linears in the place of fused experts
+    missing = {name: tuple(tensor.shape) for name, tensor in right.items() if name not in left}
+    parts = parts_of(missing)  # of fused experts, in whose place there are linears
+    if parts.keys() <= left.keys():
         fused_names = {part.tensor for part in parts.values()}
         apart = {name: part.of(right[part.tensor]) for name, part in parts.items()}
         right = {n: t for n, t in right.items() if n not in fused_names} | apart
