@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..quant.model.models import load_tokenizer, resolve_model
+from ..quant.model.models import resolve_model
 from ..quant.open import open_checkpoint
+from ..quant.tokenizer.load import load_tokenizer
 from .base.device import choose_device, choose_dtype
 from .base.end_tokens import end_token_ids
 from .cache.kv_cache import (

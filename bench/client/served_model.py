@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.model.models import bundled_models, load_tokenizer, resolve_model
+from ...quant.model.models import bundled_models, resolve_model
+from ...quant.tokenizer.load import load_tokenizer
 from ..options.options import BenchOptions
 from .address import Address
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.model.models import load_tokenizer, resolve_model
+from ...quant.model.models import resolve_model
 from ...quant.open import open_checkpoint
+from ...quant.tokenizer.load import load_tokenizer
 from ..options.options import BenchOptions
 from .arrivals import arrival_offsets, ramp_offsets
 from .cycles import check_endless

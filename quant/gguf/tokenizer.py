@@ -8,19 +8,9 @@ from typing import Any
 
 from ..base.errors import BadInput
 from ..model.checkpoint import read_json
+from .pre_tokenizers import EXPRESSIONS, name_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-
-# llama.cpp's pre-tokenizer names, by the regular expression in tokenizer.json.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_PRE_TOKENIZERS = {
-    None: "gpt-2",
-    _LLAMA3_SPLIT: "llama-bpe",
-    _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2",
-}
 
 
 def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
@@ -116,21 +106,30 @@ def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
     """llama.cpp's name of the pre-tokenizer."""
     steps = content.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
-    kinds = [step.get("type") for step in steps]
-    expression = None
-    if kinds == ["Split", "ByteLevel"]:
-        expression = steps[0].get("pattern", {}).get("Regex")
-    if (
-        kinds[-1:] != ["ByteLevel"]
-        or len(kinds) > 2
-        or expression not in _PRE_TOKENIZERS
-        or (len(kinds) == 2) != (expression is not None)
-    ):
+    expressions = [expression for step in steps for expression in _expressions(step)]
+    name = None
+    if steps[-1].get("type") == "ByteLevel" and None not in expressions:
+        ignores_merges = bool(content["model"].get("ignore_merges"))
+        name = name_of(map(str, expressions), ignores_merges=ignores_merges)
+    if name is None:
+        told = [step.get("pattern", step.get("type")) for step in steps]
         raise BadInput(
-            f"{path} splits text in a way that is not known as a GGUF pre-tokenizer "
-            f"({json.dumps(expression or kinds)}): known are {', '.join(_PRE_TOKENIZERS.values())}"
+            f"{path} splits text in a way that is not known as a GGUF pre-tokenizer ({json.dumps(told)}): "
+            f"known are {', '.join(EXPRESSIONS)}"
         )
-    return _PRE_TOKENIZERS[expression]
+    return name
+
+
+def _expressions(step: dict[str, Any]) -> tuple[str | None, ...]:
+    """The expressions by which a step of a tokenizer.json cuts a text; None is one that cannot be said so."""
+    match step:
+        case {"type": "Split", "pattern": {"Regex": str(expression)}, "behavior": "Isolated"}:
+            return (expression,)
+        case {"type": "Digits"}:
+            return (r"\p{N}" if step.get("individual_digits") else r"\p{N}+",)
+        case {"type": "ByteLevel"}:
+            return EXPRESSIONS["gpt-2"] if step.get("use_regex", True) else ()
+    return (None,)
 
 
 def _adds_a_space(content: dict[str, Any]) -> bool:

@@ -1,13 +1,10 @@
-"""Resolving a model argument (folder, bundled name, hub id) to a local path; loading tokenizers."""
+"""Resolving a model argument (folder, bundled name, hub id) to a local path."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ...recipes import DEFAULT_MODEL, MODELS
 from ..base.errors import BadInput
@@ -48,72 +45,6 @@ def resolve_model(name: str | None) -> Path:
         f"no model {name!r}: it is neither a folder, nor a bundled model "
         f"({', '.join(bundled_models())}), nor a hub id (owner/name)"
     )
-
-
-def tokenizer_arguments(model: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Arguments of `AutoTokenizer.from_pretrained` for a model from `resolve_model`.
-
-    Raises:
-        BadInput: a GGUF file without a tokenizer.json beside it, and the `gguf` package is missing.
-    """
-    file = gguf_file_of(model)
-    folder = model if file is None else file.parent
-    arguments: dict[str, Any] = {
-        "pretrained_model_name_or_path": folder,
-        "local_files_only": True,
-        "trust_remote_code": trust_remote_code,
-    }
-    if file is not None and not (folder / "tokenizer.json").is_file():
-        if find_spec("gguf") is None:
-            raise BadInput(
-                f"{file} has no tokenizer.json beside it, and the tokenizer inside is read with a "
-                "package that is not installed: pip install 'llmopt[gguf]'"
-            )
-        arguments["gguf_file"] = file.name
-    elif config := _tokenizer_config(folder):
-        arguments["config"] = config
-    return arguments
-
-
-def _tokenizer_config(folder: Path) -> Any:
-    """What `AutoTokenizer` reads of a model's configuration, where the tokenizer names its class; else None.
-
-    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
-    of every start, for a class that the tokenizer does not need.
-    """
-    try:
-        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # transformers says what is wrong
-    if "tokenizer_class" not in declared or "auto_map" in declared or "auto_map" in model:
-        return None
-    from transformers import PreTrainedConfig
-
-    keys = ("model_type", "model_name", "tokenizer_class")
-    config = PreTrainedConfig.from_dict({key: model[key] for key in keys if key in model})
-    config.name_or_path = str(folder)
-    return config
-
-
-def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model from `resolve_model`; code of the checkpoint runs only where it is trusted.
-
-    Raises:
-        BadInput: it does not load.
-    """
-    from transformers import AutoTokenizer
-
-    arguments = tokenizer_arguments(model, trust_remote_code=trust_remote_code)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments)
-    except Exception as error:  # transformers raises many types for a broken file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
-    # Callers check lengths; silence the tokenizer's warning.
-    tokenizer.model_max_length = int(1e30)
-    tokenizer.clean_up_tokenization_spaces = False
-    return tokenizer
 
 
 def _from_hub(hub_id: str) -> Path:

@@ -17,11 +17,11 @@ from ..calibration.sources import BUNDLED_SAMPLES, bundled_text, is_bundled
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
-from ..model.models import load_tokenizer
 from ..plan.plan import Plan, QuantizeRequest, make_plan
 from ..request.selection import Shapes
 from ..stream.kv_scales import INT8_CACHE
 from ..stream.layer_stream import LayerStream
+from ..tokenizer.load import load_tokenizer
 from .sensitivity import mixed_plan, search_of
 from .session import Session
 

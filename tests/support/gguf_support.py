@@ -108,7 +108,7 @@ def random_model(folder: Path, name: str) -> Path:
 
 def byte_level_tokenizer(folder: Path, split: str | None) -> None:
     """A byte-level BPE tokenizer of 500 ids, trained on the bundled stories; `split` as in `SPLITS`."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     if split is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:

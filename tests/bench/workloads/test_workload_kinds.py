@@ -18,7 +18,7 @@ from llmopt.bench.workloads.prefix import prefix_repetition_workload
 from llmopt.bench.workloads.sonnet import sonnet_workload
 from llmopt.bench.workloads.workload import fit_lengths
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.model.models import load_tokenizer
+from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.recipes import MODELS
 
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized
-from llmopt.quant.model import models
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.open import open_checkpoint
 from safetensors.torch import save_file
@@ -93,11 +91,3 @@ def test_types_without_a_kernel_are_dequantized(tmp_path):
     tokens = TOKENS[0].tolist()
     got, plain = engine(path).prompt_logits(tokens), engine(expected).prompt_logits(tokens)
     torch.testing.assert_close(got, plain, atol=1e-4, rtol=1e-4)
-
-
-def test_without_the_package_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "model.gguf"
-    path.touch()
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"no tokenizer\.json beside it.*llmopt\[gguf\]"):
-        models.tokenizer_arguments(path)

@@ -1,0 +1,230 @@
+"""The tokenizer of a GGUF file, built from its keys: byte-level BPE and SentencePiece-style BPE.
+
+As llama.cpp reads them (src/llama-vocab.cpp): `tokenizer.ggml.model` says which, `tokenizer.ggml.pre` names
+the expressions that cut the text before byte-level merges, and the types of the tokens say which are matched
+whole. A SentencePiece vocabulary has scores in place of merges: a pair of higher score is merged first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import BadInput
+from .container import GgufFile
+from .pre_tokenizers import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPACE = "\u2581"
+_SPECIAL = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",  # the key's own spelling
+    "mask_token": "mask",
+}
+# Of Phi 3, white space after these stays; after the other matched tokens it goes.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def read_tokenizer(file: GgufFile) -> Any:
+    """The transformers tokenizer (`PreTrainedTokenizerFast`) that a file describes.
+
+    Raises:
+        BadInput: no tokenizer in the file, one of another kind, or a pre-tokenizer that is not known.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    keys = _Keys(file.path, file.metadata)
+    if keys.model not in ("gpt2", "llama", "gemma4"):
+        raise BadInput(
+            f"{file.path} has a tokenizer of kind {keys.model!r}, which is not read here (gpt2, llama and "
+            "gemma4 are): put the model's tokenizer.json beside the file"
+        )
+    raw = keys.model == "llama" or keys.pre in RAW_TEXT
+    tokenizer = _sentencepiece(keys) if keys.model == "llama" else _bpe(keys, raw=raw)
+    tokenizer.add_special_tokens(_added(keys, (_UNKNOWN, _CONTROL)))
+    tokenizer.add_tokens(_added(keys, (_USER_DEFINED,)))
+    special = {name: keys.special(kind) for name, kind in _SPECIAL.items()}
+    special = {name: text for name, text in special.items() if text is not None}
+    if (around := _around(keys, special)) is not None:
+        tokenizer.post_processor = around
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=keys.text("tokenizer.chat_template"),
+        **special,
+    )
+
+
+class _Keys:
+    """The `tokenizer.*` keys of a file, each checked when it is asked for."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]):
+        self.path = path
+        self._metadata = metadata
+        self.model = self.text("tokenizer.ggml.model")
+        self.pre = "gemma4" if self.model == "gemma4" else self._pre()
+        self.tokens: list[str] = self.list("tokens", str)
+        if not self.tokens:
+            raise BadInput(f"{path} holds no tokenizer: put the model's tokenizer.json beside it")
+        self.types: list[int] = self.list("token_type", int)
+        if self.types and len(self.types) != len(self.tokens):
+            raise BadInput(
+                f"{path}: {len(self.tokens)} tokens and {len(self.types)} types: it is damaged"
+            )
+
+    def text(self, key: str) -> str | None:
+        value = self._metadata.get(key)
+        return value if isinstance(value, str) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._metadata.get(f"tokenizer.ggml.{name}", default))
+
+    def list(self, name: str, of: type) -> list[Any]:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(value, list) or not all(isinstance(item, of) for item in value):
+            raise BadInput(f"{self.path}: tokenizer.ggml.{name} is no list of {of.__name__}")
+        return value
+
+    def special(self, kind: str) -> str | None:
+        """The text of a special token; None where the file names none."""
+        number = self._metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if number is None:
+            return None
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+            raise BadInput(f"{self.path}: tokenizer.ggml.{kind}_token_id is {number!r}, no token's")
+        return self.tokens[number]
+
+    def _pre(self) -> str:
+        name = self.text("tokenizer.ggml.pre") or "default"
+        if self.model == "gpt2" and name not in EXPRESSIONS:
+            raise BadInput(
+                f"{self.path} cuts text by the pre-tokenizer {name!r}, which is not known here: put the "
+                "model's tokenizer.json beside the file"
+            )
+        return name
+
+
+def _bpe(keys: _Keys, *, raw: bool) -> Any:
+    """Byte-level BPE; `raw` where tokens are spelled in the text's own characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab = {text: index for index, text in enumerate(keys.tokens)}
+    merges = [_pair(line) for line in keys.list("merges", str)]
+    if raw:
+        merges += _newline_merges(vocab)
+    options: dict[str, Any] = {"byte_fallback": raw, "ignore_merges": keys.pre in IGNORES_MERGES}
+    if raw:
+        options |= {"unk_token": keys.special("unknown"), "fuse_unk": True}
+    merges = [(a, b) for a, b in merges if a in vocab and b in vocab and a + b in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    cuts: list[Any] = [
+        pre_tokenizers.Split(Regex(expression), behavior="isolated")
+        for expression in EXPRESSIONS[keys.pre]
+    ]
+    if raw:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    return tokenizer
+
+
+def _sentencepiece(keys: _Keys) -> Any:
+    """SentencePiece-style BPE: merges from scores, spaces as U+2581, bytes for what no token spells."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {text: index for index, text in enumerate(keys.tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_scored_merges(keys, vocab),
+            unk_token=keys.special("unknown"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = keys.flag("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE)] * prefix + [normalizers.Replace(" ", _SPACE)]
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
+
+
+def _scored_merges(keys: _Keys, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, the highest score first; of equal scores the lower id."""
+    scores = keys.list("scores", (float))
+    if len(scores) != len(keys.tokens):
+        raise BadInput(
+            f"{keys.path}: {len(keys.tokens)} tokens and {len(scores)} scores: it is damaged"
+        )
+    order = sorted(vocab.values(), key=lambda index: (-scores[index], index))
+    return [
+        (left, right)
+        for text in map(keys.tokens.__getitem__, order)
+        for cut in range(1, len(text))
+        if (left := text[:cut]) in vocab and (right := text[cut:]) in vocab
+    ]
+
+
+def _newline_merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Merges that join newlines to the tokens of several: llama.cpp takes a run of newlines whole."""
+    lengths = sorted(len(text) for text in vocab if text and not text.strip("\n"))
+    return list(
+        chain.from_iterable(
+            [("\n" * cut, "\n" * (length - cut)) for cut in range(1, length)] for length in lengths
+        )
+    )
+
+
+def _pair(line: str) -> tuple[str, str]:
+    """A merge's two sides; the left one may itself begin with a space."""
+    cut = line.find(" ", 1)
+    return line[:cut], line[cut + 1 :]
+
+
+def _added(keys: _Keys, types: Sequence[int]) -> list[Any]:
+    """Tokens that are matched whole, before anything else is done to a text."""
+    from tokenizers import AddedToken
+
+    name = (keys.text("general.name") or "").lower()
+    is_phi3 = "phi-3" in name or "phi3" in name
+    return [
+        AddedToken(
+            text,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            rstrip=is_phi3 and text not in _PHI3_KEEPS_SPACE,
+        )
+        for text, kind in zip(keys.tokens, keys.types, strict=False)
+        if kind in types and text
+    ]
+
+
+def _around(keys: _Keys, special: Mapping[str, str]) -> Any:
+    """The post-processor that puts BOS, EOS and a separator around a text; None where there is none."""
+    from tokenizers import processors
+
+    before, after = [], []
+    if keys.flag("add_bos_token", keys.model == "llama" or keys.pre in ADDS_BOS):
+        before.append(special.get("bos_token"))
+    if keys.flag("add_eos_token", False):
+        after.append(special.get("eos_token"))
+    if keys.flag("add_sep_token", keys.pre in ADDS_SEPARATOR):
+        after.append(special.get("sep_token"))
+    around = [text for text in (*before, *after) if text is not None]
+    if not around:
+        return None
+    single = [*(text for text in before if text), "$A", *(text for text in after if text)]
+    return processors.TemplateProcessing(
+        single=single, special_tokens=[(text, keys.tokens.index(text)) for text in set(around)]
+    )

@@ -1,0 +1,1 @@
+"""Loading a model's tokenizer, whatever holds it."""

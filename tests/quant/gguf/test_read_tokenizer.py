@@ -1,0 +1,156 @@
+"""Tokenizers read from GGUF keys: the ids of the tokenizer.json they were written from, and llama.cpp's cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.gguf.container import GgufFile, write_gguf
+from llmopt.quant.gguf.pre_tokenizers import EXPRESSIONS, RAW_TEXT
+from llmopt.quant.gguf.read_tokenizer import read_tokenizer
+from llmopt.quant.gguf.tokenizer import tokenizer_keys
+from tokenizers import Tokenizer
+
+from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer
+
+TEXTS = (
+    "",
+    "Once upon a time, there was a little girl named Lily.",
+    "  Two spaces, a tab\tand\n\nlines \n  with  3 numbers: 1 22 333 4444 55555.",
+    "It's what we'll say: DON'T! (really?) -- [x] {y} <z> @#$%^&* ½",
+    "naïve café, Größe, Привет мир, 你好世界, こんにちは, 안녕하세요, 😀👍🏽",
+    "<s>whole tokens</s> in a text<unk>\n\n\n",
+)
+
+
+def written(folder: Path, keys: dict[str, Any]) -> GgufFile:
+    path = folder / "vocabulary.gguf"
+    write_gguf(path, {"general.architecture": "llama", **keys}, [])
+    return GgufFile(path)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Keys of a small byte-level vocabulary."""
+    folder = tmp_path_factory.mktemp("byte-level")
+    byte_level_tokenizer(folder, None)
+    return tokenizer_keys(folder, 500)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", None, *SPLITS])
+def test_ids_are_those_of_the_tokenizer_json(tmp_path: Path, kind: str | None) -> None:
+    source = STORIES
+    if kind != "sentencepiece":
+        byte_level_tokenizer(source := tmp_path, kind)
+    expected = Tokenizer.from_file(str(source / "tokenizer.json"))
+    size = expected.get_vocab_size()
+    read = read_tokenizer(written(tmp_path, tokenizer_keys(source, size)))
+    assert len(read) == size
+    for text in TEXTS:
+        ids = expected.encode(text).ids
+        assert read(text).input_ids == ids
+        assert read.decode(ids) == expected.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", sorted(EXPRESSIONS.keys() - RAW_TEXT))
+def test_no_byte_is_lost(tmp_path: Path, byte_level: dict[str, Any], name: str) -> None:
+    keys = byte_level | {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+    read = read_tokenizer(written(tmp_path, keys))
+    for text in TEXTS:
+        assert read.decode(read(text).input_ids) == text
+
+
+# What llama.cpp cuts these into (tests/owners/check_gguf_tokenizers.py asks it).
+CUTS = {
+    "gpt-2": ("a 1234 b", ["a", "Ġ1234", "Ġb"]),
+    "smollm": ("a 1234", ["a", "Ġ", "1", "2", "3", "4"]),
+    "llama-bpe": ("I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+    "qwen2": ("a 12", ["a", "Ġ", "1", "2"]),
+    "deepseek-v3": ("a#b 1234", ["a", "#b", "Ġ", "123", "4"]),
+    "tekken": ("getURL HTTPServer", ["get", "URL", "ĠHTTPServer"]),
+    "afmoe": ("1234567", ["1", "234", "567"]),
+    "superbpe": ("one two 12345", ["oneĠtwoĠ", "12", "345"]),
+    "falcon": ("x=12345", ["x", "=", "123", "45"]),
+    "exaone-moe": ("a b c", ["aĠbĠc"]),
+    "ufakzeka": ("it's", ["it", "'s"]),
+    "viking": ("a, 12", ["a", ",", "Ġ", "1", "2"]),
+    "laguna": ("a\nb", ["a", "Ċ", "b"]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_text_is_cut_as_llama_cpp_cuts_it(
+    tmp_path: Path, byte_level: dict[str, Any], name: str
+) -> None:
+    text, pieces = CUTS[name]
+    read = read_tokenizer(written(tmp_path, byte_level | {"tokenizer.ggml.pre": name}))
+    cut = read.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [piece for piece, _ in cut] == pieces
+
+
+def raw_text_keys() -> dict[str, Any]:
+    """A vocabulary of Gemma 4's kind: raw text, byte tokens, newlines in runs."""
+    letters = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "a",
+        "b",
+        "\u2581",
+        "ab",
+        "\u2581ab",
+        "\n",
+        "\n\n",
+        "\n\n\n",
+    ]
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": letters + bytes_,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [1] * (len(letters) - 4) + [6] * 256,
+        "tokenizer.ggml.merges": ["a b", "\u2581 ab"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def test_raw_text_has_bytes_and_runs_of_newlines(tmp_path: Path) -> None:
+    read = read_tokenizer(written(tmp_path, raw_text_keys()))
+    pieces = read.convert_ids_to_tokens(read("ab ab\n\n\nbé").input_ids)
+    assert pieces == ["<bos>", "ab", "\u2581ab", "\n\n\n", "b", "<0xC3>", "<0xA9>"]
+    assert read.decode(read("ab ab\n\n\nbé").input_ids, skip_special_tokens=True) == "ab ab\n\n\nbé"
+
+
+def test_white_space_after_tokens_of_phi3_goes(tmp_path: Path) -> None:
+    keys = tokenizer_keys(STORIES, 512) | {"tokenizer.ggml.add_bos_token": False}
+    plain = read_tokenizer(written(tmp_path, keys))
+    phi3 = read_tokenizer(written(tmp_path, keys | {"general.name": "Phi-3 mini"}))
+    assert phi3("</s>  a").input_ids == plain("</s>a").input_ids
+    assert phi3("<s>  a").input_ids == plain("<s>  a").input_ids != plain("<s>a").input_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "of kind 't5'.*tokenizer.json beside"),
+        ({"tokenizer.ggml.pre": "new-one"}, "pre-tokenizer 'new-one'.*tokenizer.json beside"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is no list of str"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "500 tokens and 2 types: it is damaged"),
+        ({"tokenizer.ggml.bos_token_id": 999}, "bos_token_id is 999"),
+        ({"tokenizer.ggml.model": "llama"}, "500 tokens and 0 scores: it is damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, byte_level: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        read_tokenizer(written(tmp_path, byte_level | change))
+
+
+def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"holds no tokenizer: put the model's tokenizer\.json"):
+        read_tokenizer(written(tmp_path, {}))
