@@ -11,6 +11,7 @@ from .options.common import ModelOptions
 from .options.engine import EngineOptions
 from .options.groups import with_groups
 from .options.protection import ProtectionOptions
+from .options.serve.operation import OperationOptions
 from .options.serving import HandoverOptions, ServingOptions
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def serve_local(
     serving: ServingOptions,
     engine: EngineOptions,
     protection: ProtectionOptions,
+    operation: OperationOptions,
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from ..engine.config.config import EngineConfig
@@ -40,6 +42,7 @@ def serve_local(
         return
     handover.refuse_handover_options(asked)
     options = protection.server_options(is_loopback=is_loopback(serving.host))
+    options = operation.added_to(options)
     _serve(EngineConfig(model=name, **engine.keywords()), name, options, serving)
 
 
@@ -48,11 +51,11 @@ def _serve(
 ) -> None:
     """Validate all options before the model loads, then serve."""
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
+    from ..engine.server.observability.logs import configure_logging
     from ..engine.server.parsing.formats import tool_format
     from ..engine.server.parsing.reasoning import reasoning_format
     from ..quant.base.errors import BadInput
     from ..quant.model.models import resolve_model
-    from .output.console import people
 
     template = serving.template()
     if serving.tool_call_parser is not None:
@@ -63,7 +66,8 @@ def _serve(
     folder, served = resolve_model(name), serving.served_name(name)
     if served in config.loras:
         raise BadInput(f"--lora {served}: the model itself is served by that name")
-    people.print(f"loading {folder} ...", soft_wrap=True, markup=False)
+    configure_logging(options.log_format)
+    _tell(options, "loading", f"loading {folder} ...", model=str(folder))
     bound_kernel_caches()
     from ..engine.engine import Engine
     from ..engine.server.app import create_app, describe_template
@@ -78,15 +82,28 @@ def _serve(
         tool_call_parser=serving.tool_call_parser,
         reasoning_parser=serving.reasoning_parser,
     )
-    url = base_url(listener)
+    url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
         f"{_context(opened)}, {_states(opened)}"
         f"chat template: {describe_template(app.state.service.text)}"
     )
-    has_key, as_json = bool(options.api_keys), serving.as_json
-    serve(app, listener, on_ready=lambda: _announce(url, served, facts, has_key, as_json))
-    people.print("stopped")
+    as_json = serving.as_json
+    serve(app, listener, on_ready=lambda: _announce(url, served, facts, options, as_json))
+    _tell(options, "stopped", "stopped")
+
+
+def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> None:
+    """Write a line on stderr for people, or an event of the JSON log."""
+    import logging
+
+    from ..engine.server.observability.logs import Event
+    from .output.console import people
+
+    if options.log_format == "json":
+        logging.getLogger("llmopt.cli").info(Event(event, fields))
+    else:
+        people.print(text, soft_wrap=True, markup=False)
 
 
 def _context(engine: Engine) -> str:
@@ -105,7 +122,7 @@ def _states(engine: Engine) -> str:
     return f"states of {states.num_slots} sequences and {saved}, "
 
 
-def _announce(url: str, model: str, facts: str, has_key: bool, as_json: bool) -> None:
+def _announce(url: str, model: str, facts: str, options: ServerOptions, as_json: bool) -> None:
     import json
     import os
 
@@ -113,8 +130,11 @@ def _announce(url: str, model: str, facts: str, has_key: bool, as_json: bool) ->
         typer.echo(json.dumps({"url": url, "model": model, "pid": os.getpid()}))
         return
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if options.requires_key else ""
     typer.echo(f"ready: {model} at {url}/v1 ({facts})")
+    if options.log_format == "json":
+        _tell(options, "ready", "", url=url, model=model)
+        return
     typer.echo(
         f"try: curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         err=True,

@@ -52,6 +52,10 @@ _TABLE: Mapping[str, Translate] = {
     "tensor_parallel_size": as_is("--tensor-parallel-size"),
     "pipeline_parallel_size": as_is("--pipeline-parallel-size"),
     "lora": _loras,
+    "ssl_certfile": as_is("--ssl-certfile"),
+    "ssl_keyfile": as_is("--ssl-keyfile"),
+    "ssl_ca_certs": as_is("--ssl-ca-certs"),
+    "enable_ssl_refresh": flag("--enable-ssl-refresh"),
     "served_model_name": as_is("--served-model-name"),
     "chat_template": as_is("--chat-template"),
     "tool_call_parser": only(

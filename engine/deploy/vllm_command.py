@@ -98,6 +98,12 @@ _TRANSLATIONS: Mapping[str, Translate] = {
     "tool_call_parser": _tool_parser,
     "reasoning_parser": only("vLLM", "reasoning_parser", REASONING_PARSERS, "--reasoning-parser"),
     "api_key": _api_key,
+    "ssl_certfile": as_is("--ssl-certfile"),
+    "ssl_keyfile": as_is("--ssl-keyfile"),
+    "ssl_ca_certs": as_is("--ssl-ca-certs"),
+    "ssl_cert_reqs": as_is("--ssl-cert-reqs"),
+    "enable_ssl_refresh": _switch("enable-ssl-refresh"),
+    "otlp_traces_endpoint": as_is("--otlp-traces-endpoint"),
     "max_header": lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
 }
 _SPECULATION = (

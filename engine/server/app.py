@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -10,14 +11,30 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
+from .access.api_key import warn_if_readable
+from .access.key_ring import KeyRing
 from .endpoints.operations import operations_router
 from .endpoints.routes import model_router, open_service
 from .loop.loop import EngineLoop
 from .middleware.middleware import RequestMiddleware
+from .observability.observe import ObservingMiddleware
+from .observability.tracing import Tracing
 from .page.page import page_router
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
+from .reload.reloader import Reloadable, Reloader
 from .text.text import Tokenization
+
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{what}-{unit}"
+        for unit in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
+"""Response headers that a page of an allowed origin may read."""
 
 
 def create_app(
@@ -35,9 +52,17 @@ def create_app(
     model's output where they cannot be detected from the template.
 
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
-    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`.
+    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`,
+    `app.state.reloader` reads changed files again.
     """
     options = options or ServerOptions()
+    reloader, keys = Reloader(), KeyRing(options)
+    if (path := options.api_key_file) is not None:
+        warn_if_readable(path)
+        reloader.add(Reloadable(f"--api-key-file {path}", (path,), keys.read, keys.replace))
+    tracing = None
+    if options.otlp_traces_endpoint is not None:
+        tracing = Tracing(options.otlp_traces_endpoint)
     loop = EngineLoop(engine, options)
     service = open_service(
         engine, loop, model_name, chat_template, tool_call_parser, reasoning_parser, options.script
@@ -46,9 +71,13 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop.start()
+        watching = asyncio.ensure_future(reloader.watch())
         yield
+        watching.cancel()
         loop.stop()
         service.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     # No outbound requests: FastAPI's interactive docs load scripts from a CDN, and its telemetry could
     # be enabled by an environment variable.
@@ -61,18 +90,21 @@ def create_app(
         telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
     app.state.loop, app.state.service, app.state.options = loop, service, options
+    app.state.reloader = reloader
     install(app)
-    app.add_middleware(RequestMiddleware, options=options, count=loop.metrics.responses)
+    app.add_middleware(RequestMiddleware, options=options, keys=keys)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
         )
+    app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
     app.include_router(model_router(service, engine))
     app.include_router(page_router(loop))
-    app.include_router(operations_router(engine, loop, service))
+    app.include_router(operations_router(engine, loop, service, keys))
     return app
 
 

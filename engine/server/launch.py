@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
 import signal
 import socket
@@ -15,10 +14,11 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import LOGGING_CONFIG
 
 from ...quant.base.errors import BadInput, Failure
 from .middleware.connections import bounded_connections
+from .observability.logs import configure_logging
+from .reload.tls import TlsOptions, open_context, reloadable_context
 
 MAX_REQUEST_HEAD_BYTES = 1 << 20
 """Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
@@ -76,12 +76,13 @@ def _cannot_listen(host: str, port: int, error: Exception) -> BadInput:
     )
 
 
-def base_url(listener: socket.socket) -> str:
+def base_url(listener: socket.socket, tls: TlsOptions | None = None) -> str:
     """Base URL of a bound socket, for clients on this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
@@ -110,16 +111,23 @@ class Server(uvicorn.Server):
     """uvicorn server with graceful drain; signals stop it without being re-raised."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
-        drain_seconds = app.state.options.drain_seconds
+        options = app.state.options
+        drain_seconds = options.drain_seconds
+        configure_logging(options.log_format)
+        context = None if options.tls is None else open_context(options.tls)
+        if context is not None and options.tls.is_refreshed:
+            app.state.reloader.add(reloadable_context(options.tls, context))
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="asyncio",
                 ws="none",
-                http=bounded_connections(app.state.options),
+                http=bounded_connections(options),
                 h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
                 lifespan="on",
-                log_config=_log_config(),
+                log_config=None,
+                access_log=False,  # the application has its own access line
+                ssl_context_factory=None if context is None else lambda *_: context,
                 server_header=False,
                 timeout_keep_alive=75,  # longer than the pools of common clients keep a connection
                 timeout_graceful_shutdown=int(drain_seconds) + 2,
@@ -163,6 +171,10 @@ class Server(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
 
+    def _reload(self, *_: object) -> None:
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._app.state.reloader.reload_all)
+
     def _end_streams(self) -> None:
         self._app.state.loop.fail("the server is stopping")
 
@@ -170,20 +182,13 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Handle signals without re-raising them after shutdown, unlike uvicorn's `capture_signals`."""
         signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        before: dict[int, Any] = {
+            number: signal.signal(number, self.handle_exit) for number in signals
+        }
+        if self._app.state.reloader.has_files:
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._reload)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _log_config() -> dict[str, Any]:
-    """Log errors and accesses to stderr. Access lines contain no bodies, hence no prompts."""
-    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    config["loggers"]["llmopt"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    config["loggers"]["uvicorn"]["level"] = "WARNING"
-    config["loggers"]["uvicorn.error"] = {"level": "WARNING"}
-    config["loggers"]["uvicorn.access"]["level"] = "INFO"
-    return config

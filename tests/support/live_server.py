@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import uvicorn
+from fastapi import FastAPI
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
-from llmopt.engine.server.launch import bind
+from llmopt.engine.server.launch import base_url, bind
 from llmopt.engine.server.loop.loop import EngineLoop
 from llmopt.engine.server.middleware.connections import bounded_connections
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.reload.tls import open_context, reloadable_context
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ class RunningServer:
     engine: Engine
     loop: EngineLoop
     event_loop: asyncio.AbstractEventLoop
+    app: FastAPI
 
     def http(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=30, **options)  # type: ignore[arg-type]
@@ -77,7 +80,10 @@ def running(
     **app_options: Any,
 ) -> Iterator[RunningServer]:
     app = create_app(engine, model_name="tiny", options=options, **app_options)
-    listener = bind("127.0.0.1", 0)
+    listener, tls = bind("127.0.0.1", 0), app.state.options.tls
+    context = None if tls is None else open_context(tls)
+    if tls is not None and context is not None:
+        app.state.reloader.add(reloadable_context(tls, context))
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -85,6 +91,7 @@ def running(
         http=bounded_connections(app.state.options),
         lifespan="on",
         log_level="critical",
+        ssl_context_factory=None if context is None else lambda *_: context,
     )
     server = uvicorn.Server(config)
     started = threading.Event()
@@ -104,8 +111,8 @@ def running(
     thread.start()
     try:
         assert started.wait(30) and server.started
-        port = listener.getsockname()[1]
-        yield RunningServer(f"http://127.0.0.1:{port}", engine, app.state.loop, event_loops[0])
+        url = base_url(listener, tls)
+        yield RunningServer(url, engine, app.state.loop, event_loops[0], app)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -6,12 +6,13 @@ import base64
 from typing import Any, Literal
 
 import torch
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from ....quant.base.errors import BadInput
 from ...engine import Engine
 from ...text.pooling import Pooling, read_pooling
+from ..observability.request_record import record_of
 from ..protocol.errors import ApiError, TooMany
 from ..protocol.protocol import Prompt, as_prompts, check_prompt
 from .generation import Service
@@ -47,7 +48,7 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
         reason = str(error)
 
     @router.post("/v1/embeddings")
-    async def create_embeddings(body: EmbeddingRequest) -> dict[str, Any]:
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """Embed texts."""
         service.check_model(body.model)
         if pooling is None:
@@ -59,6 +60,7 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
             )
         lora = service.adapter(body.model)
         prompts = await service.text.encode(body.inputs)
+        record_of(request).charge(sum(map(len, prompts)))
         data = []
         for index, token_ids in enumerate(prompts):
             vector = await service.loop.run(_Embedding(token_ids, pooling, lora))

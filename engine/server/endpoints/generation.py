@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -20,8 +19,9 @@ from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
 from ..loop.loop import EngineLoop
 from ..loop.stream import Job, OutputStream
 from ..middleware.tenant import tenant_of
+from ..observability.request_record import RequestRecord, record_of
 from ..protocol.errors import ApiError
-from ..protocol.protocol import REQUEST_ID, GenerationRequest, StreamOptions
+from ..protocol.protocol import GenerationRequest, StreamOptions
 from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
 from ..text.text import Tokenization
@@ -67,6 +67,7 @@ class Service:
     model_name: str
     adapters: frozenset[str]
     created: int
+    max_model_len: int
     script: tuple[ScriptedText, ...] = ()
 
     def close(self) -> None:
@@ -120,13 +121,14 @@ class Service:
     ) -> Response:
         """Generate for `prompts`; `body.stream` selects a stream or a single document.
 
-        The response id is the prefix and the client's request id (body or `X-Request-Id`), else a random one.
+        The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
+        that every request has.
 
         Raises:
-            BadInput, Unavailable: before the response begins.
+            BadInput, TooMany, Unavailable: before the response begins.
         """
-        client_id = body.request_id or _request_id(request)
-        response_id = f"{id_prefix}{client_id or uuid.uuid4().hex}"
+        record = record_of(request)
+        response_id = f"{id_prefix}{body.request_id or record.request_id}"
         name = body.model or self.model_name
         tenant = tenant_of(request)
         jobs = [
@@ -143,7 +145,9 @@ class Service:
             )
             for index, token_ids in enumerate(prompts)
         ]
+        _reserve(record, prompts, params, self.max_model_len)
         stream = await self.loop.submit(jobs)
+        record.begin(response_id, name, params, stream)
         generated = generation(ResponseContext(response_id, name, int(time.time()), stream))
         if body.stream:
             events = generated.events(body.stream_options or StreamOptions())
@@ -153,6 +157,24 @@ class Service:
         finally:
             stream.close()
         return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
+
+
+def _reserve(
+    record: RequestRecord,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_model_len: int,
+) -> None:
+    """Take prompts and `max_tokens` from the key's tokens per minute; without `max_tokens` the rest of the
+    context.
+
+    Raises:
+        TooMany: they are not there.
+    """
+    num_prompt = sum(map(len, prompts))
+    room = [params.max_tokens or max(0, max_model_len - len(prompt)) for prompt in prompts]
+    num_tokens = num_prompt + sum(room) * params.num_sequences
+    record.reserve(num_tokens, at_least=num_prompt if params.max_tokens is None else num_tokens)
 
 
 class Shape(Protocol):
@@ -258,12 +280,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
-
-
-def _request_id(request: Request) -> str | None:
-    """The `X-Request-Id` header, if it is a valid id."""
-    header = request.headers.get("x-request-id", "")
-    return header if re.fullmatch(REQUEST_ID, header) else None
 
 
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ...engine import Engine
+from ..access.key_ring import KeyRing
 from ..loop.loop import EngineLoop
 from ..metrics.exposition import Exposition
 from ..protocol.errors import Unavailable
@@ -17,11 +18,13 @@ from ..text.text import PLAIN_TEMPLATE
 from .generation import Service
 
 
-def operations_router(engine: Engine, loop: EngineLoop, service: Service) -> APIRouter:
+def operations_router(
+    engine: Engine, loop: EngineLoop, service: Service, keys: KeyRing
+) -> APIRouter:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
     router = APIRouter()
     cards = _model_cards(engine, service)
-    exposition = Exposition(engine, loop, service.model_name)
+    exposition = Exposition(engine, loop, service.model_name, keys)
 
     @router.get("/health")
     async def health() -> dict[str, str]:

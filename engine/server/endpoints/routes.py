@@ -53,6 +53,7 @@ def open_service(
         model_name,
         adapters=frozenset(engine.config.loras),
         created=int(time.time()),
+        max_model_len=engine.max_model_len,
         script=script,
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...scheduling.outputs import RequestOutput
-from ...scheduling.request import RequestTimes
 from ..loop.stream import Job
 
 
@@ -16,17 +15,16 @@ class Usage:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
         self.num_output_tokens = 0
-        self._cached_tokens: dict[str, int] = {}
-        self._times: dict[tuple[str, int], RequestTimes] = {}
+        self._last: dict[tuple[str, int], RequestOutput] = {}
 
     def take(self, output: RequestOutput) -> None:
         self.num_output_tokens += len(output.new_token_ids)
-        self._cached_tokens[output.request_id] = output.num_cached_tokens
-        self._times[output.request_id, output.index] = output.times
+        self._last[output.request_id, output.index] = output
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(self._cached_tokens.values())
+        by_job = {output.request_id: output.num_cached_tokens for output in self._last.values()}
+        return sum(by_job.values())
 
     def so_far(self) -> dict[str, Any]:
         """Token counts so far, as in OpenAI's completions and chat completions."""
@@ -40,7 +38,7 @@ class Usage:
     def whole(self) -> dict[str, Any]:
         """Final token counts, and `seconds`: from arrival to the first scheduled step (`queue`), to the first
         token of any choice (`prefill`), and to the last token of all choices (`decode`)."""
-        times = self._times.values()
+        times = [output.times for output in self._last.values()]
         arrival = min(t.arrival for t in times)
         begun = min(t.first_scheduled or arrival for t in times)
         first = min(t.first_token or begun for t in times)

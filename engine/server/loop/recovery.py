@@ -13,6 +13,9 @@ from ...scheduling.outputs import RequestOutput
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row. With more, the cause is hardly one request."""
 
+MAX_NAMED = 32
+"""Request ids in the log line of a failed step; each begins with the id of its response."""
+
 _FATAL = (Failure, AssertionError, torch.AcceleratorError)
 """A lost process, contradicting state, and a device error, after which a CUDA context is unusable."""
 
@@ -50,7 +53,9 @@ class RecoveringSteps:
             if self._num_in_a_row >= MAX_FAILED_STEPS:
                 raise
             self.failed_requests = self._engine.abort_failed()
-            _log.exception("a step failed, and with it %d requests", len(self.failed_requests))
+            failed = self.failed_requests
+            named = ", ".join(failed[:MAX_NAMED])
+            _log.exception("a step failed, and with it %d requests: %s", len(failed), named)
             return []
         self._num_in_a_row = 0
         return outputs

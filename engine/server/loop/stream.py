@@ -32,6 +32,9 @@ class OutputStream:
     Ends when every completion of every job has a finish reason. Raises `Unavailable` if the engine
     fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called at the end; it
     aborts unfinished requests.
+
+    Attributes:
+        last_outputs: the latest output of each sequence, by request id and index.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class OutputStream:
         on_close: Callable[[OutputStream], None],
     ) -> None:
         self.jobs = jobs
+        self.last_outputs: dict[tuple[str, int], RequestOutput] = {}
         self._on_close = on_close
         self._outputs: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
         self._num_unfinished = sum(job.params.n for job in jobs)
@@ -53,6 +57,7 @@ class OutputStream:
             output = await self._outputs.get()
             if isinstance(output, ApiError):
                 raise output
+            self.last_outputs[output.request_id, output.index] = output
             self._num_unfinished -= output.finish_reason is not None
             yield output
 

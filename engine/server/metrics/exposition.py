@@ -20,9 +20,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...engine import Engine
+from ..access.key_ring import KeyRing
 from ..loop.loop import EngineLoop
 from ..loop.metrics import Histogram, ServerMetrics
 from .exposition_names import VLLM_NAMES
+from .key_exposition import KeyCollector
 
 HELP = {
     "time_to_first_token_seconds": "Time from the arrival of a request to its first token.",
@@ -44,13 +46,14 @@ Labels = Mapping[str, str]
 class Exposition:
     """Exposes the metrics of one engine. It has a separate registry, so a process may hold several."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, model_name: str) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop, model_name: str, keys: KeyRing) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         features, device = speed_features(engine), device_labels(engine.device)
         for prefix in ("llmopt_", "vllm:"):
             collector = _EngineCollector(prefix, loop, model_name, features, device)
             self._registry.register(collector)
+        self._registry.register(KeyCollector(keys, model_name))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

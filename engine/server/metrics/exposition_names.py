@@ -10,5 +10,8 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 """vLLM's name by llmopt's, where vLLM's breaks Prometheus' naming rules."""
 
-OURS_ALONE = ("ready", "steps", "step_seconds", "http_responses", "feature_info", "device_info")
+OURS_ALONE = (
+    *("ready", "steps", "step_seconds", "http_responses", "api_key"),
+    *("feature_info", "device_info"),
+)
 """Metrics without a counterpart in vLLM."""

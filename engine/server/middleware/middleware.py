@@ -1,19 +1,19 @@
-"""HTTP middleware: size limits, host check, API keys, per-key concurrency limits."""
+"""HTTP middleware: size limits, host check, API keys, per-key limits."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
-from collections import Counter, deque
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..loop.retry_after import RetryAfter
-from ..protocol.errors import ApiError, TooMany, error_response
+from ..access.key_ring import KeyRing
+from ..access.principal import Principal
+from ..observability.logs import Event
+from ..observability.request_record import record_of
+from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .tenant import set_tenant
 
@@ -24,8 +24,7 @@ DISCARD_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """ASGI middleware that checks and buffers each request, limits concurrency per API key, and counts
-    responses by status.
+    """ASGI middleware that checks and buffers each request, and limits rate and concurrency per API key.
 
     Reading health probes and the page's static files needs no key; only POST has a body.
     """
@@ -33,35 +32,39 @@ class RequestMiddleware:
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
     ABORT_PATH = "/abort"
+    ADMIN_PATHS = frozenset(
+        {"/metrics", "/engine/state", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    )
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, count: Counter[int]) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, keys: KeyRing) -> None:
         self._app = app
         self._options = options
-        self._count = count
-        self._expected = [f"Bearer {key}".encode() for key in options.api_keys]
-        self._limiters = [ConcurrencyLimiter(options) for _ in self._expected or [b""]]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._handle(scope, receive, self._counting(send))
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_headers(scope)
             self._check_host(scope)
+            principal = self._principal(scope)
             # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
-            key = self._key(scope)
-            set_tenant(scope, key)
             is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
-            limiter = self._limiters[key] if is_work else None
+            limiter = None
+            if principal is not None:
+                record_of(scope).principal = principal
+                set_tenant(scope, principal.number)
+                if is_work:
+                    principal.limits.take_request()
+                    limiter = principal.concurrency
             body = await self._body(scope, receive)
             if body is None:
                 return
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
-                _log.info("%s", json.dumps([scope["path"], body.decode(errors="replace")]))
+                fields = {"path": scope["path"], "body": body.decode(errors="replace")}
+                _log.info(Event("request body", fields))
             if limiter is not None and not await limiter.acquire(receive):
                 return
         except ApiError as error:
@@ -72,14 +75,6 @@ class RequestMiddleware:
         finally:
             if limiter is not None:
                 limiter.release()
-
-    def _counting(self, send: Send) -> Send:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count[message["status"]] += 1
-            await send(message)
-
-        return counted
 
     def _check_headers(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -104,20 +99,25 @@ class RequestMiddleware:
             code="unknown_host",
         )
 
-    def _key(self, scope: Scope) -> int:
-        """Index of the request's API key, OpenAI's header or Anthropic's, compared in constant time."""
-        if not self._expected:
-            return 0
+    def _principal(self, scope: Scope) -> Principal | None:
+        """Whose key the request has, in OpenAI's header or Anthropic's; None for open paths without one.
+
+        Raises:
+            ApiError: no valid key, or one that may not ask for this path.
+        """
         headers = Headers(scope=scope)
         header = headers.get("authorization", "").encode("latin-1")
+        secret = header.removeprefix(b"Bearer ") if header.startswith(b"Bearer ") else b""
         if not header and (given := headers.get("x-api-key")) is not None:
-            header = b"Bearer " + given.encode("latin-1")
-        matches = [hmac.compare_digest(header, key) for key in self._expected]
-        if any(matches):
-            return matches.index(True)
-        is_open = scope["path"] in self.OPEN_PATHS or scope["path"].startswith(self.OPEN_PREFIX)
+            secret = given.encode("latin-1")
+        path = scope["path"]
+        if (principal := self._keys.find(secret)) is not None:
+            if path in self.ADMIN_PATHS and not principal.is_admin:
+                raise ApiError(403, f"{path} needs an admin's API key", code="not_an_admin")
+            return principal
+        is_open = path in self.OPEN_PATHS or path.startswith(self.OPEN_PREFIX)
         if is_open and scope["method"] in ("GET", "HEAD"):
-            return 0
+            return None
         raise ApiError(
             401,
             "the API key is missing or wrong",
@@ -164,59 +164,6 @@ class RequestMiddleware:
             code="body_too_large",
             headers={"Connection": "close"},
         )
-
-
-class ConcurrencyLimiter:
-    """Per-key concurrency limit with a bounded FIFO queue."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._limit = options.max_concurrency_per_key
-        self._max_queue = options.max_queue_per_key
-        self._num_active = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._retry_after = RetryAfter()
-
-    async def acquire(self, receive: Receive) -> bool:
-        """Wait for a permit, which `release` returns; False, without one, if the client disconnects first.
-
-        Raises:
-            TooMany: the queue is full.
-        """
-        if self._limit is None or self._num_active < self._limit:
-            self._num_active += 1
-            return True
-        if len(self._queue) >= self._max_queue:
-            raise TooMany(
-                f"this key has {self._num_active} requests running and {len(self._queue)} waiting, its "
-                "limit: try again later",
-                self._retry_after.retry_after(len(self._queue) + 1),
-            )
-        permit = asyncio.get_running_loop().create_future()
-        self._queue.append(permit)
-        # The body has been read, so the only message left to receive is the disconnect.
-        disconnected = asyncio.ensure_future(receive())
-        is_admitted = False
-        try:
-            await asyncio.wait({permit, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            is_admitted = permit.done() and not disconnected.done()
-            return is_admitted
-        finally:
-            disconnected.cancel()
-            if not permit.done():
-                self._queue.remove(permit)
-            elif not is_admitted:
-                self._admit_next()
-
-    def release(self) -> None:
-        """Return a permit and admit the next waiting request."""
-        self._retry_after.record_finish()
-        self._admit_next()
-
-    def _admit_next(self) -> None:
-        if self._queue:
-            self._queue.popleft().set_result(None)
-        else:
-            self._num_active -= 1
 
 
 def _is_address(name: str) -> bool:

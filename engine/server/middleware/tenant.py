@@ -12,7 +12,7 @@ SCOPE_KEY = "llmopt.tenant"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Index of the API key that a request came with; all requests are of the first without keys."""
+    """Number of the client whose API key a request came with; all requests are of the first without keys."""
 
     key: int = 0
 

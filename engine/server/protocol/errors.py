@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     429: "rate_limit_error",
@@ -25,6 +26,7 @@ _TYPES = {
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

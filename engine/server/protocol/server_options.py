@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from ....quant.base.errors import BadInput
+from ..reload.tls import TlsOptions
 from .scripted_output import ScriptedText
 
 MIB = 1 << 20
+LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,10 @@ class ServerOptions:
     """Options of the HTTP server; those of the engine are in `EngineConfig`.
 
     Attributes:
-        api_keys: accepted API keys; empty for no authentication.
+        api_keys: accepted API keys; no authentication without these and a key file.
+        api_key_file: YAML file of keys with names and limits, read again when it changes.
+        rpm_per_key, tpm_per_key: requests and tokens per minute of keys that have no limits of their own,
+            None for no limit. Without keys all clients share one.
         cors_origins: web origins allowed by CORS; `*` allows all.
         host_names: allowed names in the Host header; None for any. Addresses and `localhost` are always
             allowed. Guards against DNS rebinding, which CORS does not stop.
@@ -31,10 +38,16 @@ class ServerOptions:
         step_timeout_seconds: age of an engine step from which `/health` answers 503.
         drain_seconds: how long requests in flight may go on after the stop signal.
         log_prompts: log request bodies.
+        log_format: `text`, or `json` for one object a line.
+        otlp_traces_endpoint: OTLP/HTTP URL that gets a span for each request; None for no traces.
+        tls: certificate and key; None for plain HTTP.
         script: texts that conversations must generate, for tests of agents.
     """
 
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    rpm_per_key: int | None = None
+    tpm_per_key: int | None = None
     cors_origins: tuple[str, ...] = ()
     host_names: frozenset[str] | None = None
     max_body_bytes: int = 16 * MIB
@@ -49,6 +62,9 @@ class ServerOptions:
     step_timeout_seconds: float = 120.0
     drain_seconds: float = 5.0
     log_prompts: bool = False
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None
+    tls: TlsOptions | None = None
     script: tuple[ScriptedText, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,8 +82,15 @@ class ServerOptions:
             if value is not None and not value >= minimum:
                 raise BadInput(f"{option} {value:g}: at least {minimum}")
 
+    @property
+    def requires_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
 
 _MINIMUMS = {
+    "rpm_per_key": ("--rpm-per-key", 1),
+    "tpm_per_key": ("--tpm-per-key", 1),
     "max_body_bytes": ("--max-body", 1),
     "max_header_bytes": ("--max-header", 1),
     "header_timeout_seconds": ("--header-timeout", 1),

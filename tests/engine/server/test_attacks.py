@@ -125,7 +125,8 @@ def test_a_log_of_prompts_is_one_line_each(caplog: pytest.LogCaptureFixture) -> 
             http.post("/v1/x%0aINFO: y", content=b'{"prompt":\n"hi"}\nERROR: the disk is full')
     lines = [r.getMessage() for r in caplog.records if "disk" in r.getMessage()]
     assert len(lines) == 1 and "\n" not in lines[0]
-    assert json.loads(lines[0])[1].endswith("\nERROR: the disk is full")
+    fields = json.loads(lines[0].removeprefix("request body "))
+    assert fields["body"].endswith("\nERROR: the disk is full")
 
 
 def test_a_schema_has_a_size_and_a_time(

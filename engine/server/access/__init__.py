@@ -1,0 +1,1 @@
+"""Who may ask, and how much: API keys, their file, rate limits and usage."""

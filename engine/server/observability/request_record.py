@@ -1,0 +1,142 @@
+"""Per-request record: what log lines, traces and per-key usage say of one HTTP request."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from ...base.sampling_params import SamplingParams
+from ..access.rate_limit import Reservation
+from ..loop.stream import OutputStream
+
+if TYPE_CHECKING:
+    from ..access.principal import Principal
+
+SCOPE_KEY = "llmopt.request"
+CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default=None)
+"""The request that a log line belongs to: every coroutine of a request runs in a copy of its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Tokens of a request so far, and the latencies that are known; seconds from its arrival, the last two
+    from the step before."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
+    queue_seconds: float | None = None
+    ttft_seconds: float | None = None
+    e2e_seconds: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request. Written by the event loop alone.
+
+    Attributes:
+        request_id: the client's `X-Request-Id`, or a random one.
+        path: without the query, percent-encoded.
+        principal: whose API key it came with; None before that is known.
+        response_id: the `id` of the response, with which the engine's request ids begin.
+        stream: the engine's outputs; None for requests that generate nothing.
+        prompt_tokens: those of requests without a stream.
+        trace_id: of the request's span, hexadecimal.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    began: float = field(default_factory=time.perf_counter)
+    principal: Principal | None = None
+    status: int | None = None
+    response_id: str | None = None
+    model: str | None = None
+    params: SamplingParams | None = None
+    stream: OutputStream | None = None
+    prompt_tokens: int = 0
+    reservation: Reservation | None = None
+    trace_id: str | None = None
+
+    @property
+    def key(self) -> str | None:
+        """The name of the API key; None without keys."""
+        return None if self.principal is None else self.principal.key_name
+
+    def reserve(self, num_tokens: int, *, at_least: int) -> None:
+        """Take `num_tokens` from the key's tokens per minute until the request ends.
+
+        A request needs `at_least` of them whatever it generates.
+
+        Raises:
+            TooMany: they are not there now.
+        """
+        if self.principal is not None:
+            self.reservation = self.principal.limits.reserve(num_tokens, at_least=at_least)
+
+    def charge(self, num_tokens: int) -> None:
+        """The prompt tokens of a request that generates nothing.
+
+        Raises:
+            TooMany: the key has too few tokens per minute left.
+        """
+        self.reserve(num_tokens, at_least=num_tokens)
+        self.prompt_tokens = num_tokens
+
+    def begin(
+        self, response_id: str, model: str, params: SamplingParams, stream: OutputStream
+    ) -> None:
+        """The engine has the request."""
+        self.response_id, self.model, self.params = response_id, model, params
+        self.stream = stream
+
+    def totals(self) -> Totals:
+        """Tokens and latencies so far, from the last output of each sequence."""
+        if self.stream is None:
+            return Totals(prompt_tokens=self.prompt_tokens)
+        outputs = [*self.stream.last_outputs.values()]
+        prompt_tokens = sum(len(job.token_ids) for job in self.stream.jobs)
+        if not outputs:
+            return Totals(prompt_tokens)
+        times = [output.times for output in outputs]
+        arrival = min(t.arrival for t in times)
+        begun = min(t.first_scheduled or arrival for t in times)
+        first = min(t.first_token or begun for t in times)
+        last = max(t.last_token or first for t in times)
+        cached = {output.request_id: output.num_cached_tokens for output in outputs}
+        return Totals(
+            prompt_tokens,
+            sum(cached.values()),
+            sum(output.num_output_tokens for output in outputs),
+            tuple(sorted({output.finish_reason or "abort" for output in outputs})),
+            begun - arrival,
+            first - arrival,
+            last - arrival,
+            first - begun,
+            last - first,
+        )
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def set_record(scope: Scope, record: RequestRecord) -> None:
+    scope[SCOPE_KEY] = record
+    CURRENT.set(record)
+
+
+def record_of(request: Request | Scope) -> RequestRecord:
+    """The record that the middleware made of a request."""
+    scope: Any = request.scope if isinstance(request, Request) else request
+    return scope[SCOPE_KEY]

@@ -1,0 +1,1 @@
+"""Files that are read again while the server runs."""
