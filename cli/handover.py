@@ -9,12 +9,12 @@ import typer
 
 from .options.groups import shown_name
 
-_OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug")
+_OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug", "config")
 
 
 def asked(context: typer.Context) -> dict[str, Any]:
-    """Options set explicitly, on the command line or in the environment."""
-    named = ("COMMANDLINE", "ENVIRONMENT")
+    """Options set explicitly: on the command line, in the environment, or in the file of `--config`."""
+    named = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
     return {
         shown_name(name): value
         for name, value in context.params.items()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from . import handover
+from .config.config_file import with_config
 from .options.common import ModelOptions
 from .options.engine import EngineOptions
 from .options.groups import with_groups
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..engine.server.protocol.server_options import ServerOptions
 
 
+@with_config
 @with_groups
 def serve_local(
     context: typer.Context,
