@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from ...quant.base.errors import BadInput, Failure
 from .middleware.connections import bounded_connections
 from .observability.logs import configure_logging
+from .protocol.server_options import ServerOptions
 from .reload.tls import TlsOptions, open_context, reloadable_context
 
 MAX_REQUEST_HEAD_BYTES = 1 << 20
@@ -111,12 +112,14 @@ class Server(uvicorn.Server):
     """uvicorn server with graceful drain; signals stop it without being re-raised."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
-        options = app.state.options
+        options: ServerOptions = app.state.options
         drain_seconds = options.drain_seconds
         configure_logging(options.log_format)
-        context = None if options.tls is None else open_context(options.tls)
-        if context is not None and options.tls.is_refreshed:
-            app.state.reloader.add(reloadable_context(options.tls, context))
+        context = None
+        if (tls := options.tls) is not None:
+            context = open_context(tls)
+            if tls.is_refreshed:
+                app.state.reloader.add(reloadable_context(tls, context))
         super().__init__(
             uvicorn.Config(
                 app,

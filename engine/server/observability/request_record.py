@@ -137,6 +137,8 @@ def set_record(scope: Scope, record: RequestRecord) -> None:
 
 
 def record_of(request: Request | Scope) -> RequestRecord:
-    """The record that the middleware made of a request."""
+    """The record that the middleware made of a request; without the middleware a new one."""
     scope: Any = request.scope if isinstance(request, Request) else request
+    if SCOPE_KEY not in scope:
+        scope[SCOPE_KEY] = RequestRecord(new_request_id(), scope["method"], scope["path"], "")
     return scope[SCOPE_KEY]

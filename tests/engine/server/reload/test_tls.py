@@ -119,15 +119,15 @@ def test_bad_files_are_one_line(folder: Path, tmp_path: Path) -> None:
     nothing.write_text("no certificate")
     first, key = folder / "first.pem", folder / "first.key"
     for options, named in (
-        ((tmp_path / "none.pem", key), "none.pem: No such file"),
-        ((nothing, key), "not a PEM certificate"),
-        ((first, nothing), "--ssl-keyfile"),
-        ((first, folder / "second.key"), "the key is not the certificate's"),
-        ((first, None), "--ssl-certfile"),
-        ((first, key, nothing), "--ssl-ca-certs"),
+        (TlsOptions(tmp_path / "none.pem", key), "none.pem: No such file"),
+        (TlsOptions(nothing, key), "not a PEM certificate"),
+        (TlsOptions(first, nothing), "--ssl-keyfile"),
+        (TlsOptions(first, folder / "second.key"), "the key is not the certificate's"),
+        (TlsOptions(first), "--ssl-certfile"),
+        (TlsOptions(first, key, nothing), "--ssl-ca-certs"),
     ):
         with pytest.raises(BadInput, match=named) as refused:
-            open_context(TlsOptions(*options))
+            open_context(options)
         assert "\n" not in str(refused.value)
 
 
