@@ -58,6 +58,12 @@ class ProtectionOptions:
     step_timeout: Annotated[
         float, typer.Option(help="Age of an engine step from which /health reports it, in seconds.")
     ] = 120.0
+    shutdown_delay: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after SIGTERM in which requests are still taken while /ready is 503."
+        ),
+    ] = 0.0
     drain_seconds: Annotated[
         float,
         typer.Option(help="Seconds to drain requests in flight after Ctrl-C or SIGTERM."),
@@ -99,6 +105,7 @@ class ProtectionOptions:
             max_waiting=self.max_waiting,
             request_timeout_seconds=self.request_timeout,
             step_timeout_seconds=self.step_timeout,
+            shutdown_delay_seconds=self.shutdown_delay,
             drain_seconds=self.drain_seconds,
             log_prompts=self.log_prompts,
             script=read_script(Path(self.scripted_output)) if self.scripted_output else (),

@@ -20,6 +20,7 @@ from .middleware.connections import bounded_connections
 from .observability.logs import configure_logging
 from .protocol.server_options import ServerOptions
 from .reload.tls import TlsOptions, open_context, reloadable_context
+from .service_manager import ServiceManager
 
 MAX_REQUEST_HEAD_BYTES = 1 << 20
 """Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
@@ -89,8 +90,9 @@ def base_url(listener: socket.socket, tls: TlsOptions | None = None) -> str:
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
     """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight.
 
-    `on_ready` is called once the engine is warm. Requests that outlast the drain end with an error. A
-    second signal ends the drain at once.
+    `on_ready` is called once the engine is warm. With a shutdown delay, requests are still taken for that
+    long after the signal, while `/ready` is 503. Requests that outlast the drain end with an error. A second
+    signal ends delay and drain at once.
 
     Raises:
         BadInput: another process has begun to listen on the port since `bind`.
@@ -140,18 +142,23 @@ class Server(uvicorn.Server):
         self._app = app
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
+        self._shutdown_delay_seconds = app.state.options.shutdown_delay_seconds
+        self._hurried = asyncio.Event()
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._manager = ServiceManager()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._watching = asyncio.ensure_future(self._watch())
+        self._beating = asyncio.ensure_future(self._manager.keep_alive(self._app.state.loop))
 
     async def _watch(self) -> None:
         """Say that the server is ready, and stop it once the engine cannot go on."""
         loop = self._app.state.loop
         await loop.wait_until_warm()
         if loop.is_ready:
+            self._manager.notify("READY=1")
             self._on_ready()
         await loop.wait_until_failed()
         if not self.should_exit:
@@ -160,11 +167,30 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.loop.drain()
+        self._manager.notify("STOPPING=1")
+        await self._delay()
         deadline = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
             deadline.cancel()
+
+    async def _delay(self) -> None:
+        """Take requests until the balancers have seen `/ready`, each on its last connection."""
+        loop = self._app.state.loop
+        if loop.unavailable is not None:
+            return
+        self.server_state.default_headers = [
+            *self.server_state.default_headers,
+            (b"connection", b"close"),
+        ]
+        reasons = [
+            asyncio.ensure_future(wait()) for wait in (self._hurried.wait, loop.wait_until_failed)
+        ]
+        seconds = self._shutdown_delay_seconds
+        await asyncio.wait(reasons, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for reason in reasons:
+            reason.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends the drain, a third SIGINT forces the exit."""
@@ -179,6 +205,7 @@ class Server(uvicorn.Server):
             self._event_loop.call_soon_threadsafe(self._app.state.reloader.reload_all)
 
     def _end_streams(self) -> None:
+        self._hurried.set()
         self._app.state.loop.fail("the server is stopping")
 
     @contextlib.contextmanager

@@ -36,7 +36,8 @@ class ServerOptions:
         max_waiting: sequences that may wait in the engine's queue; more get 429.
         request_timeout_seconds: from the arrival of a request to the end of its response.
         step_timeout_seconds: age of an engine step from which `/health` answers 503.
-        drain_seconds: how long requests in flight may go on after the stop signal.
+        shutdown_delay_seconds: how long requests are still taken after the stop signal, `/ready` being 503.
+        drain_seconds: how long requests in flight may go on after that.
         log_prompts: log request bodies.
         log_format: `text`, or `json` for one object a line.
         otlp_traces_endpoint: OTLP/HTTP URL that gets a span for each request; None for no traces.
@@ -60,6 +61,7 @@ class ServerOptions:
     max_waiting: int = 4096
     request_timeout_seconds: float = 3600.0
     step_timeout_seconds: float = 120.0
+    shutdown_delay_seconds: float = 0.0
     drain_seconds: float = 5.0
     log_prompts: bool = False
     log_format: LogFormat = "text"
@@ -101,5 +103,6 @@ _MINIMUMS = {
     "max_waiting": ("--max-waiting", 0),
     "request_timeout_seconds": ("--request-timeout", 1),
     "step_timeout_seconds": ("--step-timeout", 1),
+    "shutdown_delay_seconds": ("--shutdown-delay", 0),
     "drain_seconds": ("--drain-seconds", 0),
 }

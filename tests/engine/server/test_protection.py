@@ -275,6 +275,7 @@ def test_prompts_are_in_the_log_only_when_asked(
         ({"max_concurrency_per_key": 0}, "--max-concurrency-per-key"),
         ({"max_queue_per_key": -1}, "--max-queue-per-key"),
         ({"drain_seconds": -1}, "--drain-seconds"),
+        ({"shutdown_delay_seconds": -1}, "--shutdown-delay"),
         ({"request_timeout_seconds": 0}, "--request-timeout"),
     ],
 )

@@ -1,0 +1,161 @@
+"""Shutdown without a failed request: the delay after SIGTERM, the drain, and what systemd is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from llmopt.engine.scheduling.outputs import RequestOutput
+from llmopt.engine.server import launch
+from llmopt.engine.server.app import create_app
+from llmopt.engine.server.launch import base_url, bind, serve
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.service_manager import ServiceManager
+
+from ...support.live_server import make_engine
+
+STREAM: dict[str, Any] = {
+    "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0
+}  # fmt: skip
+
+
+def serve_while(client: Callable[[str], None], engine: Any = None, **options: float) -> None:
+    """Serve until the client, in a thread, has sent SIGTERM; what it raises is raised here."""
+    listener, failures = bind("127.0.0.1", 0), []
+    app = create_app(
+        engine or make_engine("stories260K"), model_name="tiny", options=ServerOptions(**options)
+    )
+
+    def run() -> None:
+        try:
+            client(base_url(listener))
+        except BaseException as error:
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=run)
+    serve(app, listener, on_ready=thread.start)
+    thread.join(20)
+    if failures:
+        raise failures[0]
+
+
+def test_after_sigterm_it_is_not_ready_but_serves_until_the_delay_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers: list[launch.Server] = []
+
+    class Kept(launch.Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            servers.append(self)
+
+    monkeypatch.setattr(launch, "Server", Kept)
+    engine, ended = make_engine("stories260K"), []
+    step = engine.step
+
+    def slow() -> list[RequestOutput]:
+        time.sleep(0.0 if ended else 0.02)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+
+    def client(url: str) -> None:
+        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+            assert "connection" not in http.get("/ready").headers
+            with http.stream("POST", "/v1/completions", json=STREAM) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                while (ready := http.get("/ready")).status_code == 200:
+                    time.sleep(0.01)
+                assert ready.status_code == 503 and ready.headers["connection"] == "close"
+                assert http.get("/health").status_code == 200
+                late = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+                assert late.status_code == 200 and late.headers["connection"] == "close"
+                loop = servers[0]._event_loop
+                assert loop is not None
+                loop.call_soon_threadsafe(servers[0]._hurried.set)
+                with pytest.raises(httpx.ConnectError):
+                    while True:
+                        http.get("/ready")
+                ended.append(True)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+
+    serve_while(client, engine, shutdown_delay_seconds=60, drain_seconds=30)
+    assert ended
+
+
+def test_a_second_signal_ends_the_delay() -> None:
+    began = threading.Event()
+
+    def client(url: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        began.set()
+
+    serve_while(client, shutdown_delay_seconds=3600)
+    assert began.is_set()
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_systemd_is_told_when_it_is_ready_alive_and_stopping(
+    is_abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"llmopt-test-{os.getpid()}" if is_abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{name}" if is_abstract else name)
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}" if is_abstract else name)
+        monkeypatch.setenv("WATCHDOG_USEC", "20000")
+        told: list[str] = []
+
+        def client(_: str) -> None:
+            while not {"READY=1", "WATCHDOG=1"} <= set(told):
+                told.append(manager.recv(100).decode())
+            os.kill(os.getpid(), signal.SIGTERM)
+            while told[-1] != "STOPPING=1":
+                told.append(manager.recv(100).decode())
+
+        serve_while(client)
+    assert told[-1] == "STOPPING=1"
+
+
+@pytest.mark.parametrize(("stalled", "fed"), [(None, True), (130.0, False)])
+def test_the_watchdog_starves_while_a_step_hangs(
+    stalled: float | None, fed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "10000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    manager, sent = ServiceManager(), []
+    monkeypatch.setattr(ServiceManager, "notify", lambda _, state: sent.append(state))
+    loop: Any = SimpleNamespace(unavailable=None, stalled_seconds=stalled)
+
+    async def for_a_while() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(manager.keep_alive(loop), 0.1)
+
+    asyncio.run(for_a_while())
+    assert (set(sent) == {"WATCHDOG=1"}) is fed
+
+
+def test_another_process_s_watchdog_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "10000")
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert ServiceManager().watchdog_seconds is None
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    ServiceManager().notify("READY=1")  # nobody listens
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
+    ServiceManager().notify("READY=1")
