@@ -12,7 +12,7 @@ GPU_JOBS ?= 6
 
 REAL := build/real
 
-.PHONY: demo test nightly real gpu-check gpu-bench lint install owners clean
+.PHONY: demo test nightly real gpu-check gpu-bench lint lint-deploy install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -56,6 +56,11 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python tools/check_words.py
 	$(VENV)/bin/pyright
+
+# What `llmopt deploy` writes, by hadolint, promtool, systemd-analyze, haproxy and Kubernetes' schemas: those that
+# are not installed are named. REQUIRE=--require fails for them.
+lint-deploy: $(INSTALLED)
+	$(VENV)/bin/python -m tools.lint_deploy $(REQUIRE)
 
 # Checkpoints of every format in the packages that own the formats, each in an environment of its own;
 # gigabytes of downloads the first time, and about half an hour on two cores.

@@ -1,4 +1,4 @@
-"""`llmopt deploy`: Kubernetes manifests and a compose file from a plan."""
+"""`llmopt deploy`: the files that serve a model in a cluster or on one machine, from a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .options.groups import values_of, with_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..engine.deploy.deployment import Choices, Deployment
+    from ..engine.deploy.choices import Choices
+    from ..engine.deploy.deployment import Deployment
+    from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan.plan import Plan
 
 
@@ -27,17 +29,20 @@ def deploy(
     cluster: ClusterOptions,
     output: DeployOutputOptions,
 ) -> None:
-    """Write Kubernetes manifests and a compose file for serving a model as planned."""
+    """Write Kubernetes manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
+    from ..engine.deploy.stored_quantization import stored_quantization_of
+    from ..engine.planner.model.catalog import find_model
     from ..quant.base.atomic_io import write_atomically
     from .output.console import emit_json, people
 
     choices = _choices(model, planned, cluster)
-    plan = _plan(model, planned)
+    stored = stored_quantization_of(find_model(planned.like or model))
+    plan = _plan(model, planned, stored)
     for warning in plan.warnings:
         people.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    deployment = deployment_for(choices, plan)
+    deployment = deployment_for(choices, plan, stored)
     files = deploy_files(deployment)
     folder = output.output or Path(f"deploy-{choices.name}")
     for path, text in files.items():
@@ -50,7 +55,7 @@ def deploy(
 
 
 def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) -> Choices:
-    from ..engine.deploy.deployment import Choices
+    from ..engine.deploy.choices import Choices
 
     short = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
     name = cluster.name or short[:53].strip("-")
@@ -58,11 +63,16 @@ def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) 
     return Choices(model=model, engine=planned.engine, **chosen)
 
 
-def _plan(model: str, planned: DeployedPlanOptions) -> Plan:
+def _plan(model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None) -> Plan:
+    """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
     from ..engine.planner.plan.plan_request import PlanRequest, plan_for
 
     asked = values_of(planned)
     like, gpu = asked.pop("like"), asked.pop("gpu")
+    if planned.engine != "llmopt":
+        # Their caches are of pages too: the planner's rule of vLLM is theirs.
+        asked["engine"] = "vllm"
+        asked["kv_dtype"] = asked["kv_dtype"] or (stored and stored.kv_dtype)
     return plan_for(PlanRequest(model=like or model, gpus=(gpu,), **asked))
 
 
@@ -70,10 +80,17 @@ def _show(deployment: Deployment, folder: Path, files: Mapping[str, str]) -> Non
     from .output.console import result_console
 
     console = result_console(as_json=False)
-    for line in (
-        *deployment.why,
-        f"wrote {len(files)} files into {folder}:",
+    lines = [*deployment.why, f"wrote {len(files)} files into {folder}:"]
+    if deployment.choices.engine == "llmopt":
+        file = "cuda" if deployment.gpus else "cpu"
+        lines += [
+            f"  pip wheel --no-deps -w {folder}/docker CHECKOUT_OF_LLMOPT",
+            f"  docker build -f {folder}/docker/Dockerfile.{file} -t {deployment.image} {folder}/docker",
+            f"  systemctl enable --now {deployment.choices.name}@8001  # {folder}/systemd",
+        ]
+    lines += [
         f"  kubectl apply -f {folder}/kubernetes",
         f"  docker compose -f {folder}/compose/compose.yaml up",
-    ):
+    ]
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -37,7 +37,7 @@ class DeployedPlanOptions:
         typer.Option(help="Tensor-parallel size. Default: the fewest GPUs that hold the model."),
         Hidden("--tensor-parallel-size"),
     ] = None
-    engine: Annotated[str, typer.Option(help="vllm or llmopt.")] = "vllm"
+    engine: Annotated[str, typer.Option(help="vllm, sglang, trtllm or llmopt.")] = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class ClusterOptions:
 
     PANEL: ClassVar = "Cluster"
 
-    image: Annotated[str | None, typer.Option(help="Container image. Default: vLLM's image.")] = (
-        None
-    )
+    image: Annotated[
+        str | None, typer.Option(help="Container image. Default: the engine's; llmopt has none.")
+    ] = None
     name: Annotated[str | None, typer.Option(help="Service name. Default: the model's.")] = None
     namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default"
     key_secret: Annotated[
@@ -62,6 +62,18 @@ class ClusterOptions:
     queue_target: Annotated[
         int, typer.Option(help="Waiting requests per replica that trigger scale-up.")
     ] = 4
+    max_surge: Annotated[
+        int,
+        typer.Option(
+            help="Replicas that a rollout starts before it stops one; 0: one stops first."
+        ),
+    ] = 1
+    drain_seconds: Annotated[
+        int, typer.Option(help="Seconds that requests in flight have when a pod is stopped.")
+    ] = 300
+    ttft_target: Annotated[
+        float, typer.Option(help="Time to first token, in seconds, above which an alert fires.")
+    ] = 10.0
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8
 
 

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..server.metrics.exposition_names import OURS_ALONE, VLLM_NAMES
-from .deployment import DRAIN_SECONDS, PORT, SHARED_MEMORY_BYTES, Deployment
+from .container_command import PORT
+from .deployment import SHARED_MEMORY_BYTES, Deployment
 
 Object = dict[str, Any]
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 GRAFANA_IMAGE = "grafana/grafana:12.1.0"
 DASHBOARD = Path(__file__).with_name("grafana.json")
+_METRIC = re.compile(r"\bllmopt_(\w+)")
 
 
 def compose(deployment: Deployment) -> Object:
@@ -26,9 +27,9 @@ def compose(deployment: Deployment) -> Object:
         "volumes": ["cache:/cache"],
         "shm_size": SHARED_MEMORY_BYTES,
         "restart": "unless-stopped",
-        "stop_grace_period": f"{DRAIN_SECONDS + 15}s",
+        "stop_grace_period": f"{deployment.stop_seconds}s",
         "healthcheck": {
-            "test": ["CMD", "python3", "-c", _probe(deployment.ready_path)],
+            "test": ["CMD", "python3", "-c", _probe(deployment.served.ready_path)],
             "interval": "10s",
             "timeout": "5s",
             "retries": 3,
@@ -37,7 +38,7 @@ def compose(deployment: Deployment) -> Object:
     }
     if deployment.choices.key_secret:
         # From the shell or the file .env beside the compose file; compose stops where it is missing.
-        variable = deployment.key_variable
+        variable = deployment.served.key_variable
         server["environment"][variable] = f"${{{variable}:?a key for the clients}}"
     if deployment.gpus:
         driver = "amdgpu" if deployment.gpu_resource.startswith("amd") else "nvidia"
@@ -45,34 +46,51 @@ def compose(deployment: Deployment) -> Object:
         server["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
     return {
         "name": deployment.choices.name,
-        "services": {
-            "server": server,
-            "prometheus": {
-                "image": PROMETHEUS_IMAGE,
-                "volumes": ["./prometheus.yml:/etc/prometheus/prometheus.yml:ro"],
-                "ports": ["127.0.0.1:9090:9090"],
-                **_metrics_key(deployment),
-            },
-            "grafana": {
-                "image": GRAFANA_IMAGE,
-                "volumes": [
-                    "./grafana-source.yml:/etc/grafana/provisioning/datasources/source.yml:ro",
-                    "./grafana-boards.yml:/etc/grafana/provisioning/dashboards/boards.yml:ro",
-                    "./dashboard.json:/var/lib/grafana/dashboards/dashboard.json:ro",
-                ],
-                "ports": ["127.0.0.1:3000:3000"],
-            },
-        },
+        "services": {"server": server, **_watchers(deployment)},
         "volumes": {"cache": None},
         **_secret_of_metrics(deployment),
     }
 
 
+def _watchers(deployment: Deployment) -> Object:
+    """Prometheus with the rules, and Grafana with the dashboard, of an engine with metrics."""
+    if not deployment.served.has_metrics:
+        return {}
+    return {
+        "prometheus": {
+            "image": PROMETHEUS_IMAGE,
+            "volumes": [
+                "./prometheus.yml:/etc/prometheus/prometheus.yml:ro",
+                "./rules.yml:/etc/prometheus/rules.yml:ro",
+            ],
+            "ports": ["127.0.0.1:9090:9090"],
+            **_metrics_key(deployment),
+        },
+        "grafana": {
+            "image": GRAFANA_IMAGE,
+            "volumes": [
+                "./grafana-source.yml:/etc/grafana/provisioning/datasources/source.yml:ro",
+                "./grafana-boards.yml:/etc/grafana/provisioning/dashboards/boards.yml:ro",
+                "./dashboard.json:/var/lib/grafana/dashboards/dashboard.json:ro",
+            ],
+            "ports": ["127.0.0.1:3000:3000"],
+        },
+    }
+
+
 def prometheus(deployment: Deployment) -> Object:
-    job: Object = {"job_name": "llm", "static_configs": [{"targets": [f"server:{PORT}"]}]}
+    # The name that the service has in Kubernetes, which the rules ask for.
+    job: Object = {
+        "job_name": deployment.choices.name,
+        "static_configs": [{"targets": [f"server:{PORT}"]}],
+    }
     if _metrics_key(deployment):
         job["authorization"] = {"credentials_file": "/run/secrets/metrics-key"}
-    return {"global": {"scrape_interval": "5s"}, "scrape_configs": [job]}
+    return {
+        "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},
+        "rule_files": ["rules.yml"],
+        "scrape_configs": [job],
+    }
 
 
 def grafana_source() -> Object:
@@ -86,26 +104,18 @@ def grafana_boards() -> Object:
 
 
 def dashboard(deployment: Deployment) -> Object:
-    """The Grafana dashboard with the engine's metric names, without panels of metrics that vLLM lacks."""
+    """The Grafana dashboard in the engine's names, without panels of metrics that it lacks."""
     text = DASHBOARD.read_text(encoding="utf-8")
-    if deployment.choices.engine == "llmopt":
-        return json.loads(text)
-    text = text.replace("label_values(llmopt_ready", "label_values(llmopt_num_requests_running")
+    metric = deployment.served.metric
+    if deployment.choices.engine != "llmopt":
+        text = text.replace("label_values(llmopt_ready", "label_values(llmopt_num_requests_running")
     board = json.loads(text)
     board["panels"] = [
         panel
         for panel in board["panels"]
-        if not any(f"llmopt_{name}" in json.dumps(panel) for name in OURS_ALONE)
+        if all(metric(name) for name in _METRIC.findall(json.dumps(panel)))
     ]
-    renamed = re.sub(r"llmopt_(\w+)", lambda m: "vllm:" + _vllm_name(m[1]), json.dumps(board))
-    return json.loads(renamed)
-
-
-def _vllm_name(name: str) -> str:
-    for llmopt_name, vllm_name in VLLM_NAMES.items():
-        if name == llmopt_name or name.startswith(f"{llmopt_name}_"):
-            return vllm_name + name.removeprefix(llmopt_name)
-    return name
+    return json.loads(_METRIC.sub(lambda match: str(metric(match[1])), json.dumps(board)))
 
 
 def _probe(path: str) -> str:
@@ -113,12 +123,12 @@ def _probe(path: str) -> str:
 
 
 def _metrics_key(deployment: Deployment) -> Object:
-    """llmopt's server requires the API key for its metrics."""
-    wanted = deployment.choices.key_secret and deployment.choices.engine == "llmopt"
+    """The API key, for the metrics of a server that asks for it."""
+    wanted = deployment.choices.key_secret and deployment.served.metrics_need_key
     return {"secrets": ["metrics-key"]} if wanted else {}
 
 
 def _secret_of_metrics(deployment: Deployment) -> Object:
     if not _metrics_key(deployment):
         return {}
-    return {"secrets": {"metrics-key": {"environment": deployment.key_variable}}}
+    return {"secrets": {"metrics-key": {"environment": deployment.served.key_variable}}}

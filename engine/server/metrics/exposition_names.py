@@ -11,7 +11,7 @@ VLLM_NAMES: Mapping[str, str] = {
 """vLLM's name by llmopt's, where vLLM's breaks Prometheus' naming rules."""
 
 OURS_ALONE = (
-    *("ready", "steps", "step_seconds", "http_responses", "api_key"),
+    *("ready", "steps", "failed_steps", "step_seconds", "http_responses", "api_key"),
     *("feature_info", "device_info"),
 )
 """Metrics without a counterpart in vLLM."""

@@ -9,41 +9,33 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 from llmopt.cli.main import main
 from llmopt.engine.deploy.compose import dashboard
-from llmopt.engine.deploy.deploy_files import deploy_files
-from llmopt.engine.deploy.deployment import Choices, Deployment, deployment_for
 from llmopt.engine.deploy.kubernetes import QUEUE_METRIC
 from llmopt.engine.deploy.vllm_command import VLLM
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
+from ...support.deployments import OTHERS, OURS, deployment, documents, small
+
 KUBERNETES = ("1.31", "1.37")
 OPTIONS = Path(__file__).with_name(f"vllm-{VLLM.version}-options.txt").read_text().split()
 
 
-def deployment(ask: dict[str, Any] | None = None, **choices: Any) -> Deployment:
-    asked = {"model": "llama-70b", "context": "32k", "sequences": 16, "gpus": ("H100 SXM",)}
-    chosen = {"model": "org/model", "name": "big-model", "key_secret": "llm-key", **choices}
-    engine = chosen.get("engine", "vllm")
-    return deployment_for(
-        Choices(**chosen), plan_for(PlanRequest(**{**asked, "engine": engine, **(ask or {})}))
-    )
+OPERATOR_KINDS = {"ServiceMonitor", "PrometheusRule"}
+METRICS_KINDS = {"HorizontalPodAutoscaler", *OPERATOR_KINDS}
 
 
-OURS: dict[str, Any] = {"engine": "llmopt", "image": "registry.example/llmopt:1"}
-
-
-def documents(found: Deployment) -> dict[str, Any]:
-    files = deploy_files(found)
-    return {
-        name: json.loads(text) if name.endswith("json") else yaml.safe_load(text)
-        for name, text in files.items()
-    }
-
-
-@pytest.mark.parametrize("choices", [{}, OURS, {"key_secret": None, "max_replicas": 1}])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        OURS,
+        {"key_secret": None, "max_replicas": 1, "max_surge": 0},
+        {"engine": "sglang", **OTHERS},
+        {"engine": "trtllm", "replicas": 2, **OTHERS},
+    ],
+)
 def test_the_manifests_fit_kubernetes_schemas(choices: dict[str, Any]) -> None:
     ask = {"tp": 8} if choices.get("engine") == "llmopt" else {}
     found = documents(deployment(ask, **choices))
@@ -52,17 +44,12 @@ def test_the_manifests_fit_kubernetes_schemas(choices: dict[str, Any]) -> None:
         if not name.startswith("kubernetes/"):
             continue
         kinds.add(document["kind"])
-        if document["kind"] == "ServiceMonitor":  # of an operator: Kubernetes itself has no schema
+        if document["kind"] in OPERATOR_KINDS:  # Kubernetes itself has no schema of them
             continue
         for version in KUBERNETES:
             kubernetes_validate.validate(document, version, strict=True)
-    assert kinds == {
-        "Deployment",
-        "Service",
-        "PersistentVolumeClaim",
-        "HorizontalPodAutoscaler",
-        "ServiceMonitor",
-    }
+    always = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    assert kinds == always | (set() if choices.get("engine") == "trtllm" else METRICS_KINDS)
 
 
 def test_a_wrong_manifest_would_not_pass() -> None:
@@ -149,6 +136,63 @@ def test_the_dashboard_speaks_the_engine_s_names() -> None:
     assert len(theirs["panels"]) > 12
 
 
+def test_a_rollout_takes_no_server_away_before_another_is_ready() -> None:
+    for planned in (small(), small(**OURS), small(engine="trtllm", **OTHERS)):
+        spec = documents(planned)["kubernetes/deployment.yaml"]["spec"]
+        assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+        assert spec["progressDeadlineSeconds"] > planned.startup_seconds
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        grace = pod["terminationGracePeriodSeconds"]
+        assert grace > pause + planned.choices.drain_seconds
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= planned.startup_seconds
+        assert (
+            startup["httpGet"]["path"] == container["livenessProbe"]["httpGet"]["path"] == "/health"
+        )
+        # An autoscaler owns the number of replicas; without one the manifest does.
+        assert ("replicas" in spec) is (planned.choices.engine == "trtllm")
+    words = list(planned.command)
+    assert "--drain-seconds" not in words and "--shutdown-timeout" not in words
+    assert documents(small(**OURS))["kubernetes/cache.yaml"]["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
+
+
+def test_without_surge_one_stops_first_and_a_single_replica_is_warned_of() -> None:
+    planned = small(max_surge=0, max_replicas=1)
+    held = documents(planned)
+    strategy = held["kubernetes/deployment.yaml"]["spec"]["strategy"]
+    assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert "a rollout is an outage" in planned.why[-1]
+    assert held["kubernetes/cache.yaml"]["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert "outage" not in small(max_surge=0, replicas=2).why[-1]
+
+
+def test_the_disruption_budget_keeps_the_only_replica() -> None:
+    budgets = [
+        documents(small(replicas=count))["kubernetes/disruption-budget.yaml"]["spec"]
+        for count in (1, 3)
+    ]
+    assert [budget.get("minAvailable") for budget in budgets] == [1, None]
+    assert [budget.get("maxUnavailable") for budget in budgets] == [None, 1]
+    labels = documents(small())["kubernetes/deployment.yaml"]["spec"]["selector"]
+    assert budgets[0]["selector"] == labels
+
+
+def test_our_own_pod_is_not_root_and_writes_into_its_volumes_alone() -> None:
+    pod = documents(small(**OURS))["kubernetes/deployment.yaml"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert {"/tmp", "/cache", "/var/cache/llmopt"} <= set(mounts.values())
+    theirs = documents(small())["kubernetes/deployment.yaml"]["spec"]["template"]["spec"]
+    assert "runAsNonRoot" not in theirs["securityContext"]  # vLLM's image runs as root
+
+
 def test_compose_keeps_the_key_out_of_the_file() -> None:
     for choices, ask, variable in (({}, {}, "VLLM_API_KEY"), (OURS, {"tp": 8}, "LLMOPT_API_KEY")):
         found = documents(deployment(ask, **choices))
@@ -175,6 +219,19 @@ def test_compose_keeps_the_key_out_of_the_file() -> None:
         ({}, {"engine": "llmopt"}, "--image"),
         ({}, {"replicas": 5}, "--max-replicas"),
         ({}, {"queue_target": 0}, "--queue-target"),
+        ({}, {"max_surge": -1}, "--max-surge"),
+        ({}, {"drain_seconds": 0}, "--drain-seconds"),
+        ({}, {"ttft_target": 0}, "--ttft-target"),
+        ({}, {"engine": "orca"}, "choose llmopt, vllm, sglang, trtllm"),
+        ({}, {"engine": "sglang"}, "--api-key-secret: SGLang reads no key"),
+        ({}, {"engine": "trtllm"}, "--api-key-secret: TensorRT-LLM reads no key"),
+        ({"gpus": ("MI300X",)}, {"engine": "trtllm", **OTHERS}, "NVIDIA GPUs alone"),
+        (
+            {"kv_dtype": "fp8"},
+            {"engine": "trtllm", **OTHERS},
+            "TensorRT-LLM takes it from the checkpoint",
+        ),
+        ({"kv_dtype": "int8"}, {"engine": "sglang", **OTHERS}, "SGLang has bf16, fp8, nvfp4"),
         ({"tp": 8, "kv_dtype": "nvfp4"}, OURS, "nvfp4"),
     ],
 )

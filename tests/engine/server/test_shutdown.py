@@ -29,7 +29,7 @@ STREAM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def serve_while(client: Callable[[str], None], engine: Any = None, **options: float) -> None:
+def serve_while(client: Callable[[str], None], engine: Any = None, **options: Any) -> None:
     """Serve until the client, in a thread, has sent SIGTERM; what it raises is raised here."""
     listener, failures = bind("127.0.0.1", 0), []
     app = create_app(
@@ -55,12 +55,12 @@ def test_after_sigterm_it_is_not_ready_but_serves_until_the_delay_is_over(
 ) -> None:
     servers: list[launch.Server] = []
 
-    class Kept(launch.Server):
+    class Listed(launch.Server):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             servers.append(self)
 
-    monkeypatch.setattr(launch, "Server", Kept)
+    monkeypatch.setattr(launch, "Server", Listed)
     engine, ended = make_engine("stories260K"), []
     step = engine.step
 

@@ -1,0 +1,180 @@
+"""The quantization of a checkpoint, as an engine must be told of it, or the reason why it cannot load it.
+
+ModelOpt's facts are in `quantization_config` of `config.json`, and in `hf_quant_config.json`, the only file
+of the two that TensorRT-LLM 1.2.1 reads for it.
+
+Sources, read in November 2026: `LINEAR_ALGOS` and `QUANT_ALGOS` in vLLM 0.32.0's
+`model_executor/layers/quantization/modelopt.py`; SGLang 0.5.23's `_parse_modelopt_quant_config` in
+`srt/configs/model_config.py`, `modelopt_quant.py` and `arg_groups/choices.py`; `load_modelopt_quant_config`
+and `load_hf_quant_config` in `_torch/model_config.py`, and `quantization/mode.py`, of TensorRT-LLM 1.2
+(github.com/NVIDIA/TensorRT-LLM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
+from ..planner.device.devices import Device
+from ..planner.model.catalog import PlannedModel
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+MIXED = "MIXED_PRECISION"
+_NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+VLLM_METHODS: Mapping[str, str] = {
+    "FP8": "modelopt",
+    "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
+    "FP8_PB_WO": "modelopt",
+    "NVFP4": "modelopt_fp4",
+    "W4A16_NVFP4": "modelopt_fp4",
+    "MXFP8": "modelopt_mxfp8",
+    MIXED: "modelopt_mixed",
+}
+"""`--quantization` by `quant_algo`."""
+SGLANG_METHODS: Mapping[str, str] = {
+    "FP8": "modelopt_fp8",
+    **dict.fromkeys(_NVFP4, "modelopt_fp4"),
+    "MXFP8": "mxfp8",
+    MIXED: "modelopt_mixed",
+}
+TRTLLM_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "NVFP4", MIXED)
+"""As they are spelled in `hf_quant_config.json`: it compares them as they are."""
+KV_DTYPES = {"FP8": "fp8", "NVFP4": "nvfp4"}
+"""The planner's name by `kv_cache_quant_algo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """The quantization that a checkpoint's files name.
+
+    Attributes:
+        method: `quant_method`.
+        algorithm: ModelOpt's `quant_algo` as it is spelled, for other methods empty.
+        layer_algorithms: those of a mixed checkpoint.
+        kv_dtype: the planner's name of the KV cache's dtype that it has scales for; None without.
+        has_hf_file: whether there is `hf_quant_config.json`; None where only `config.json` was seen.
+        config: the `quantization_config`.
+    """
+
+    method: str
+    algorithm: str
+    layer_algorithms: frozenset[str]
+    kv_dtype: str | None
+    has_hf_file: bool | None
+    config: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.algorithm}".strip()
+
+
+def stored_quantization_of(model: PlannedModel) -> StoredQuantization | None:
+    """The quantization of a model's checkpoint; None for a plain one.
+
+    Raises:
+        BadInput: `hf_quant_config.json` is no JSON object.
+    """
+    folder = Path(model.source).parent
+    is_local = Path(model.source).is_file()
+    has_file = (folder / HF_QUANT_CONFIG).is_file() if is_local else None
+    config = dict(model.config.get("quantization_config") or {})
+    if has_file and (not config or config.get("quant_method") == "modelopt"):
+        config = {"quant_method": "modelopt", **read_json(folder / HF_QUANT_CONFIG)}
+    if not config:
+        return None
+    method = str(config.get("quant_method"))
+    fields = config.get("quantization") or config
+    layers = fields.get("quantized_layers") or {}
+    is_modelopt = method == "modelopt"
+    return StoredQuantization(
+        method,
+        str(fields.get("quant_algo")) if is_modelopt else "",
+        frozenset(str(layer.get("quant_algo")) for layer in layers.values()),
+        _kv_dtype(fields) if is_modelopt else None,
+        has_file,
+        config,
+    )
+
+
+def quantization_words(
+    engine: str, stored: StoredQuantization | None, device: Device
+) -> Sequence[str]:
+    """The engine's options for the checkpoint's weights: none where it finds out by itself.
+
+    Raises:
+        BadInput: the engine cannot load them, or not on this device.
+    """
+    if stored is None or engine == "llmopt":
+        return []
+    if engine == "trtllm":
+        _check_trtllm(stored, device)
+        return []
+    if stored.method != "modelopt":
+        return []
+    methods = VLLM_METHODS if engine == "vllm" else SGLANG_METHODS
+    algorithm = stored.algorithm.upper()
+    if algorithm not in methods:
+        raise _refused(engine, stored, f"it loads {', '.join(methods)}")
+    if engine == "sglang":
+        _check_sglang(stored, device)
+    return ["--quantization", methods[algorithm]]
+
+
+def _check_sglang(stored: StoredQuantization, device: Device) -> None:
+    algorithm = stored.algorithm.upper()
+    if algorithm == MIXED and not {each.upper() for each in stored.layer_algorithms} & {*_NVFP4}:
+        raise _refused("sglang", stored, "it takes mixed checkpoints with NVFP4 layers alone")
+    if algorithm == "FP8":
+        _check_peak("sglang", stored, device, "fp8")
+
+
+def _check_trtllm(stored: StoredQuantization, device: Device) -> None:
+    if stored.method != "modelopt":
+        if not _trtllm_loads(stored.config):
+            raise _refused(
+                "trtllm", stored, "write it as --format modelopt: llmopt convert or quantize"
+            )
+        _check_peak("trtllm", stored, device, "fp8")
+        return
+    if stored.has_hf_file is False:
+        raise _refused("trtllm", stored, f"it reads {HF_QUANT_CONFIG}, which is missing")
+    algorithms = {stored.algorithm, *stored.layer_algorithms}
+    if unknown := algorithms - {*TRTLLM_ALGORITHMS}:
+        listed, known = ", ".join(sorted(unknown)), ", ".join(TRTLLM_ALGORITHMS)
+        raise _refused("trtllm", stored, f"it has no {listed}, only {known}")
+    _check_peak("trtllm", stored, device, "fp4" if "NVFP4" in algorithms else "fp8")
+
+
+def _trtllm_loads(config: Mapping[str, Any]) -> bool:
+    """fp8 in blocks of 128, MXFP4, and compressed-tensors' fp8 by channel or block."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        return list(config.get("weight_block_size") or ()) == [128, 128]
+    if method == "compressed-tensors":
+        group = (config.get("config_groups") or {}).get("group_0") or {}
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        strategies = (weights.get("strategy"), inputs.get("strategy"))
+        is_fp8 = (weights.get("num_bits"), weights.get("type")) == (8, "float")
+        return is_fp8 and strategies in (("channel", "token"), ("block", "group"))
+    return method == "mxfp4"
+
+
+def _check_peak(engine: str, stored: StoredQuantization, device: Device, dtype: str) -> None:
+    if dtype not in (device.peaks or {}):
+        raise _refused(engine, stored, f"{device.name} has no {dtype} tensor cores")
+
+
+def _refused(engine: str, stored: StoredQuantization, reason: str) -> BadInput:
+    return BadInput(f"--engine {engine} cannot load a checkpoint in {stored.label}: {reason}")
+
+
+def _kv_dtype(fields: Mapping[str, Any]) -> str | None:
+    """Of `kv_cache_quant_algo`, or of `config.json`'s `kv_cache_scheme`."""
+    algorithm, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        algorithm = algorithm or "FP8"
+    return KV_DTYPES.get(str(algorithm).upper())
