@@ -52,6 +52,7 @@ def _serve(
     config: EngineConfig, name: str, options: ServerOptions, serving: ServingOptions
 ) -> None:
     """Validate all options before the model loads, then serve."""
+    from ..engine.base.pooling_params import PoolingParams
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.observability.logs import configure_logging
     from ..engine.server.parsing.formats import tool_format
@@ -64,6 +65,8 @@ def _serve(
         tool_format(serving.tool_call_parser)
     if serving.reasoning_parser is not None:
         reasoning_format(serving.reasoning_parser)
+    if serving.pooling_type is not None:
+        PoolingParams(serving.pooling_type.lower())
     listener = bind(serving.host, serving.port)
     folder, served = resolve_model(name), serving.served_name(name)
     if served in config.loras:
@@ -83,6 +86,7 @@ def _serve(
         chat_template=template,
         tool_call_parser=serving.tool_call_parser,
         reasoning_parser=serving.reasoning_parser,
+        pooling_type=serving.pooling_type,
     )
     url = base_url(listener, options.tls)
     facts = (

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ..quant.base.errors import BadInput
+from .base.pooling_params import PoolingParams
 from .base.sampling_params import SamplingParams
 from .build import build_engine
 from .cache.kv_cache import stored_name
@@ -67,17 +68,21 @@ class Engine:
         priority: int = 0,
         cache_salt: bytes = b"",
         lora: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first under the priority policy. `lora` names one of the config's adapters.
+        is served first under the priority policy. `lora` names one of the config's adapters. With `pooling`
+        nothing is generated: the only output is a vector of the prompt's hidden states.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
-                adapter, or a request that can never fit.
+                adapter, a request that can never fit, or a model whose hidden states are not known.
         """
         self._check_lora(lora)
+        if pooling is not None:
+            self._check_pooling(pooling)
         if any(r.request_id == request_id for r in self.scheduler.requests()):
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -101,6 +106,7 @@ class Engine:
             num_completions=params.num_sequences,
             cache_salt=adapter_salt(lora, cache_salt),
             lora=lora,
+            pooling=pooling,
         )
         self.scheduler.add(request)
         if best_of is not None:
@@ -190,6 +196,7 @@ class Engine:
         result = computed.result
         with timer("update"):
             self.output_processor.keep_prompt_logprobs(plan, result)
+            self.output_processor.pooled.keep(plan, result)
             tokens = self.scheduler.update(
                 plan, result.tokens, self.eos_token_ids, known, result.draft_depths
             )
@@ -311,6 +318,15 @@ class Engine:
         if name is not None and name not in self.config.loras:
             known = ", ".join(self.config.loras) or "none"
             raise BadInput(f"no adapter {name!r}: this engine has {known}")
+
+    def _check_pooling(self, pooling: PoolingParams) -> None:
+        if self.runner.decoder.hidden_size is None and not pooling.token_ids:
+            raise BadInput(
+                "this model runs through transformers' modules, which give no hidden states to pool"
+            )
+        for token in pooling.token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise BadInput(f"token id {token} is outside the vocabulary of {self.vocab_size}")
 
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:

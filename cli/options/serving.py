@@ -58,6 +58,12 @@ class ServingOptions:
             help="Reasoning parser: think, mistral or seed_oss. Default: detected from the chat template."
         ),
     ] = None
+    pooling_type: Annotated[
+        str | None,
+        typer.Option(
+            help="Pooling of embeddings: last, mean, cls or max. Default: the checkpoint's, if it has one."
+        ),
+    ] = None
     as_json: Annotated[
         bool,
         typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),

@@ -20,6 +20,7 @@ from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler
 from ..scheduling.step_plan import ScheduledRow, StepPlan
 from ..speculation.proposer import Proposer
+from .row_pooling import pooled_rows
 from .step_graphs import StepGraphs
 from .step_layout import StepLayout
 from .step_phases import UNTIMED, StepTimer
@@ -120,6 +121,8 @@ class ModelRunner:
         with timer("forward"):
             hidden = forward.run()
             self._score_prompts(layout, hidden, result)
+            width = self.decoder.hidden_size
+            result.pooled = pooled_rows(layout, hidden, width, self.decoder.logits)
             logits = None
             if ends is not None:
                 logits = self.decoder.logits(hidden.index_select(0, ends))
@@ -128,7 +131,8 @@ class ModelRunner:
     def _speculate(self, plan: StepPlan, proposer: Proposer, timer: StepTimer) -> StepResult:
         """Run a speculative step: propose, forward, verify, compact KV slots, and update the proposer."""
         with timer("draft"):
-            drafts = proposer.propose(plan.rows, self._sampling_row)
+            generating = [row for row in plan.rows if row.pooling is None]
+            drafts = proposer.propose(generating, self._sampling_row) if generating else {}
         layout = StepLayout.of(plan.rows, drafts)
         hidden, logits, result = self._forward(layout, None, timer)
         if logits is not None:
@@ -141,7 +145,8 @@ class ModelRunner:
                 result.draft_depths[name] = row.draft.tree.depth
                 moved += row.moved_slots(self.cache.block_size)
             self.cache.copy_slots(moved)
-            proposer.observe(layout.target_states(hidden, result))
+            if generating:
+                proposer.observe(layout.target_states(hidden, result))
         return result
 
     @torch.inference_mode()

@@ -74,9 +74,12 @@ class StepLayout:
         return ends
 
     def target_states(self, hidden: torch.Tensor, result: StepResult) -> list[TargetStates]:
-        """Target hidden states and next token ids of the rows, of `hidden` [tokens, hidden] and `result`."""
+        """Target hidden states and next token ids of the rows that generate, of `hidden` [tokens, hidden] and
+        `result`."""
         states: list[TargetStates] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
+            if row.pooling is not None:
+                continue
             sampled = result.tokens.get(row.sequence_id) or [row.tokens[row.end]]
             following = row.tokens[row.start + 1 : row.end]
             if (verified := self.speculative.get(row.sequence_id)) is not None:

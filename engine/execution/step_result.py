@@ -19,6 +19,7 @@ class StepResult:
         tokens: `num_samples` of the row, or the accepted draft tokens and the bonus token.
         logprobs: one entry per token; None where the request asks for no logprobs.
         prompt_logprobs: (position, logprobs) of prompt tokens that this step scored.
+        pooled: shares of the vectors of pooled prompts.
         num_draft_tokens: verified draft tokens.
         draft_depths: their speculative positions.
         replayed: whether the forward pass replayed a captured graph.
@@ -27,6 +28,7 @@ class StepResult:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    pooled: dict[str, list[float]] = field(default_factory=dict)
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
     draft_depths: dict[str, int] = field(default_factory=dict)
     replayed: bool = False

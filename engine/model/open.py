@@ -40,6 +40,11 @@ class CausalModel(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int | None:
+        """Width of the final hidden states, with which the rows of `forward` begin; None: they are logits."""
+        ...
+
+    @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         """Each layer's KV-cache layout."""
         ...

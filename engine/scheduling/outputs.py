@@ -36,6 +36,7 @@ class RequestOutput:
         finish_reason: "stop", "length" or "abort" with the last output, else None.
         stop_reason: the token id or string that stopped it; None for an end-of-sequence token.
         times: monotonic seconds (`time.perf_counter`).
+        pooled: of a pooled prompt its vector, float32.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class RequestOutput:
     num_cached_tokens: int
     num_output_tokens: int
     times: RequestTimes
+    pooled: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)

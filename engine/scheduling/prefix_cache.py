@@ -54,10 +54,11 @@ class PrefixCache:
         """Cached blocks of the longest matching prefix of `request`; has no side effects.
 
         At least one token is left to compute, because a step needs logits to sample from. Prompt logprobs
-        need the logits of every token, so such a request never hits.
+        need the logits of every token, and most ways of pooling its states, so such a request never hits.
         """
         hits: list[int] = []
-        if not self._enabled or request.params.prompt_logprobs is not None:
+        pools_all = request.pooling is not None and request.pooling.reads_all
+        if not self._enabled or request.params.prompt_logprobs is not None or pools_all:
             return hits
         self._extend_chain(request, request.num_known_tokens)
         parent = b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .draft_length import Acceptance
 from .token_view import OUTPUT_PLACEHOLDER, TokenView
@@ -54,6 +55,8 @@ class Request:
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
 
+    A request with `pooling` samples nothing: it ends when its prompt is computed.
+
     A smaller `rank` is served first and preempted last; the scheduler assigns it.
     """
 
@@ -71,6 +74,7 @@ class Request:
     num_completions: int = 1
     cache_salt: bytes = b""
     lora: str | None = None
+    pooling: PoolingParams | None = None
 
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
@@ -101,7 +105,9 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `max_tokens` is reached, placeholders included."""
+        """Whether `max_tokens` is reached, placeholders included; whether a pooled prompt is computed."""
+        if self.pooling is not None:
+            return self.num_computed_tokens == self.num_tokens
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property

@@ -85,12 +85,14 @@ class Scheduler:
         """
         request.rank = rank_of(request, self.config.policy)
         longest = request.num_prompt_tokens + request.max_tokens
-        if longest > self.config.max_model_len:
+        if request.pooling is not None:
+            self._check_pooled(request)
+        elif longest > self.config.max_model_len:
             raise BadInput(
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
                 f"context length of {self.config.max_model_len} tokens"
             )
-        if longest > self.longest_sequence:
+        elif longest > self.longest_sequence:
             capacity = self.pool.num_usable * self.config.block_size
             raise BadInput(
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
@@ -98,6 +100,17 @@ class Scheduler:
             )
         self._requests[request.sequence_id] = request
         self._enqueue(request)
+
+    def _check_pooled(self, request: Request) -> None:
+        """Raise `BadInput` for a pooled prompt that can never fit: every token of it needs a slot."""
+        count, longest = request.num_prompt_tokens, self.config.max_model_len
+        if count > longest:
+            raise BadInput(f"{count} prompt tokens exceed the context length of {longest} tokens")
+        if self.config.max_blocks(count) > self.pool.num_usable:
+            capacity = self.pool.num_usable * self.config.block_size
+            raise BadInput(
+                f"{count} prompt tokens can never fit in the KV cache of {capacity} tokens"
+            )
 
     def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
         """End a sequence now. An unknown or finished id is no error: the client may be late."""
@@ -185,6 +198,9 @@ class Scheduler:
                 self._evict_behind_window(request)
             self.states.end_save(row.checkpoint, request, row.end)
             if not row.num_samples:
+                if request.pooling is not None and row.end == request.num_prompt_tokens:
+                    request.times.first_token = request.times.last_token = now
+                    self._finish(request, "stop")
                 continue
             token_ids = sampled[row.sequence_id]
             if draft_depths and (reached := draft_depths.get(row.sequence_id)):
@@ -348,13 +364,14 @@ class Scheduler:
         """The row of a sequence, whose tokens count as computed from now on."""
         start = request.num_computed_tokens
         end = start + num_new
+        samples = end == request.num_tokens and request.pooling is None
         row = ScheduledRow(
             sequence_id=request.sequence_id,
             start=start,
             end=end,
             tokens=request.view(),
             block_ids=tuple(request.block_ids),
-            num_samples=request.num_completions if end == request.num_tokens else 0,
+            num_samples=request.num_completions if samples else 0,
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             seed=request.seed,
@@ -362,6 +379,7 @@ class Scheduler:
             num_draft_tokens=num_draft_tokens,
             state_slot=request.state_slot,
             checkpoint=self.states.begin_save(request, end),
+            pooling=request.pooling,
         )
         request.num_computed_tokens = end
         if row.samples_one:
@@ -375,7 +393,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.swap.swap_out(request, self.config.block_size)
+        if request.pooling is None:  # whose hidden states are recomputed with its blocks
+            self.swap.swap_out(request, self.config.block_size)
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .request import NULL_SLOT
 from .token_view import TokenView
@@ -27,6 +28,7 @@ class ScheduledRow(NamedTuple):
         num_draft_tokens: slots reserved after `end` for draft tokens.
         state_slot: of the sequence's constant state, which starts from nothing at position 0.
         checkpoint: state slot into which the state after `end` is copied; the null slot: none.
+        pooling: how the hidden states are pooled, if they are; nothing is sampled then.
     """
 
     sequence_id: str
@@ -42,6 +44,7 @@ class ScheduledRow(NamedTuple):
     num_draft_tokens: int = 0
     state_slot: int = NULL_SLOT
     checkpoint: int = NULL_SLOT
+    pooling: PoolingParams | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:

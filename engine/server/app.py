@@ -20,6 +20,8 @@ from .middleware.middleware import RequestMiddleware
 from .observability.observe import ObservingMiddleware
 from .observability.tracing import Tracing
 from .page.page import page_router
+from .pooling.embeddings import embeddings_router
+from .pooling.scores import scores_router
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
 from .reload.reloader import Reloadable, Reloader
@@ -45,11 +47,13 @@ def create_app(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    pooling_type: str | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application that serves `engine` as `model_name`.
 
     `chat_template` overrides the model's; `tool_call_parser` and `reasoning_parser` name the formats of the
-    model's output where they cannot be detected from the template.
+    model's output where they cannot be detected from the template; `pooling_type` is how a checkpoint without
+    a pooling config embeds.
 
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
     `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`,
@@ -65,7 +69,14 @@ def create_app(
         tracing = Tracing(options.otlp_traces_endpoint)
     loop = EngineLoop(engine, options)
     service = open_service(
-        engine, loop, model_name, chat_template, tool_call_parser, reasoning_parser, options.script
+        engine,
+        loop,
+        model_name,
+        chat_template,
+        tool_call_parser,
+        reasoning_parser,
+        options.script,
+        pooling_type,
     )
 
     @asynccontextmanager
@@ -103,6 +114,8 @@ def create_app(
         )
     app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
     app.include_router(model_router(service, engine))
+    for router in (embeddings_router, scores_router):
+        app.include_router(router(service))
     app.include_router(page_router(loop))
     app.include_router(operations_router(engine, loop, service, keys))
     return app

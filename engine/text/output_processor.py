@@ -13,6 +13,7 @@ from ..scheduling.step_plan import StepPlan
 from .best_of import BestOf
 from .completion_text import CompletionText
 from .detokenizer import text_decoder
+from .pooled_output import PooledPrompts
 
 
 class OutputProcessor:
@@ -24,6 +25,7 @@ class OutputProcessor:
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
         self._best_of: dict[str, BestOf] = {}
+        self.pooled = PooledPrompts(scheduler)
 
     def add_best_of(self, request_id: str, best_of: BestOf) -> None:
         """Register a request with best_of; it has no outputs until all candidates are finished."""
@@ -35,6 +37,7 @@ class OutputProcessor:
         for request in members:
             self._texts.pop(request.sequence_id, None)
             self._prompt_logprobs.pop(request.sequence_id, None)
+            self.pooled.forget(request.sequence_id)
 
     def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Collect prompt logprobs; a prompt may take several steps."""
@@ -46,9 +49,9 @@ class OutputProcessor:
     def outputs(
         self, plan: StepPlan, result: StepResult, tokens: list[Token]
     ) -> list[RequestOutput]:
-        """Deltas of the tokens of a step, one per sequence."""
+        """Deltas of the tokens of a step, one per sequence, and the prompts that it pooled."""
         runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
-        return [self._output(plan, result, run) for run in runs]
+        return [self._output(plan, result, run) for run in runs] + self.pooled.outputs(plan)
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The deltas to emit: of a request with best_of only the best completions, at its end."""

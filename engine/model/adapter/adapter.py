@@ -44,6 +44,8 @@ class TransformersModel:
 
     window = None
     """None: sliding windows are internal to the modules, so no blocks are evicted."""
+    hidden_size: int | None = None
+    """None: `forward` returns logits."""
     is_capturable = False
     """False: the modules may have data-dependent control flow."""
 

@@ -123,6 +123,11 @@ class Decoder:
         return LayerKernels(attend, rope_and_cache.run())
 
     @property
+    def hidden_size(self) -> int | None:
+        """Width of the final hidden states, with which the rows of `forward` begin."""
+        return self.spec.shape.hidden_size
+
+    @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         """Each layer's KV-cache layout."""
         return self.spec.kv_layouts

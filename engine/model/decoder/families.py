@@ -14,6 +14,7 @@ from ....quant.base.errors import BadInput
 from ...planner.model.families import complete, current_names
 from ...planner.model.shapes import ModelShape
 from ..layers.mlp import ACTIVATIONS, CLAMPED_SWIGLU
+from ..spec.classifier import is_classifier
 from ..spec.names import Names
 from ..spec.rope import RopeSpec, yarn_scale
 from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
@@ -63,6 +64,7 @@ def model_spec(raw: Config) -> ModelSpec:
             "attention_scale": shape.head_dim**-0.5,
             "activation": config.get("hidden_act", "silu"),
             "multimodal": multimodal,
+            "is_classifier": is_classifier(raw),
         }
         spec = ModelSpec(**{**defaults, **family.choices(shape, config)})
     except NotCovered:

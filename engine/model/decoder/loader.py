@@ -123,7 +123,9 @@ class LayerLoader:
             streams = load_streams(reader, spec, spec.altup, self.base)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         head_name = self._head_name()
-        tied = shape.tied and not self._has_other_head(head_name)
+        # A sequence classifier has no language head; its own is read beside the decoder.
+        is_classifier = spec.is_classifier and not reader.has_weight(head_name)
+        tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
             head = Projection([embedding[part]], None, self.dtype)
@@ -179,6 +181,8 @@ class LayerLoader:
         """Whether a tensor may stay unread: a tied head's duplicate, saved buffers, multi-token-prediction
         layers (DeepSeek-V3), the other parts of a multimodal model, other ranks' experts."""
         if name == second_head or name.endswith(self.spec.names.buffers):
+            return True
+        if self.spec.is_classifier and name in ("score.weight", "score.bias"):
             return True
         if self.shard is not None and (experts := self.spec.shape.experts) is not None:
             expert = name.partition(f".{self.spec.names.experts_apart}.")[2].partition(".")[0]

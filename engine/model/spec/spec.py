@@ -155,6 +155,7 @@ class ModelSpec:
         expert_latent: the width that routed experts work in, if not the model's (Nemotron-H); 0: the model's.
         parallel: attention and MLP read the same residual and are added together (Falcon, Cohere).
         mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
+        is_classifier: the checkpoint is a sequence classifier, without a language head.
         multimodal: this is the text model of a multimodal checkpoint, whose other tensors are not read.
         stream: attention sinks and window of StreamingLLM; None: off.
     """
@@ -191,6 +192,7 @@ class ModelSpec:
     parallel: bool = False
     mtp_layers: bool = False
     multimodal: bool = False
+    is_classifier: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
     stream: Window | None = None
 

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -24,6 +24,7 @@ from ..protocol.errors import ApiError
 from ..protocol.protocol import GenerationRequest, StreamOptions
 from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
+from ..text.pooling_tasks import PoolingTasks
 from ..text.text import Tokenization
 from .usage import Usage
 
@@ -69,6 +70,7 @@ class Service:
     created: int
     max_model_len: int
     script: tuple[ScriptedText, ...] = ()
+    pooling: PoolingTasks = field(default_factory=PoolingTasks)
 
     def close(self) -> None:
         """Shut down the worker threads."""
@@ -78,6 +80,7 @@ class Service:
     def check(self, body: GenerationRequest) -> None:
         """Reject a request for an unknown model or with unsupported fields, with `ApiError`."""
         self.check_model(body.model)
+        self.pooling.check_generates()
         body.refuse_unsupported()
 
     def check_model(self, name: str | None) -> None:
@@ -104,7 +107,7 @@ class Service:
         if constraint is None:
             return params
         compiling = self.constrainer.mask(constraint, params.num_sequences)
-        mask = await _unless_disconnected(request, compiling)
+        mask = await unless_disconnected(request, compiling)
         if mask is None:
             raise ApiError(CLIENT_GONE, "the client has left")
         return replace(params, token_mask=mask)
@@ -153,7 +156,7 @@ class Service:
             events = generated.events(body.stream_options or StreamOptions())
             return EventStream(events, on_close=stream.close)
         try:
-            document = await _unless_disconnected(request, generated.document())
+            document = await unless_disconnected(request, generated.document())
         finally:
             stream.close()
         return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
@@ -289,7 +292,7 @@ def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
     return event_line + b"data: " + text.encode() + b"\n\n"
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Result of `work`; None, with `work` cancelled, if the client disconnects first."""
 
     async def disconnect() -> None:

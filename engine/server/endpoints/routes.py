@@ -12,11 +12,11 @@ from ..parsing.formats import tool_format
 from ..parsing.reasoning import reasoning_format
 from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
+from ..text.pooling_tasks import pooling_tasks
 from ..text.text import Tokenization
 from .abort import abort_router
 from .chat import chat_router
 from .completions import completions_router
-from .embeddings import embeddings_router
 from .generation import Service
 from .messages import messages_router
 from .responses import responses_router
@@ -31,6 +31,7 @@ def open_service(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     script: tuple[ScriptedText, ...] = (),
+    pooling_type: str | None = None,
 ) -> Service:
     """Create the state shared by the endpoints.
 
@@ -55,6 +56,7 @@ def open_service(
         created=int(time.time()),
         max_model_len=engine.max_model_len,
         script=script,
+        pooling=pooling_tasks(engine, model_name, pooling_type),
     )
 
 
@@ -68,6 +70,5 @@ def model_router(service: Service, engine: Engine) -> APIRouter:
         abort_router,
     ):
         router.include_router(part(service))
-    router.include_router(embeddings_router(service, engine))
     router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
     return router

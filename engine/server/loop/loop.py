@@ -284,12 +284,13 @@ class EngineLoop:
                     lora=job.lora,
                     priority=job.priority,
                     cache_salt=job.cache_salt,
+                    pooling=job.pooling,
                 )
             except Exception:
                 for added in jobs[:index]:
                     engine.abort(added.request_id)
                 raise
-        self.metrics.note_added([job.params for job in jobs])
+        self.metrics.note_added([job.params for job in jobs if job.pooling is None])
 
     def _abort_all(self, engine: Engine, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

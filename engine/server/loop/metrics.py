@@ -134,6 +134,9 @@ class ServerMetrics:
         histograms, times = self.distributions, output.times
         assert times.first_scheduled is not None and times.first_token is not None
         assert times.last_token is not None
+        if output.pooled is not None:
+            self._take_pooled(output)
+            return
         last = self._last_token.setdefault(output.request_id, {})
         self.num_generation_tokens += len(output.new_token_ids)
         if output.index in last:
@@ -157,6 +160,18 @@ class ServerMetrics:
         del last[output.index]
         if not last:
             del self._last_token[output.request_id]
+
+    def _take_pooled(self, output: RequestOutput) -> None:
+        """A pooled prompt: it has no token, hence no TTFT."""
+        histograms, times = self.distributions, output.times
+        assert times.first_scheduled is not None and times.last_token is not None
+        self.num_prompt_tokens += output.num_prompt_tokens
+        self.finished["stop"] += 1
+        histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
+        histograms.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
+        histograms.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
+        histograms.request_prefill_time_seconds.observe(times.last_token - times.first_scheduled)
+        histograms.request_prompt_tokens.observe(output.num_prompt_tokens)
 
     def _update_preemptions(self) -> None:
         scheduler, now = self._engine.scheduler, time.perf_counter()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from ...base.pooling_params import PoolingParams
 from ...base.sampling_params import SamplingParams
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError, TimedOut
@@ -14,7 +15,7 @@ from ..protocol.errors import ApiError, TimedOut
 @dataclass(frozen=True, slots=True)
 class Job:
     """One engine request: a prompt. `arrival_seconds` is a time of `time.perf_counter`, `key` the index of
-    the API key that it came with."""
+    the API key that it came with. With `pooling` it generates nothing."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -24,6 +25,7 @@ class Job:
     priority: int = 0
     cache_salt: bytes = b""
     key: int = 0
+    pooling: PoolingParams | None = None
 
 
 class OutputStream:

@@ -62,6 +62,7 @@ class Tokenization:
         the model's, `tool_format` and `reasoning_format` those detected from the template. `stop_texts` are
         the texts of the EOS tokens."""
         self._tokenizer = copy.deepcopy(tokenizer)
+        self._max_model_len = max_model_len
         longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._max_characters = None if max_model_len is None else max_model_len * longest_token
         self._template_override = chat_template
@@ -95,20 +96,46 @@ class Tokenization:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     async def encode(
-        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Tokenize prompts, with the special tokens that the tokenizer adds.
+
+        `max_tokens` truncates them, -1 to the context length.
 
         Raises:
             BadInput: text that is not valid Unicode.
         """
         return await self._on_worker(
             lambda: [
-                self._encode_text(p, add_special_tokens=add_special_tokens)
+                self._encode_text(
+                    p, add_special_tokens=add_special_tokens, max_tokens=self._limit(max_tokens)
+                )
                 if isinstance(p, str)
-                else list(p)
+                else list(p)[: self._limit(max_tokens)]
                 for p in prompts
             ]
+        )
+
+    async def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        template: str | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Tokenize pairs of a query and a document, each for one prompt: by the chat template if it has roles
+        of these names, else by `template`, else as the tokenizer joins a pair.
+
+        Raises:
+            BadInput: text that is not valid Unicode.
+        """
+        limit = self._limit(max_tokens)
+        return await self._on_worker(
+            lambda: [self._encode_pair(*pair, template, limit) for pair in pairs]
         )
 
     async def encode_chat(
@@ -149,7 +176,40 @@ class Tokenization:
     async def _on_worker(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _limit(self, max_tokens: int | None) -> int | None:
+        return self._max_model_len if max_tokens == -1 else max_tokens
+
+    def _encode_pair(
+        self, query: str, document: str, template: str | None, max_tokens: int | None
+    ) -> list[int]:
+        names = self._template_text
+        if all(f'"{role}"' in names or f"'{role}'" in names for role in ("query", "document")):
+            turns = [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ]
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
+        if template is not None:
+            text = template.replace("{query}", query, 1).replace("{document}", document, 1)
+            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
+        for text in (query, document):
+            self._check_text(text)
+        ids = self._tokenizer(query, document, **_truncation(max_tokens)).input_ids
+        return list(ids)
+
+    def _encode_text(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        self._check_text(text)
+        options = _truncation(max_tokens)
+        return list(
+            self._tokenizer(text, add_special_tokens=add_special_tokens, **options).input_ids
+        )
+
+    def _check_text(self, text: str) -> None:
         if self._max_characters is not None and len(text) > self._max_characters:
             # Tokenizing it could take minutes on the only worker thread.
             raise BadInput(
@@ -161,7 +221,6 @@ class Tokenization:
             raise BadInput(
                 "the prompt is not valid Unicode: it contains an unpaired surrogate"
             ) from error
-        return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
     def _encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
@@ -202,6 +261,11 @@ class Tokenization:
             return TokenText(text, None, len(text))
         name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return TokenText(name, raw, len(text))
+
+
+def _truncation(max_tokens: int | None) -> dict[str, Any]:
+    """Options of the tokenizer, which keeps its special tokens when it truncates."""
+    return {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
 
 
 def _raw_bytes(token: str) -> bytes | None:

@@ -99,16 +99,18 @@ def test_a_response_that_lacks_results_has_failed(
     assert "0 results for 1 inputs" in run.passes[0].traces[0].error
 
 
-def test_our_own_embeddings(tmp_path: Path) -> None:
+def test_our_own_embeddings_and_reranking(tmp_path: Path) -> None:
     folder = tmp_path / "embedder"
     shutil.copytree(MODELS / "stories3M", folder)
     (folder / "1_Pooling").mkdir()
     config = {"word_embedding_dimension": 192, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     with running(make_engine(str(folder))) as server:
-        run = measured(server.url, backend="openai-embeddings")
-    assert (run.result["completed"], run.result["failed"]) == (8, 0)
+        run = measured(server.url, backend="openai-embeddings", random_batch_size=2)
+        ranked = measured(server.url, backend="vllm-rerank", random_batch_size=3).result
+    assert (run.result["completed"], run.result["failed"]) == (4, 0)
     assert run.result["total_input_tokens"] == 8 * 12
+    assert (ranked["completed"], ranked["failed"]) == (2, 0)
     assert run_page(run.result, {}).verdict.tone == "plain"
 
 

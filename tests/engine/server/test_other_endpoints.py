@@ -1,28 +1,18 @@
-"""`/v1/responses`, `/v1/embeddings`, `/tokenize`, `/detokenize`, `/abort`."""
+"""`/v1/responses`, `/tokenize`, `/detokenize`, `/abort`."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.text.pooling import read_pooling
-from llmopt.quant.base.errors import BadInput
-from llmopt.recipes import MODELS
-from openai.types import CreateEmbeddingResponse
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from transformers import AutoModel, AutoTokenizer
 
-from ...support.live_server import RunningServer, make_engine, running, slow_steps
+from ...support.live_server import RunningServer, slow_steps
 
 AS_TEXT = "System: Tell stories.\nUser: Who was Lily?\nAssistant:"
 BODY: dict[str, Any] = {
@@ -130,77 +120,6 @@ def test_a_response_that_cannot_be_made(
     server: RunningServer, fields: dict[str, Any], named: str
 ) -> None:
     assert named in post(server, "/v1/responses", {**BODY, **fields}, 400)
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The bundled model with the files that make it an embedding model to sentence-transformers."""
-    folder = write_modules(tmp_path_factory.mktemp("embedder") / "model", "mean")
-    with running(make_engine(str(folder))) as it:
-        yield it
-
-
-def write_modules(folder: Path, mode: str, *more: str) -> Path:
-    shutil.copytree(MODELS / "stories3M", folder)
-    kinds = ["Transformer", "Pooling", "Normalize", *more]
-    modules = [
-        {"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
-        for i, kind in enumerate(kinds)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    flags = {"lasttoken": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}
-    config = {"word_embedding_dimension": 256, **dict.fromkeys(flags.values(), False)}
-    config[flags.get(mode, f"pooling_mode_{mode}")] = True
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def expected_vector(token_ids: list[int], mode: str) -> torch.Tensor:
-    model = AutoModel.from_pretrained(MODELS / "stories3M", dtype=torch.float32).eval()
-    with torch.no_grad():
-        hidden = model(torch.tensor([token_ids])).last_hidden_state[0]
-    vector = hidden.mean(0) if mode == "mean" else hidden[-1]
-    return vector / vector.norm()
-
-
-def test_embeddings_are_those_of_transformers(embedder: RunningServer) -> None:
-    texts = ["Lily had a cat.", "A dog barked. " * 20]
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "stories3M")
-    token_ids = [tokenizer(text).input_ids for text in texts]
-    found = post(embedder, "/v1/embeddings", {"model": "tiny", "input": texts})
-    CreateEmbeddingResponse.model_validate(found, strict=True)
-    for own, ids in zip(found["data"], token_ids, strict=True):
-        torch.testing.assert_close(
-            torch.tensor(own["embedding"]), expected_vector(ids, "mean"), atol=1e-5, rtol=1e-4
-        )
-    assert found["usage"]["prompt_tokens"] == sum(map(len, token_ids))
-    client = embedder.openai()  # it asks for base64
-    answer = client.embeddings.create(model="tiny", input=token_ids)
-    np.testing.assert_allclose(answer.data[1].embedding, found["data"][1]["embedding"], atol=1e-6)
-    assert embedder.wait_until_idle().kv_blocks_used == 0
-    assert "dimensions" in post(embedder, "/v1/embeddings", {"input": "a", "dimensions": 7}, 400)
-    assert "exceed the context" in post(embedder, "/v1/embeddings", {"input": "a b " * 600}, 400)
-    assert "input" in post(embedder, "/v1/embeddings", {"input": []}, 400)
-
-
-def test_poolings(tmp_path: Path, server: RunningServer) -> None:
-    last = read_pooling(write_modules(tmp_path / "last", "lasttoken"))
-    assert last is not None
-    ids = [1, 5, 9, 300]
-    states = server.on_engine(lambda engine: engine.hidden_states(ids))
-    torch.testing.assert_close(last(states), expected_vector(ids, "last"), atol=1e-5, rtol=1e-4)
-    with pytest.raises(BadInput, match="weightedmean_tokens"):
-        read_pooling(write_modules(tmp_path / "weighted", "weightedmean_tokens"))
-    with pytest.raises(BadInput, match="'Dense' is not supported"):
-        read_pooling(write_modules(tmp_path / "dense", "mean", "Dense"))
-
-
-def test_a_model_without_pooling_gives_no_embeddings(server: RunningServer) -> None:
-    message = post(server, "/v1/embeddings", {"input": "a"}, 400)
-    assert message == (
-        "tiny gives no embeddings: the checkpoint has no pooling (1_Pooling/config.json)"
-    )
 
 
 def test_tokens_of_texts_and_back(server: RunningServer, llm: LLM) -> None:

@@ -1,0 +1,1 @@
+"""Endpoints of pooled prompts: embeddings, scores and reranking."""

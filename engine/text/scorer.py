@@ -1,0 +1,108 @@
+"""Scores of reranker checkpoints: a classification head, or the logits of "yes" and "no" (Qwen3-Reranker)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
+from ...quant.open import open_checkpoint
+from ..base.pooling_params import PoolingParams
+from ..model.spec.classifier import is_classifier
+from .pooling import Vector, read_modules
+
+QWEN3_RERANKER_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""The prompt of Qwen3-Reranker's model card, for its checkpoints without a template of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The relevance of a document to a query, from one prompt with both.
+
+    Attributes:
+        pooling: what is computed of the prompt: its last state, or logits of one token or two.
+        head: of a sequence classifier, float32 [hidden]; None: the score is the first logit, less the second.
+        bias: added to the head's output.
+        is_probability: whether scores are put through a sigmoid where the request does not say.
+        template: prompt with {query} and {document} in it; None: the tokenizer joins the pair.
+    """
+
+    pooling: PoolingParams
+    head: Vector | None = None
+    bias: float = 0.0
+    is_probability: bool = True
+    template: str | None = None
+
+    def score(self, pooled: Sequence[float], use_activation: bool | None = None) -> float:
+        """The score of a pooled prompt."""
+        if self.head is None:
+            logit = pooled[0] - (pooled[1] if len(pooled) > 1 else 0.0)
+        else:
+            logit = float(self.head @ np.asarray(pooled, dtype=np.float32)) + self.bias
+        as_probability = self.is_probability if use_activation is None else use_activation
+        return 0.5 * (1.0 + math.tanh(logit / 2)) if as_probability else logit
+
+
+def read_scorer(folder: Path, tokenizer: Any) -> Scorer | None:
+    """The scorer of a reranker's checkpoint; None if it is none.
+
+    Raises:
+        BadInput: a classifier of several labels, or a config that contradicts itself.
+    """
+    config = read_json(folder / "config.json")
+    if is_classifier(config):
+        return _classifier(folder, config)
+    modules = read_modules(folder)
+    token_ids = _classifier_tokens(config, tokenizer)
+    if "LogitScore" in modules:
+        named = read_json(modules["LogitScore"] / "config.json")
+        ids = (named.get("true_token_id"), named.get("false_token_id"))
+        token_ids = tuple(int(token) for token in ids if token is not None)
+    if not token_ids:
+        return None
+    is_qwen = config.get("model_type") == "qwen3" and len(token_ids) == 2
+    return Scorer(
+        PoolingParams("last", token_ids),
+        is_probability=_wants_sigmoid(folder, config),
+        template=QWEN3_RERANKER_TEMPLATE if is_qwen else None,
+    )
+
+
+def _classifier(folder: Path, config: dict[str, Any]) -> Scorer:
+    checkpoint = open_checkpoint(folder)
+    head = checkpoint.tensor("score.weight").float()
+    if head.shape[0] != 1:
+        raise BadInput(f"{folder} classifies by {head.shape[0]} labels: a score needs a head of 1")
+    if head.shape[1] != config.get("hidden_size"):
+        raise BadInput(f"{folder}: score.weight takes {head.shape[1]} inputs, not hidden_size")
+    bias = float(checkpoint.tensor("score.bias")) if "score.bias" in checkpoint.shard_of else 0.0
+    sigmoid = _wants_sigmoid(folder, config)
+    return Scorer(PoolingParams("last"), head[0].numpy(), bias, sigmoid)
+
+
+def _classifier_tokens(config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """vLLM's `classifier_from_token`: the words for no and for yes; their ids, yes first."""
+    words = config.get("classifier_from_token") or ()
+    ids = [tokenizer.convert_tokens_to_ids(word) for word in reversed(words)]
+    if any(not isinstance(token, int) for token in ids) or len(ids) > 2:
+        raise BadInput(f"config.json: classifier_from_token: {words} are not two tokens")
+    return tuple(ids)
+
+
+def _wants_sigmoid(folder: Path, config: dict[str, Any]) -> bool:
+    """sentence-transformers' activation; a sigmoid where the checkpoint names none, as in vLLM."""
+    path = folder / "config_sentence_transformers.json"
+    named = read_json(path).get("activation_fn") if path.is_file() else None
+    named = named or (config.get("sentence_transformers") or {}).get("activation_fn")
+    return named is None or str(named).endswith("Sigmoid")
