@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
 from ...quant.base.errors import BadInput
+from .structural_tag import structural_tag
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,10 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise BadInput(f"structured output needs a fast tokenizer: {error}") from error
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = frozenset(
+            str(token) for index, token in added.items() if self._tokens.is_special_token(index)
+        )
         self._num_words = -(-vocab_size // 32)
         self._compiled = lru_cache(REMEMBERED_GRAMMARS)(self._compile)
 
@@ -110,6 +115,10 @@ class GrammarCompiler:
         except BadInput as error:
             place = self._place_of_error(schema, str(error))
             raise BadInput(f"{place}: {error}" if place else str(error)) from error
+
+    def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
+        """As `mask`, for a structural tag; special tokens of the tokenizer are tokens in its texts."""
+        return self.mask(structural_tag(tag, WHITESPACE, self._special), num_sequences)
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokens, grammar, log_level=0)

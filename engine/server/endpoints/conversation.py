@@ -40,7 +40,9 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
     params = await service.params(request, body)
     token_ids = await text.encode_chat(body.messages, body.usable_tools, body.template_options)
     # An output that a grammar constrains from its first token has no reasoning.
-    reasoning = text.reasoning_format if params.token_mask is None else None
+    constraint = body.constraint()
+    may_reason = constraint is None or constraint.kind == "structural_tag"
+    reasoning = text.reasoning_format if may_reason else None
     prompt_end = text.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
     form = OutputFormat(
         tools,

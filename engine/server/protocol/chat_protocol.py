@@ -202,7 +202,9 @@ class ChatRequest(GenerationRequest):
     @property
     def is_forced_json(self) -> bool:
         """Whether calls are JSON by a grammar, whatever the model's own format."""
-        return self.must_call or (bool(self.usable_tools) and self.answer_constraint() is not None)
+        answer = self.answer_constraint()
+        is_shaped = answer is not None and answer.kind != "structural_tag"
+        return self.must_call or (bool(self.usable_tools) and is_shaped)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class ChatRequest(GenerationRequest):
                     param=constraint.field,
                 )
             return Constraint("json_schema", calls_schema(self), "tools")
-        if constraint is None or not self.usable_tools:
+        if constraint is None or not self.usable_tools or constraint.kind == "structural_tag":
             return constraint
         if constraint.kind != "json_schema" or constraint.value.get("type") != "object":
             raise ApiError(

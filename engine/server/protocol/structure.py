@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ....quant.base.errors import BadInput
 from ...base.logits import TokenMask
 from .errors import ApiError
+from .structural_tags import AnyFormat, StructuralTag, Structure, parse_structural_tag
 
 if TYPE_CHECKING:
     from ...sampling.grammar import GrammarCompiler
@@ -24,7 +25,7 @@ MAX_GRAMMAR_CHARACTERS = 256 * 1024
 COMPILE_SECONDS = 10.0
 NUM_COMPILERS = 2
 
-Kind = Literal["json_schema", "regex", "choice", "grammar"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=10_000)
@@ -51,14 +52,26 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`response_format`: OpenAI's three types, a regular expression, or a grammar."""
+    """`response_format`: OpenAI's three types, a regular expression, a grammar, or a structural tag."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
+    format: AnyFormat | None = None
+    structures: list[Structure] | None = None
+    triggers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_structural_tag(self) -> ResponseFormat:
+        given = {name: getattr(self, name) for name in ("format", "structures", "triggers")}
+        if self.type == "structural_tag":
+            StructuralTag(**given)
+        elif any(value is not None for value in given.values()):
+            raise ValueError("format, structures and triggers are for type 'structural_tag'")
+        return self
 
     @model_validator(mode="after")
     def _holds_what_its_type_names(self) -> ResponseFormat:
@@ -77,6 +90,11 @@ class ResponseFormat(BaseModel):
             schema = self.json_schema.schema_
             value = ANY_OBJECT if schema is None else schema
             return Constraint("json_schema", value, "response_format.json_schema.schema")
+        if self.type == "structural_tag":
+            value = StructuralTag(
+                format=self.format, structures=self.structures, triggers=self.triggers
+            ).value
+            return Constraint("structural_tag", value, "response_format")
         return Constraint(self.type, getattr(self, self.type), f"response_format.{self.type}")
 
 
@@ -90,6 +108,9 @@ class StructuredOutputs(BaseModel):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
+    structural_tag: (
+        Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | dict[str, Any] | None
+    ) = None
 
     def constraints(self) -> list[Constraint]:
         constraints = _constraints(
@@ -98,6 +119,10 @@ class StructuredOutputs(BaseModel):
         if self.json_object:
             field = "structured_outputs.json_object"
             constraints.append(Constraint("json_schema", ANY_OBJECT, field))
+        if self.structural_tag is not None:
+            field = "structured_outputs.structural_tag"
+            tag = parse_structural_tag(self.structural_tag, field)
+            constraints.append(Constraint("structural_tag", tag.value, field))
         return constraints
 
 
@@ -219,3 +244,5 @@ class Constrainer:
                 return compiler.mask(grammar.choice(value), num_sequences)
             case "grammar":
                 return compiler.mask(grammar.context_free(value), num_sequences)
+            case "structural_tag":
+                return compiler.structural_tag_mask(value, num_sequences)

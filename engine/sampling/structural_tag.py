@@ -1,0 +1,286 @@
+"""Structural tags: free text with parts that a grammar shapes, as a Lark grammar for llguidance.
+
+The formats and their meaning are XGrammar's, which vLLM takes (https://xgrammar.mlc.ai/docs/tutorials/structural_tag):
+strings, schemas, patterns and free text, joined by sequences, choices and tags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from ...quant.base.errors import BadInput
+
+MAX_DEPTH = 32
+Format = Mapping[str, Any]
+Ends = tuple[str, ...]
+
+_ANY = "/(?s:.*)/"
+
+
+def structural_tag(tag: Mapping[str, Any], whitespace: str, special: Collection[str] = ()) -> str:
+    """The grammar of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`.
+
+    `whitespace` may stand between the tokens of a JSON text. `special` are the texts of special tokens, which
+    are tokens in a grammar and never part of a text.
+
+    Raises:
+        BadInput: a format that contradicts itself, with its place.
+    """
+    lark = _Lark(whitespace, special)
+    form = tag["format"] if "format" in tag else _from_structures(tag)
+    return lark.grammar(lark.node(form, (), "format" if "format" in tag else "structures"))
+
+
+def _from_structures(tag: Mapping[str, Any]) -> Format:
+    """The older form: tags with schemas in free text."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
+        }
+        for structure in tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+class _Lark:
+    """The rules of a grammar in llguidance's Lark dialect.
+
+    Free text ends at the first of its `ends`, so that the two are one lazy lexeme; what has no `ends` may end
+    the output. The lexer takes the longest match: text must exclude what may follow it.
+    """
+
+    def __init__(self, whitespace: str, special: Collection[str]) -> None:
+        self._json_options = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
+        self._special = sorted(special, key=len, reverse=True)
+        self._rules: list[str] = []
+        self._others: list[dict[str, str]] = []
+
+    def grammar(self, start: str) -> str:
+        lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
+        first = {"name": "structural_tag", "lark_grammar": lark}
+        return json.dumps({"grammars": [first, *self._others]})
+
+    def node(self, form: Format, ends: Ends, place: str, depth: int = 0) -> str:
+        """The expression of a format and, if there are any, of one of the `ends` after it."""
+        if depth > MAX_DEPTH:
+            raise BadInput(f"{place}: nested more than {MAX_DEPTH} deep")
+        rules: Mapping[str, Callable[[Format, Ends, str, int], str]] = {
+            "any_text": lambda form, ends, *_: self._text(form.get("excludes") or (), ends),
+            "regex": self._regex,
+            "sequence": self._sequence,
+            "or": self._or,
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+        }
+        compile_rule = rules.get(form["type"])
+        if compile_rule is not None:
+            return compile_rule(form, ends, place, depth)
+        return self._joined(self._limited(form, place, depth), self._literals(ends))
+
+    def _limited(self, form: Format, place: str, depth: int) -> str:
+        """The expression of a format that says itself where it ends."""
+        match form["type"]:
+            case "const_string":
+                return self._literal(form["value"])
+            case "json_schema":
+                schema = {**form["json_schema"], "x-guidance": self._json_options}
+                return self._rule(f"%json {json.dumps(schema)}")
+            case "grammar":
+                return self._grammar(form["grammar"], place)
+            case "tags_with_separator":
+                return self._separated(form, place, depth)
+        content = self._rule(_either([self._bounded(form["content"], f"{place}.content", depth)]))
+        match form["type"]:
+            case "optional":
+                return self._rule(f"{content}?")
+            case "plus":
+                return self._rule(f"{content}+")
+            case "star":
+                return self._rule(f"{content}*")
+        low, high = form["min"], form.get("max")
+        if high is not None and high < low:
+            raise BadInput(f"{place}: max {high} is less than min {low}")
+        return self._rule(f"{content}{{{low},{'' if high is None else high}}}")
+
+    def _bounded(self, form: Format, place: str, depth: int) -> str:
+        """A format in a place where something may follow that free text would swallow."""
+        if _is_unlimited(form):
+            raise BadInput(f"{place}: free text may only come last, or before the end of a tag")
+        return self.node(form, (), place, depth + 1)
+
+    def _text(self, excludes: Sequence[str], ends: Ends) -> str:
+        """Free text without `excludes`, up to the first of `ends`."""
+        special = [end for end in ends if self._special_in(end)]
+        text = self._terminal(_without([*excludes, *ends]))
+        if not ends:
+            return self._rule(text)
+        if special:  # a token that no text has in it
+            return self._joined(text, self._literals(ends))
+        return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
+
+    def _regex(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+        pattern = f"/{_escaped(form['pattern'])}/"
+        if form.get("excludes"):
+            pattern = f"{pattern} & {_without(form['excludes'])}"
+        text = self._terminal(pattern)
+        if ends and not any(map(self._special_in, ends)):
+            return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
+        return self._joined(self._rule(text), self._literals(ends))
+
+    def _grammar(self, text: str, place: str) -> str:
+        try:
+            lark = any_to_lark(text)
+        except (ValueError, GbnfToLarkError) as error:
+            raise BadInput(f"{place}.grammar: {' '.join(str(error).split())}") from error
+        name = f"grammar_{len(self._others)}"
+        self._others.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+    def _sequence(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+        elements, last = form["elements"], len(form["elements"]) - 1
+        parts = [
+            self._bounded(element, f"{place}.elements.{index}", depth)
+            for index, element in enumerate(elements[:last])
+        ]
+        parts.append(self.node(elements[last], ends, f"{place}.elements.{last}", depth + 1))
+        return self._joined(*parts)
+
+    def _or(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+        parts = [
+            self.node(element, ends, f"{place}.elements.{index}", depth + 1)
+            for index, element in enumerate(form["elements"])
+        ]
+        return self._rule(_either(parts))
+
+    def _tag(self, form: Format, ends: Ends, place: str, depth: int, skip: int = 0) -> str:
+        """A tag, without the first `skip` characters of its begin, which are a trigger."""
+        begin, own = self._literal(form["begin"][skip:]), _ends_of(form)
+        content = self.node(form["content"], own or ends, f"{place}.content", depth + 1)
+        return self._joined(begin, content, self._literals(ends) if own else "")
+
+    def _triggered(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+        """Free text in which each of the triggers begins one of its tags."""
+        triggers, tags = form["triggers"], form["tags"]
+        by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for index, tag in enumerate(tags):
+            where = f"{place}.tags.{index}" if place != "structures" else f"{place}.{index}"
+            trigger = next((t for t in triggers if tag["begin"].startswith(t)), None)
+            if trigger is None:
+                raise BadInput(f"{where}.begin: {tag['begin']!r} begins with none of the triggers")
+            by_trigger[trigger].append(self._tag(tag, (), where, depth + 1, len(trigger)))
+        outside = _without([*triggers, *ends, *(form.get("excludes") or ())])
+        text = self._terminal(outside)
+        rests = {t: self._rule(_either(rest)) for t, rest in by_trigger.items() if rest}
+        part = self._rule(" | ".join(f"{self._head(text, t)} {rest}" for t, rest in rests.items()))
+        tail = self._text([*triggers, *(form.get("excludes") or ())], ends)
+        once = form.get("stop_after_first")
+        if not form.get("at_least_one"):
+            if not once:
+                return self._joined(f"{part}*", tail)
+            return self._rule(f"{self._joined(part, self._literals(ends))} | {tail}")
+        # The output begins with a tag, and not with text.
+        first = self._rule(" | ".join(f"{self._literal(t)} {rest}" for t, rest in rests.items()))
+        if once:
+            return self._joined(first, self._literals(ends))
+        return self._joined(first, f"{part}*", tail)
+
+    def _head(self, text: str, trigger: str) -> str:
+        """Free text, and the trigger that ends it."""
+        if self._special_in(trigger):
+            return self._joined(text, self._literal(trigger))
+        return self._rule(f"{text} {_quoted(trigger)}", lazy=True)
+
+    def _separated(self, form: Format, place: str, depth: int) -> str:
+        tags = [
+            self._bounded(tag, f"{place}.tags.{index}", depth)
+            for index, tag in enumerate(form["tags"])
+        ]
+        tag = self._rule(" | ".join(tags))
+        once, at_least_one = form.get("stop_after_first"), form.get("at_least_one")
+        more = "" if once else f"({self._joined(self._literal(form['separator']), tag)})*"
+        tags_rule = self._rule(self._joined(tag, more))
+        return tags_rule if at_least_one else f"{tags_rule}?"
+
+    def _rule(self, body: str, *, lazy: bool = False) -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _joined(self, *parts: str) -> str:
+        return " ".join(part for part in parts if part)
+
+    def _literals(self, texts: Sequence[str]) -> str:
+        return _alternatives(self._literal(text) for text in texts) if texts else ""
+
+    def _literal(self, text: str) -> str:
+        """A text, with special tokens in it as tokens."""
+        token = self._special_in(text)
+        if token is None:
+            return _quoted(text) if text else ""
+        before, _, after = text.partition(token)
+        return self._joined(self._literal(before), token, self._literal(after))
+
+    def _special_in(self, text: str) -> str | None:
+        return next((token for token in self._special if token in text), None)
+
+
+def _is_unlimited(form: Format) -> bool:
+    """Whether a format ends in free text, which goes on until something ends it."""
+    match form["type"]:
+        case "any_text" | "triggered_tags":
+            return not (form.get("stop_after_first") and form.get("at_least_one"))
+        case "tag":
+            return not _ends_of(form) and _is_unlimited(form["content"])
+        case "sequence":
+            return _is_unlimited(form["elements"][-1])
+        case "or":
+            return any(map(_is_unlimited, form["elements"]))
+    return False
+
+
+def _ends_of(form: Format) -> Ends:
+    ends = [form["end"]] if isinstance(form["end"], str) else form["end"]
+    return tuple(end for end in ends if end)
+
+
+def _without(texts: Sequence[str]) -> str:
+    """Any text that has none of `texts` in it, as a terminal."""
+    if not texts:
+        return _ANY
+    return f"{_ANY} & ~({_ANY} {_alternatives(map(_quoted, texts))} {_ANY})"
+
+
+def _either(parts: Sequence[str]) -> str:
+    """A choice of expressions, of which one may be empty."""
+    return " | ".join(part or '""' for part in parts)
+
+
+def _alternatives(texts: Iterable[str]) -> str:
+    return f"({' | '.join(texts)})"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(pattern: str) -> str:
+    """A pattern between slashes: those in it are escaped, and so are line ends."""
+    written, is_escaped = "", False
+    for character in pattern:
+        if character == "/" and not is_escaped:
+            written += "\\"
+        is_escaped = character == "\\" and not is_escaped
+        written += {"\n": "\\n", "\r": "\\r"}.get(character, character)
+    return written
