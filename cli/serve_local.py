@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ..engine.config.config import EngineConfig
     from ..engine.engine import Engine
     from ..engine.server.protocol.server_options import ServerOptions
+
+
+MORE_LORAS = 8
+"""Adapters that may be loaded by request where --max-loras does not say."""
 
 
 @with_config
@@ -45,7 +50,10 @@ def serve_local(
     handover.refuse_handover_options(asked)
     options = protection.server_options(is_loopback=is_loopback(serving.host))
     options = operation.added_to(options)
-    _serve(EngineConfig(model=name, **engine.keywords()), name, options, serving)
+    config = EngineConfig(model=name, **engine.keywords())
+    if options.lora_folders and config.max_loras is None:
+        config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
+    _serve(config, name, options, serving)
 
 
 def _serve(

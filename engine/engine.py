@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -16,10 +17,12 @@ from .build import build_engine
 from .cache.kv_cache import stored_name
 from .config.adapters import adapter_salt
 from .config.config import EngineConfig
+from .execution.lora_manager import LoraManager
 from .execution.prompt_pass import PromptPass, plan_steps
 from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
 from .execution.step_trace import StepRecorder
+from .model.lora.bank import AdapterParts
 from .scheduling.outputs import EngineStats, RequestOutput
 from .scheduling.request import Request, RequestTimes
 from .text.best_of import BestOf
@@ -47,6 +50,7 @@ class Engine:
         self.workers = loaded.workers
         self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
         self._loop: StepLoop = parts.loop
+        self.loras = LoraManager(config, loaded.model, parts.scheduler)
         self._in_flight: InFlightStep | None = None
         self._finishing: InFlightStep | None = None
         self._failed: dict[str, None] = {}
@@ -73,14 +77,14 @@ class Engine:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first under the priority policy. `lora` names one of the config's adapters. With `pooling`
+        is served first under the priority policy. `lora` names an adapter that is loaded. With `pooling`
         nothing is generated: the only output is a vector of the prompt's hidden states.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
                 adapter, a request that can never fit, or a model whose hidden states are not known.
         """
-        self._check_lora(lora)
+        adapter = None if lora is None else self.loras.loaded.key(lora)
         if pooling is not None:
             self._check_pooling(pooling)
         if any(r.request_id == request_id for r in self.scheduler.requests()):
@@ -104,8 +108,8 @@ class Engine:
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
             num_completions=params.num_sequences,
-            cache_salt=adapter_salt(lora, cache_salt),
-            lora=lora,
+            cache_salt=adapter_salt(adapter, cache_salt),
+            lora=adapter,
             pooling=pooling,
         )
         self.scheduler.add(request)
@@ -119,7 +123,41 @@ class Engine:
         for request in members:
             self.scheduler.abort(request.sequence_id)
         self.output_processor.forget(request_id, members)
+        self._release_loras()
         return bool(members)
+
+    def load_lora(
+        self,
+        name: str,
+        folder: Path,
+        weights: AdapterParts | None = None,
+        *,
+        load_inplace: bool = False,
+    ) -> None:
+        """Load a LoRA adapter, by its PEFT folder; `weights` are what `loras.read` read of it.
+
+        With `load_inplace` it takes the place of the adapter of that name, for later requests.
+
+        Raises:
+            BadInput: it does not fit the model, its name is taken, or there are `max_loras` already.
+        """
+        weights = self.loras.read(folder) if weights is None else weights
+        self._wait_for_thread()
+        self.loras.load(name, folder, weights, load_inplace=load_inplace)
+
+    def unload_lora(self, name: str) -> None:
+        """Unload an adapter; requests that use it go on with it.
+
+        Raises:
+            BadInput: it is not loaded.
+        """
+        self._wait_for_thread()
+        self.loras.unload(name)
+
+    def _release_loras(self) -> None:
+        if self.loras.has_retired:
+            self._wait_for_thread()
+            self.loras.release()
 
     def close(self) -> None:
         """End the step loop's thread and the tensor-parallel workers, if any; the engine is unusable then."""
@@ -216,6 +254,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.note(step, computed, ended - known)
         self._finishing = None
+        self._release_loras()
         return outputs
 
     def _drop_in_flight(self) -> None:
@@ -276,10 +315,10 @@ class Engine:
         Raises:
             BadInput: an unknown adapter.
         """
-        self._check_lora(lora)
+        adapter = None if lora is None else self.loras.loaded.key(lora)
         self._wait_for_thread()
         scheduler = self.scheduler
-        return PromptPass(self.runner, scheduler.pool, scheduler.config, lora, scheduler.states)
+        return PromptPass(self.runner, scheduler.pool, scheduler.config, adapter, scheduler.states)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and their counters, as a benchmark does between runs."""
@@ -313,11 +352,6 @@ class Engine:
                 for request in scheduler.running
             ),
         )
-
-    def _check_lora(self, name: str | None) -> None:
-        if name is not None and name not in self.config.loras:
-            known = ", ".join(self.config.loras) or "none"
-            raise BadInput(f"no adapter {name!r}: this engine has {known}")
 
     def _check_pooling(self, pooling: PoolingParams) -> None:
         if self.runner.decoder.hidden_size is None and not pooling.token_ids:

@@ -68,6 +68,25 @@ class ProtectionOptions:
         float,
         typer.Option(help="Seconds to drain requests in flight after Ctrl-C or SIGTERM."),
     ] = 5.0
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LLMOPT_ADMIN_API_KEY",
+            help="API key that may load adapters and see metrics; others then may not.",
+        ),
+    ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        typer.Option(
+            "--allow-runtime-lora-updating",
+            envvar="LLMOPT_ALLOW_RUNTIME_LORA_UPDATING",
+            help="Load and unload LoRA adapters by request; see --max-loras.",
+        ),
+    ] = False
+    allowed_lora_path: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder below which adapters may be loaded by request; repeatable."),
+    ] = None
     log_prompts: Annotated[
         bool,
         typer.Option("--log-prompts", help="Write requests with their prompts into the log."),
@@ -108,5 +127,18 @@ class ProtectionOptions:
             shutdown_delay_seconds=self.shutdown_delay,
             drain_seconds=self.drain_seconds,
             log_prompts=self.log_prompts,
+            admin_api_key=self.admin_api_key,
+            lora_folders=self._lora_folders(),
             script=read_script(Path(self.scripted_output)) if self.scripted_output else (),
         )
+
+    def _lora_folders(self) -> tuple[Path, ...]:
+        from ...quant.base.errors import BadInput
+
+        folders = tuple(self.allowed_lora_path or ())
+        if self.allow_runtime_lora_updating != bool(folders):
+            raise BadInput(
+                "--allow-runtime-lora-updating and --allowed-lora-path go together: adapters are loaded from "
+                "below that folder alone"
+            )
+        return folders

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -42,6 +42,75 @@ def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
             raise BadInput(f"--lora {word!r}: the name {name!r} was given twice")
         adapters[name] = Path(folder).expanduser()
     return adapters
+
+
+_SEPARATOR = "\0"
+
+
+def adapter_name(key: str) -> str:
+    """The name under which the adapter of a key is or was served."""
+    return key.partition(_SEPARATOR)[0]
+
+
+class LoadedAdapters:
+    """The adapters of an engine by name, and those that were unloaded while requests use them.
+
+    An adapter has a key, which its weights, its requests and its cached prefixes have in common: another
+    adapter that is loaded under the same name later has another key.
+    """
+
+    def __init__(self, folders: Mapping[str, Path], max_loras: int | None = None) -> None:
+        self.max_loras = len(folders) if max_loras is None else max_loras
+        self._keys = {name: name for name in folders}
+        self._retired: set[str] = set()
+        self._num_loaded = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._keys]
+
+    @property
+    def retired(self) -> frozenset[str]:
+        """Keys of adapters that are unloaded, and whose weights are held for their last requests."""
+        return frozenset(self._retired)
+
+    def key(self, name: str) -> str:
+        """Raises `BadInput` for an adapter that is not loaded."""
+        if name not in self._keys:
+            raise BadInput(
+                f"no adapter {name!r}: this engine has {', '.join(self._keys) or 'none'}"
+            )
+        return self._keys[name]
+
+    def add(self, name: str, *, load_inplace: bool = False) -> str:
+        """A new key for an adapter; with `load_inplace` it takes the place of one of that name.
+
+        Raises:
+            BadInput: the name is taken, or there are `max_loras` already.
+        """
+        if name in self._keys and not load_inplace:
+            raise BadInput(f"adapter {name!r} is loaded already: unload it, or say load_inplace")
+        others = len(self._keys.keys() - {name})
+        in_use = len(self._retired)
+        if others + in_use >= self.max_loras:
+            held = f", {in_use} of them unloaded and still in use" if in_use else ""
+            raise BadInput(
+                f"{others + in_use} adapters are loaded{held}: --max-loras {self.max_loras}"
+            )
+        if name in self._keys:
+            self.remove(name)
+        self._num_loaded += 1
+        key = self._keys[name] = f"{name}{_SEPARATOR}{self._num_loaded}"
+        return key
+
+    def remove(self, name: str) -> None:
+        """Unload an adapter; it is retired until `forget`. Raises as `key`."""
+        self._retired.add(self.key(name))
+        del self._keys[name]
+
+    def forget(self, key: str) -> None:
+        """Note that the weights of a retired adapter are freed."""
+        self._retired.discard(key)
 
 
 def adapter_salt(adapter: str | None, salt: bytes) -> bytes:

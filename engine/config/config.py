@@ -211,6 +211,13 @@ class EngineConfig:
             parse=parse_adapters,
         ),
     )
+    max_loras: int | None = field(
+        default=None,
+        metadata=option(
+            "Maximum number of LoRA adapters, where some are loaded later. Default: those of --lora.",
+            limit=at_least(1),
+        ),
+    )
     speculation: SpeculationConfig | None = field(
         default=None, metadata=option("Speculative decoding", config=SpeculationConfig)
     )
@@ -229,6 +236,8 @@ class EngineConfig:
             raise BadInput(
                 "gpu_memory_utilization has no use where the size of the KV cache is given: leave one out"
             )
+        if self.max_loras is not None and self.max_loras < len(self.loras):
+            raise BadInput(f"max_loras = {self.max_loras}: {len(self.loras)} adapters are given")
         refuse(self.features)
 
     @property
@@ -249,7 +258,7 @@ class EngineConfig:
             "kv-fp8": self.kv_cache_dtype == "fp8",
             "kv-int8": self.kv_cache_dtype == "int8",
             "streams": self.window is not None,
-            "lora": bool(self.loras),
+            "lora": bool(self.loras or self.max_loras),
             "tensor-parallel": self.tensor_parallel_size > 1,
             "activations-8": self.cpu_activations == 8,
         }

@@ -31,10 +31,11 @@ class CausalModel(Protocol):
     """Interface of causal language models: the native decoder and the transformers backend.
 
     `broadcast`, if set, is called with each call's name and argument first, so that the tensor-parallel
-    workers make the same calls.
+    workers make the same calls. `lora_bank` holds the LoRA adapters, if the model takes any.
     """
 
     broadcast: Callable[[str, Any], None] | None
+    lora_bank: AdapterBank | None
 
     @property
     def vocab_size(self) -> int: ...
@@ -101,12 +102,14 @@ def open_model(
     loras: Mapping[str, Path] | None = None,
     shard: Shard | None = None,
     stream: Window | None = None,
+    max_loras: int | None = None,
 ) -> tuple[CausalModel, int]:
     """Load a model; returns it and its `max_model_len`.
 
     With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits (W8A8, W4A8).
-    `loras` are PEFT folders by adapter name. With `shard` only that tensor-parallel shard is loaded. With
-    `stream` (StreamingLLM) sequences may exceed the model's context.
+    `loras` are PEFT folders by adapter name; with `max_loras` others may be loaded later. With `shard` only
+    that tensor-parallel shard is loaded. With `stream` (StreamingLLM) sequences may exceed the model's
+    context.
 
     Raises:
         BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
@@ -121,7 +124,9 @@ def open_model(
         if stream is not None:
             refuse({"transformers", "streams"}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
-        model = TransformersModel(checkpoint, device, dtype, input_bits, loras, shard)
+        model = TransformersModel(
+            checkpoint, device, dtype, input_bits, loras, shard, may_add_loras=max_loras is not None
+        )
         return model, _longest(max_model_len, model.max_context)
     if stream is None:
         longest = _longest(max_model_len, spec.max_model_len)
@@ -134,9 +139,11 @@ def open_model(
     weights = load_weights(checkpoint, spec, device, dtype, input_bits, shard)
     give_back_freed_memory()
     bank = None
-    if loras:
+    if loras or max_loras:
         bases = (weights.base, *spec.names.bases)
-        bank = AdapterBank(loras, weights.linears, bases, device, dtype)
+        bank = AdapterBank(loras or {}, weights.linears, bases, device, dtype)
+        if max_loras is not None:
+            bank.prepare()
     return Decoder(sharded, weights, longest, dtype, bank), longest
 
 

@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from ..engine import Engine
 from .access.api_key import warn_if_readable
 from .access.key_ring import KeyRing
+from .endpoints.adapters import adapters_router
 from .endpoints.operations import operations_router
 from .endpoints.routes import model_router, open_service
 from .loop.loop import EngineLoop
@@ -116,6 +117,8 @@ def create_app(
     app.include_router(model_router(service, engine))
     for router in (embeddings_router, scores_router):
         app.include_router(router(service))
+    if options.lora_folders:
+        app.include_router(adapters_router(service, engine, options))
     app.include_router(page_router(loop))
     app.include_router(operations_router(engine, loop, service, keys))
     return app

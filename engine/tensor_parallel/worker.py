@@ -40,6 +40,7 @@ class Setup:
     loras: Mapping[str, Path]
     stream: Window | None
     num_threads: int
+    max_loras: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def work(channel: Channel) -> None:
             setup.loras,
             Shard(setup.rank, setup.size, group),
             setup.stream,
+            setup.max_loras,
         )
     except BadInput as error:
         channel.send(Loaded(refusal=str(error)))
@@ -90,6 +92,11 @@ def work(channel: Channel) -> None:
             model.forward(argument, cache.layers)
         elif call == "logits":
             model.logits(argument)
+        elif call == "load_lora" and model.lora_bank is not None:
+            key, folder = argument
+            model.lora_bank.attach(key, model.lora_bank.read(folder))
+        elif call == "unload_lora" and model.lora_bank is not None:
+            model.lora_bank.detach(argument)
         elif call == "copy":
             cache.copy(argument)
         else:

@@ -137,6 +137,7 @@ def open_shards(
             config.loras,
             shard,
             config.stream,
+            config.max_loras,
         )
 
     if size == 1:
@@ -156,6 +157,7 @@ def open_shards(
         loras=config.loras,
         stream=config.stream,
         num_threads=num_threads(config),
+        max_loras=config.max_loras,
     )
     workers = Workers(setup)
     try:

@@ -65,6 +65,7 @@ SAID: Mapping[str, tuple[list[str], Any]] = {
     "cpu_activations": (["--cpu-activations", "8"], 8),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "loras": (["--lora", "poet=folder"], {"poet": Path("folder")}),
+    "max_loras": (["--max-loras", "3"], 3),
     "speculation": (
         ["--speculative", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1"],
         SpeculationConfig("ngram", num_tokens=3, ngram_min=1),

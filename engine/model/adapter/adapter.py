@@ -57,6 +57,8 @@ class TransformersModel:
         input_bits: int = 16,
         loras: Mapping[str, Path] | None = None,
         shard: Shard | None = None,
+        *,
+        may_add_loras: bool = False,
     ) -> None:
         self._name = described(checkpoint)
         self.broadcast: Callable[[str, Any], None] | None = None
@@ -79,8 +81,11 @@ class TransformersModel:
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         untied = getattr(head, "weight", None) is not table.weight
         self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
-        if loras:
-            self._add_loras(loras)
+        self.lora_bank: AdapterBank | None = None
+        if loras or may_add_loras:
+            self.lora_bank = self._add_loras(loras or {})
+        if self.lora_bank is not None and may_add_loras:
+            self.lora_bank.prepare()
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -139,7 +144,7 @@ class TransformersModel:
             raise BadInput(f"{self._name} does not run divided: {first_line(error)}") from error
         return part
 
-    def _add_loras(self, loras: Mapping[str, Path]) -> None:
+    def _add_loras(self, loras: Mapping[str, Path]) -> AdapterBank:
         """Raises BadInput where an adapter does not fit."""
         if isinstance(self._forward, SequentialForward):
             self._forward.adapters = self._adapters
@@ -147,6 +152,7 @@ class TransformersModel:
         bank = AdapterBank(loras, sites, ("",), self._device, self._dtype)
         self.bytes_held += bank.num_bytes
         self.bytes_per_step += bank.num_bytes
+        return bank
 
     @torch.inference_mode()
     def _choose(

@@ -90,7 +90,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.broadcast: Callable[[str, Any], None] | None = None
-        self._adapters = adapters
+        self.lora_bank = adapters
         self._dtype = dtype
         device = weights.embedding.device
         self._rotary_embedding = RotaryEmbedding(
@@ -152,7 +152,7 @@ class Decoder:
     @property
     def bytes_held(self) -> int:
         """Bytes of weights in memory."""
-        adapters = 0 if self._adapters is None else self._adapters.num_bytes
+        adapters = 0 if self.lora_bank is None else self.lora_bank.num_bytes
         return self.weights.bytes_held + adapters
 
     @property

@@ -47,6 +47,14 @@ class _Delta:
                 else:
                     target.index_add_(0, rows, change)
 
+    def all_parts(self) -> list[_Part]:
+        """The parts of all adapters."""
+        return [part for parts in self.parts.values() for part in parts]
+
+
+AdapterParts = list[tuple[LinearSite, _Part]]
+"""An adapter's weights, each with the linear that it changes."""
+
 
 class AdapterBank:
     """The loaded LoRA adapters; each step maps adapter names to its rows.
@@ -68,21 +76,54 @@ class AdapterBank:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.num_bytes = 0
-        deltas: dict[int, _Delta] = {}
-        like: Any = {"device": device, "dtype": dtype}
+        self._linears, self._bases = linears, bases
+        self._like: Any = {"device": device, "dtype": dtype}
+        self._deltas: dict[int, _Delta] = {}
         for name, folder in folders.items():
-            for module, pair in read_adapter(Path(folder), linears, bases).items():
-                site = linears[module]
-                delta = deltas.get(id(site.projection))
-                if delta is None:
-                    delta = deltas[id(site.projection)] = _Delta()
-                    site.projection.add_delta(delta)
-                down = pair.down if site.columns is None else pair.down[:, site.columns]
-                up = take_rows(pair.up, site.rows) if site.rows else pair.up
-                part = _Part(down.to(**like).contiguous(), up.to(**like), site.outputs)
-                delta.parts.setdefault(name, []).append(part)
-                self.num_bytes += part.down.nbytes + part.up.nbytes
+            self.attach(name, self.read(folder))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all adapters' weights."""
+        held = [part for delta in self._deltas.values() for part in delta.all_parts()]
+        return sum(part.down.nbytes + part.up.nbytes for part in held)
+
+    def prepare(self) -> None:
+        """Have every linear take adapters, so that later ones find no kernel that fuses it away."""
+        for site in self._linears.values():
+            self._delta(site)
+
+    def read(self, folder: Path) -> AdapterParts:
+        """Read an adapter onto the device; changes nothing, so any thread may.
+
+        Raises:
+            BadInput: the folder is unreadable, does not match the model, or needs an unsupported feature.
+        """
+        parts: AdapterParts = []
+        for module, pair in read_adapter(Path(folder), self._linears, self._bases).items():
+            site = self._linears[module]
+            down = pair.down if site.columns is None else pair.down[:, site.columns]
+            up = take_rows(pair.up, site.rows) if site.rows else pair.up
+            part = _Part(down.to(**self._like).contiguous(), up.to(**self._like), site.outputs)
+            parts.append((site, part))
+        return parts
+
+    def attach(self, key: str, parts: AdapterParts) -> None:
+        """Serve an adapter to rows of that key; no step may run meanwhile."""
+        for site, part in parts:
+            self._delta(site).parts.setdefault(key, []).append(part)
+
+    def detach(self, key: str) -> None:
+        """Free an adapter's weights; no step may run meanwhile."""
+        for delta in self._deltas.values():
+            delta.parts.pop(key, None)
+
+    def _delta(self, site: LinearSite) -> _Delta:
+        delta = self._deltas.get(id(site.projection))
+        if delta is None:
+            delta = self._deltas[id(site.projection)] = _Delta()
+            site.projection.add_delta(delta)
+        return delta
 
 
 def rows_by_adapter(runs: Sequence[tuple[str | None, int]], device: torch.device) -> AdapterRows:

@@ -37,10 +37,13 @@ class KeyRing:
         Raises:
             BadInput: the file is not one, or repeats a key of the options.
         """
+        admin = self._options.admin_api_key
         keys = [
-            ApiKey(name=f"api-key-{number}", key=[key], admin=True)
+            ApiKey(name=f"api-key-{number}", key=[key], admin=admin in (None, key))
             for number, key in enumerate(self._options.api_keys, 1)
         ]
+        if admin is not None and admin not in self._options.api_keys:
+            keys.append(ApiKey(name="admin", key=[admin], admin=True))
         if (path := self._options.api_key_file) is not None:
             keys += read_key_file(path)
             check_distinct(keys, f"--api-key-file {path} beside --api-key")

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -60,13 +61,14 @@ class ResponseContext:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """State shared by the endpoints. A LoRA adapter is served as a model under its own name."""
+    """State shared by the endpoints. A LoRA adapter is served as a model under its own name: `adapters` are
+    the folders by these names, changed on the event loop as adapters are loaded and unloaded."""
 
     loop: EngineLoop
     text: Tokenization
     constrainer: Constrainer
     model_name: str
-    adapters: frozenset[str]
+    adapters: dict[str, Path]
     created: int
     max_model_len: int
     script: tuple[ScriptedText, ...] = ()

@@ -23,7 +23,6 @@ def operations_router(
 ) -> APIRouter:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
     router = APIRouter()
-    cards = _model_cards(engine, service)
     exposition = Exposition(engine, loop, service.model_name, keys)
 
     @router.get("/health")
@@ -52,12 +51,12 @@ def operations_router(
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [*cards.values()]}
+        return {"object": "list", "data": [*_model_cards(engine, service).values()]}
 
     @router.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return cards[name]
+        return _model_cards(engine, service)[name]
 
     return router
 
@@ -79,6 +78,6 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
     }
     adapters = {
         name: {**model, "id": name, "parent": service.model_name, "root": folder.name}
-        for name, folder in engine.config.loras.items()
+        for name, folder in service.adapters.items()
     }
     return {service.model_name: model, **adapters}

@@ -52,7 +52,7 @@ def open_service(
         ),
         Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
         model_name,
-        adapters=frozenset(engine.config.loras),
+        adapters=dict(engine.config.loras),
         created=int(time.time()),
         max_model_len=engine.max_model_len,
         script=script,

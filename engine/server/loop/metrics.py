@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...base.sampling_params import SamplingParams
+from ...config.adapters import adapter_name
 from ...engine import Engine
 from ...execution.step_trace import StepRecorder
 from ...scheduling.outputs import EngineStats, RequestOutput
@@ -127,7 +128,7 @@ class ServerMetrics:
             self._take(output)
         if self._engine.scheduler.num_preemptions != self._num_preemptions:
             self._update_preemptions()
-        if self._engine.config.loras:
+        if self._engine.loras.loaded.max_loras:
             self._update_adapters()
 
     def _take(self, output: RequestOutput) -> None:
@@ -185,5 +186,6 @@ class ServerMetrics:
 
     def _update_adapters(self) -> None:
         used = [(r.lora, r.status) for r in self._engine.scheduler.requests() if r.lora is not None]
+        used = [(adapter_name(key), status) for key, status in used]
         self.running_adapters = frozenset(n for n, at in used if at is RequestStatus.RUNNING)
         self.waiting_adapters = frozenset(n for n, at in used if at is RequestStatus.WAITING)

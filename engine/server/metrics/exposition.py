@@ -68,7 +68,7 @@ def speed_features(engine: Engine) -> dict[str, str]:
         "chunked_prefill_tokens": str(limits.prefill_chunk_size or limits.max_num_batched_tokens),
         "speculation": "off" if speculation is None else str(speculation.method),
         "kv_cache_dtype": engine.stats.kv_dtype,
-        "num_lora_adapters": str(len(config.loras)),
+        "num_lora_adapters": str(engine.loras.loaded.max_loras),
         "overlapped_loop": "on" if config.async_scheduling else "off",
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "scheduling_policy": str(config.scheduling_policy),

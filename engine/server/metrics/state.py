@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
+from ...config.adapters import adapter_name
 from ...engine import Engine
 from ...scheduling.request import Request, RequestStatus
 from ..loop.loop import EngineLoop
@@ -113,7 +114,7 @@ def runs(ids: Iterable[int]) -> list[int]:
 def _sequence(request: Request, now: float) -> dict[str, Any]:
     return {
         "id": request.sequence_id,
-        "lora": request.lora,
+        "lora": None if request.lora is None else adapter_name(request.lora),
         "prompt_tokens": request.num_prompt_tokens,
         "cached_tokens": request.num_cached_tokens,
         "computed_tokens": request.num_computed_tokens,

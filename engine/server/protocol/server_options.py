@@ -42,6 +42,9 @@ class ServerOptions:
         log_format: `text`, or `json` for one object a line.
         otlp_traces_endpoint: OTLP/HTTP URL that gets a span for each request; None for no traces.
         tls: certificate and key; None for plain HTTP.
+        admin_api_key: the key, beside `api_keys` or one of them, that alone may change what is served and see
+            metrics; None lets all of `api_keys`.
+        lora_folders: folders below which adapters may be loaded at runtime; empty for no loading.
         script: texts that conversations must generate, for tests of agents.
     """
 
@@ -67,12 +70,24 @@ class ServerOptions:
     log_format: LogFormat = "text"
     otlp_traces_endpoint: str | None = None
     tls: TlsOptions | None = None
+    admin_api_key: str | None = None
+    lora_folders: tuple[Path, ...] = ()
     script: tuple[ScriptedText, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in self.api_keys:
+        admin = self.admin_api_key
+        for key in self.api_keys if admin is None else (*self.api_keys, admin):
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise BadInput("an API key is empty or has characters that no header can carry")
+        if admin is not None and not self.requires_key:
+            raise BadInput("--admin-api-key: give --api-key too, for everybody else")
+        if self.lora_folders and self.api_keys and admin is None:
+            raise BadInput(
+                "--allow-runtime-lora-updating with --api-key: --admin-api-key names the key that may"
+            )
+        for folder in self.lora_folders:
+            if not folder.is_dir():
+                raise BadInput(f"--allowed-lora-path {folder} is not a folder")
         for origin in self.cors_origins:
             scheme, separator, rest = origin.partition("://")
             if origin != "*" and (not separator or not scheme or not rest or "/" in rest):

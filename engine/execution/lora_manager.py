@@ -1,0 +1,82 @@
+"""LoRA adapters that are loaded and unloaded while the engine runs (vLLM's LoRA manager)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ..config.adapters import LoadedAdapters
+from ..config.config import EngineConfig
+from ..model.lora.bank import AdapterBank, AdapterParts
+from ..model.open import CausalModel
+from ..scheduling.scheduler import Scheduler
+
+
+class LoraManager:
+    """Loads and unloads adapters between two steps, on the thread that drives the engine.
+
+    A request keeps the weights that it began with: those of an unloaded adapter are freed once no request
+    uses them. The KV cache's budget does not count what is loaded later.
+    """
+
+    def __init__(self, config: EngineConfig, model: CausalModel, scheduler: Scheduler) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self.loaded = LoadedAdapters(config.loras, config.max_loras)
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether weights of unloaded adapters are held."""
+        return bool(self.loaded.retired)
+
+    def read(self, folder: Path) -> AdapterParts:
+        """Read an adapter's weights onto the device; any thread may.
+
+        Raises:
+            BadInput: the engine takes no adapters, the folder does not fit the model, or its weights do not
+                fit on the device.
+        """
+        try:
+            return self._bank.read(folder)
+        except torch.OutOfMemoryError as error:
+            raise BadInput(f"{folder}: its weights do not fit on the device now") from error
+
+    def load(
+        self, name: str, folder: Path, parts: AdapterParts, *, load_inplace: bool = False
+    ) -> None:
+        """Serve an adapter that has been read; no step may be in flight.
+
+        Raises:
+            BadInput: the name is taken, or there are `max_loras` already.
+        """
+        key = self.loaded.add(name, load_inplace=load_inplace)
+        self._bank.attach(key, parts)
+        if self._model.broadcast is not None:
+            self._model.broadcast("load_lora", (key, folder))
+        self.release()
+
+    def unload(self, name: str) -> None:
+        """Serve an adapter to no new request; no step may be in flight.
+
+        Raises:
+            BadInput: it is not loaded.
+        """
+        self.loaded.remove(name)
+        self.release()
+
+    def release(self) -> None:
+        """Free the weights of unloaded adapters that no request uses; no step may be in flight."""
+        used = {request.lora for request in self._scheduler.requests()}
+        for key in self.loaded.retired - used:
+            self._bank.detach(key)
+            if self._model.broadcast is not None:
+                self._model.broadcast("unload_lora", key)
+            self.loaded.forget(key)
+
+    @property
+    def _bank(self) -> AdapterBank:
+        if self._model.lora_bank is None:
+            raise BadInput("this engine takes no LoRA adapters: start it with max_loras")
+        return self._model.lora_bank
