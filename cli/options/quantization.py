@@ -115,12 +115,12 @@ class SolverOptions:
     PANEL: ClassVar = "Method"
 
     solver: Annotated[
-        Literal["nearest", "gptq"],
+        Literal["auto", "nearest", "gptq"],
         typer.Option(
             help="How codes are chosen on the method's grid: the nearest, or by GPTQ's error feedback "
-            "(rtn, smoothquant, int8, fp8, nf4, fp4, squeezellm)."
+            "(awq, rtn, smoothquant, int8, fp8, nf4, fp4, squeezellm). auto: gptq for awq."
         ),
-    ] = "nearest"
+    ] = "auto"
     act_order: Annotated[
         Literal["group-aware", "static", "dynamic", "none"],
         typer.Option(help="gptq: activation order, the order in which channels are quantized."),

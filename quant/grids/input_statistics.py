@@ -71,6 +71,8 @@ class InputStatistics:
         record.gram = self.gram / columns / columns[:, None]
         record.abs_sum, record.abs_max = self.abs_sum / columns, self.abs_max / columns
         record.num_tokens = self.num_tokens
+        if self.cross is not None:
+            record.cross = self.cross / columns / columns[:, None]
         return record
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:

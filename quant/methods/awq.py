@@ -13,7 +13,7 @@ with it on the calibration data. Only experts that read one norm are judged by t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,10 @@ from .folding import (
     divided_bias,
     fold_into_norm,
     row_scales,
+    scaled_problem,
     tied_scales,
 )
+from .gptq import Gptq
 from .options import refuse_options
 from .rounding import importance, linear_grid, round_plain, round_weight
 
@@ -113,6 +115,7 @@ class _Work:
         self.norms: dict[str, torch.Tensor] = {}
         self.norm_biases: dict[str, torch.Tensor] = {}
         self.routers: dict[str, torch.Tensor] = {}
+        self.router_columns: dict[str, torch.Tensor] = {}
 
     def run(self) -> LayerResult:
         problem = self.problem
@@ -124,10 +127,11 @@ class _Work:
         for fold in problem.family.folds:
             if can_fold(fold, problem):
                 self._search(fold)
+        finish = self._solved() if problem.options.solver == "gptq" else self._finish
         weights: dict[str, QuantizedTensor] = {}
         reports: list[ModuleReport] = []
         for name in problem.weights:
-            weights[name], report = self._finish(name)
+            weights[name], report = finish(name)
             reports.append(report)
         return LayerResult(weights, self.norms, reports, self.routers, self.norm_biases)
 
@@ -169,6 +173,7 @@ class _Work:
                 linear.ratio = scales.ratio
             for router in routers:
                 self.routers[router] = problem.routers[router] * scales.columns
+                self.router_columns[router] = scales.columns
             if scales.norm is not None:
                 self.norms[fold.source] = scales.norm
                 self.norm_biases |= divided_bias(fold, problem, scales.rows)
@@ -235,6 +240,28 @@ class _Work:
             return sum(sums)
         energies = [self.problem.energy(name) for name in pair.targets]
         return sum(map(relative, sums, energies))
+
+    def _solved(self) -> Callable[[str], tuple[QuantizedTensor, ModuleReport]]:
+        """GPTQ's codes of the scaled layer, by linear, with reports as of the unscaled one."""
+        problem, linears = self.problem, self.linears
+        columns = {name: linear.columns for name, linear in linears.items()} | self.router_columns
+        rows = {name: linear.rows for name, linear in linears.items()}
+        solved = Gptq().quantize_layer(scaled_problem(problem, columns, rows))
+        reports = dict(zip(solved.weights, solved.reports, strict=True))
+
+        def finish(name: str) -> tuple[QuantizedTensor, ModuleReport]:
+            codes, linear, seen = solved.weights[name], linears[name], reports[name]
+            effective = codes.dequantize().mul_(linear.rows[:, None]).div_(linear.columns)
+            return codes, problem.report(
+                name,
+                effective,
+                linear.plain.dequantize(),
+                ratio=linear.ratio,
+                damp=seen.damp,
+                fallback=seen.fallback,
+            )
+
+        return finish
 
     def _finish(self, name: str) -> tuple[QuantizedTensor, ModuleReport]:
         """Clip and round a linear under its final scales; a row is clipped only if that lowers its error."""

@@ -21,7 +21,8 @@ class MethodOptions:
     """Hyperparameters of single methods; each method reads only its own; see `options.refuse_knobs`.
 
     Attributes:
-        solver: how codes are chosen: the nearest, or with GPTQ's error feedback; see `solvers`.
+        solver: how codes are chosen: the nearest, or with GPTQ's error feedback; `auto` is what is best for
+            the method, which `solvers.solver_of` says.
         act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
             (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
             in natural order (`none`).
@@ -37,7 +38,7 @@ class MethodOptions:
         batch_size: AutoRound: samples in a step.
     """
 
-    solver: Literal["nearest", "gptq"] = "nearest"
+    solver: Literal["auto", "nearest", "gptq"] = "auto"
     act_order: Literal["group-aware", "static", "dynamic", "none"] = "group-aware"
     asymmetric: bool = False
     damp: float = 0.01

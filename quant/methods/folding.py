@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
 import torch
 
+from ..grids.input_statistics import InputStatistics
 from ..model.families import Fold
 from .base import LayerProblem
 
@@ -77,3 +81,54 @@ def fold_into_norm(
     exact = before / (stored.to(torch.float32) + offset)
     usable = torch.isfinite(exact) & (exact > 0)
     return torch.where(usable, stored, norm), torch.where(usable, exact, 1.0)
+
+
+def scaled_problem(
+    problem: LayerProblem, columns: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
+) -> LayerProblem:
+    """The layer with its scales folded in: what a solver rounds after smoothing.
+
+    Weights are `weight * columns / rows`, inputs are divided by `columns`. It is measured anew in the
+    unscaled layer, whose inputs are the same, times the scales.
+
+    Args:
+        columns: the input scales `[in]` of every linear, and of routers whose input is scaled.
+        rows: the divisors `[out]` of the linears that are themselves the source of a fold.
+    """
+    remeasure = problem.remeasure
+
+    def measured_again(
+        done: Mapping[str, torch.Tensor], only: Collection[str]
+    ) -> dict[str, InputStatistics]:
+        assert remeasure is not None
+        unscaled = {name: part / columns[name] for name, part in done.items()}
+        unscaled |= {n: unscaled[n] * rows[n][:, None] for n in rows if n in unscaled}
+        return _divided(remeasure(unscaled, only), columns)
+
+    weights = {name: weight * columns[name] for name, weight in problem.weights.items()}
+    weights |= {name: weights[name] / divisors[:, None] for name, divisors in rows.items()}
+    return replace(
+        problem,
+        weights=weights,
+        statistics=_divided(problem.statistics, columns),
+        held_out=_divided(problem.held_out, columns),
+        importance={n: part / columns[n].square() for n, part in problem.importance.items()},
+        remeasure=None if remeasure is None else measured_again,
+    )
+
+
+def _divided(
+    statistics: Mapping[str, InputStatistics], columns: Mapping[str, torch.Tensor]
+) -> dict[str, InputStatistics]:
+    """Statistics of the scaled inputs; linears with one input share them."""
+    shared: dict[tuple[int, int], InputStatistics] = {}
+    result = {}
+    for name, seen in statistics.items():
+        if name not in columns:
+            result[name] = seen
+            continue
+        key = id(seen), id(columns[name])
+        if key not in shared:
+            shared[key] = seen.divided(columns[name])
+        result[name] = shared[key]
+    return result

@@ -23,7 +23,7 @@ from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .expert_statistics import gram_of, router_of, routers_of, too_few
 from .options import refuse_options
-from .rounding import linear_grid, round_plain
+from .rounding import linear_grid, round_plain, round_weight
 
 WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -117,7 +117,7 @@ class _Work:
         factors: dict[tuple[str, int, int], Feedback | None] = {}
         for names in self._alike(linears):
             if refusal := refuses_solver(problem.schemes[names[0]]):
-                self._round(names, refusal)
+                self._round(names, refusal, weighted=True)
                 continue
             grid = linear_grid(problem, names[0], problem.weights[names[0]])
             aware = problem.options.act_order == "group-aware"
@@ -179,11 +179,17 @@ class _Work:
             self.codes[name], self.reports[name] = codes, report
             first += weight.shape[0]
 
-    def _round(self, names: Collection[str], reason: str) -> None:
+    def _round(self, names: Collection[str], reason: str, *, weighted: bool = False) -> None:
+        """Round to nearest; `weighted`: in ranges of least weighted error, as the statistics are usable."""
+        problem = self.problem
         for name in names:
-            self.codes[name] = round_plain(self.problem, name, self.problem.weights[name])
-            effective = self.codes[name].dequantize()
-            self.reports[name] = self.problem.report(name, effective, effective, fallback=reason)
+            plain = round_plain(problem, name, problem.weights[name])
+            effective = rounded = plain.dequantize()
+            self.codes[name] = plain
+            if weighted:
+                self.codes[name] = round_weight(problem, name, problem.weights[name])
+                effective = self.codes[name].dequantize()
+            self.reports[name] = problem.report(name, effective, rounded, fallback=reason)
 
 
 def _worse_unseen(report: ModuleReport) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
@@ -10,7 +11,18 @@ from .base import LayerProblem, LayerResult, Method, SchemeOptions
 from .gptq import Gptq
 
 _ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
-_SMOOTHING = ("smoothquant",)  # round what they smoothed by the solver themselves
+_SMOOTHING = ("awq", "smoothquant")  # round what they smoothed by the solver themselves
+
+
+def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:
+    """The solver of a method: with `auto` the one that is best for it.
+
+    AWQ's scales and GPTQ's feedback add up: each lowers the error that the other leaves. Without calibration
+    there is no feedback, so methods that need none stay with the nearest.
+    """
+    if asked == "gptq":
+        return "gptq"
+    return "gptq" if asked == "auto" and method == "awq" else "nearest"
 
 
 def with_solver(method: Method, solver: str) -> Method:

@@ -18,12 +18,13 @@ _FLOAT = 4
 _LIBRARY_BYTES = 32 * 2**20
 # Float copies of the largest linear at a method's peak, besides the weights, and bytes of codes kept per
 # weight. GPTQ counts linears that share an input as one.
-_SMOOTHED_GPTQ = "smoothquant, gptq"
+_SMOOTHED_GPTQ, _AWQ_GPTQ = "smoothquant, gptq", "awq, gptq"
 _COPIES = {
     "gptq": 3.25,
     "awq": 11.0,
     "smoothquant": 5.5,
     _SMOOTHED_GPTQ: 5.5,
+    _AWQ_GPTQ: 11.0,
     "hqq": 5.0,
     "squeezellm": 5.0,
     "nf4": 5.0,
@@ -203,11 +204,14 @@ def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
         for stage in execution_stages(layer.family, layer.chosen):
             yield grams, codes, max(_solving(layer, group) for group in stage), False
         return
-    if method == _SMOOTHED_GPTQ:  # beside scaled copies of all weights and Gram matrices
+    if method in (_SMOOTHED_GPTQ, _AWQ_GPTQ):
+        # Beside scaled copies of all weights and Gram matrices.
         stages = execution_stages(layer.family, layer.chosen)
         solving = max((_solving(layer, group) for stage in stages for group in stage), default=0)
-        scaled = layer.grams + _FLOAT * layer.weights(layer.chosen)
+        scaled = grams + _FLOAT * layer.weights(layer.chosen)
         yield grams, 2 * codes, scaled + solving, False
+        if method == _AWQ_GPTQ:  # it is measured again, behind its first linears
+            yield grams, 2 * codes, scaled + _FLOAT * layer.weights(layer.chosen), True
     largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
     yield grams, codes, _COPIES.get(method, _FEW_COPIES) * largest * _FLOAT, False
 
@@ -234,8 +238,8 @@ def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
 
 def _solver(plan: Plan) -> str:
     """The name under which the working memory of the plan's method is known."""
-    if plan.options.solver == "gptq" and plan.method.name == "smoothquant":
-        return _SMOOTHED_GPTQ
+    if plan.options.solver == "gptq" and plan.method.name in ("awq", "smoothquant"):
+        return f"{plan.method.name}, gptq"
     return "gptq" if plan.options.solver == "gptq" else plan.method.name
 
 

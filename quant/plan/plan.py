@@ -23,7 +23,7 @@ from ..gguf.mix_rules import shape_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import refuse_knobs
 from ..methods.registry import METHODS
-from ..methods.solvers import with_solver
+from ..methods.solvers import solver_of, with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
@@ -161,7 +161,10 @@ def make_plan(request: QuantizeRequest) -> Plan:
         BadInput: anything that would fail later; the message names the module, file or
             option.
     """
-    method = with_solver(known(METHODS, request.method, "method"), request.options.solver)
+    method = known(METHODS, request.method, "method")
+    solver = solver_of(method.name, request.options.solver)
+    request = replace(request, options=replace(request.options, solver=solver))
+    method = with_solver(method, solver)
     refuse_knobs(method.name, request.options)
     formats = _formats(request, method)
     if request.gguf_type is not None and all(one.name != "gguf" for one in formats):

@@ -60,6 +60,8 @@ class Cell:
                 words.append("sym" if value else "asym")
             elif value is True:
                 words.append(key)
+            elif key == "solver":
+                words.append(value)
             elif key == "rotations":
                 words += value
         return " ".join(words)
@@ -82,6 +84,7 @@ def cells() -> Iterator[Cell]:
     yield from _integer("autoround", "autoround", (4, 3, 2, 8), iters=ITERS)
     for method in ("rtn", "gptq", "awq"):
         yield from _integer("llmopt", method, WIDTHS)
+    yield from _integer("llmopt", "awq", (4, 3), symmetric=(False,), solver="nearest")
     yield from _integer("llmopt", "hqq", WIDTHS, symmetric=(False,))
     yield from _four_bit_floats()
     if "autoround" in METHODS:
@@ -89,7 +92,8 @@ def cells() -> Iterator[Cell]:
     if "rotations" in QuantizeRequest.__dataclass_fields__:
         for method in ("gptq", "awq"):
             yield from _integer("llmopt", method, (4, 3), (False,), rotations=("R1", "R2"))
-    yield from _gguf("llmopt", "rtn", imatrix=(True,))
+    for method in ("rtn", "gptq", "awq"):
+        yield from _gguf("llmopt", method, imatrix=(True,))
 
 
 def _four_bit_floats() -> Iterator[Cell]:

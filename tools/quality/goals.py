@@ -113,6 +113,8 @@ def label(row: Row) -> str:
     if options.get("imatrix"):
         words.append("imatrix")
     words += options.get("rotations", ())
+    if "solver" in options:
+        words.append(options["solver"])
     return " ".join(words)
 
 

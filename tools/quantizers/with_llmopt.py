@@ -37,6 +37,8 @@ def main() -> None:
     options: dict[str, Any] = {"true_sequential": task["sequential"]}
     if task["method"] == "autoround":
         options["iters"] = task["iters"]
+    if "solver" in task:
+        options["solver"] = task["solver"]
     request = QuantizeRequest(
         Path(task["model"]),
         Path(task["output"]),

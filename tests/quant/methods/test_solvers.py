@@ -11,6 +11,8 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import CodebookScheme, GgufScheme, IntScheme
 from llmopt.quant.methods.base import MethodOptions, SchemeOptions
+from llmopt.quant.methods.folding import scaled_problem
+from llmopt.quant.methods.gptq import Gptq
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.methods.solvers import with_solver
@@ -21,14 +23,15 @@ from ...support.layer_problems import llama_layer
 from ...support.quant_support import STORIES
 
 SOLVED = MethodOptions(solver="gptq")
+SMOOTHING = ("awq", "smoothquant")
 
 
-@pytest.mark.parametrize("name", ["rtn", "int8", "fp8", "nf4", "fp4", "squeezellm", "smoothquant"])
+@pytest.mark.parametrize("name", ["rtn", "int8", "fp8", "nf4", "fp4", "squeezellm", *SMOOTHING])
 def test_error_feedback_on_the_grid_of_a_method(name: str) -> None:
     """Held-out errors are lower than those of the method alone, on the very scheme."""
     method = METHODS[name]
     scheme = method.scheme(SchemeOptions())
-    if isinstance(scheme, IntScheme) and name == "rtn":
+    if isinstance(scheme, IntScheme) and name in ("rtn", "awq"):
         scheme = replace(scheme, group_size=32)
     problem = llama_layer(scheme)
     nearest: Any = method.quantize_layer(problem)
@@ -37,15 +40,52 @@ def test_error_feedback_on_the_grid_of_a_method(name: str) -> None:
     solved: Any = solver.quantize_layer(replace(problem, options=SOLVED))
     assert all(tensor.scheme == scheme for tensor in solved.weights.values())
     totals = [sum(r.held_out_error for r in one.reports) for one in (solved, nearest)]
-    assert totals[0] < (0.98 if name == "smoothquant" else 0.8) * totals[1]
+    assert totals[0] < (0.98 if name in SMOOTHING else 0.8) * totals[1]
 
 
 def test_methods_that_choose_their_codes_take_no_solver() -> None:
-    for name in ("awq", "hqq"):
-        with pytest.raises(BadInput, match="--solver gptq"):
-            with_solver(METHODS[name], "gptq")
+    with pytest.raises(BadInput, match="--solver gptq"):
+        with_solver(METHODS["hqq"], "gptq")
     with pytest.raises(BadInput, match="--act-order dynamic"):
         with_solver(METHODS["fp8"], "gptq").scheme(SchemeOptions(act_order="dynamic"))
+
+
+def test_awq_is_solved_by_error_feedback_unless_asked_otherwise(tmp_path: Path) -> None:
+    solvers = {
+        name: make_plan(QuantizeRequest(STORIES, tmp_path / "o", name)).options.solver
+        for name in ("awq", "rtn", "gptq", "smoothquant")
+    }
+    assert solvers == dict.fromkeys(solvers, "nearest") | {"awq": "gptq"}
+    nearest = QuantizeRequest(STORIES, tmp_path / "o", options=MethodOptions(solver="nearest"))
+    assert make_plan(nearest).options.solver == "nearest"
+
+
+def test_a_scaled_layer_is_measured_in_the_unscaled_one() -> None:
+    """What is solved already goes back without its scales, and the inputs that come back get theirs."""
+    given: dict[str, torch.Tensor] = {}
+
+    def remeasure(done: Any, only: Any) -> Any:
+        given.update(done)
+        return {name: problem.statistics[name] for name in only}
+
+    problem = replace(llama_layer(IntScheme(4, 32, False)), remeasure=remeasure)
+    columns = {name: torch.rand(weight.shape[1]) + 0.5 for name, weight in problem.weights.items()}
+    rows = {"mlp.up_proj": torch.rand(problem.weights["mlp.up_proj"].shape[0]) + 0.5}
+    scaled = scaled_problem(problem, columns, rows)
+    assert scaled.remeasure is not None
+    again = scaled.remeasure(scaled.weights, ["mlp.down_proj"])["mlp.down_proj"]
+    for name, weight in problem.weights.items():
+        torch.testing.assert_close(given[name], weight)
+    torch.testing.assert_close(again.gram, scaled.statistics["mlp.down_proj"].gram)
+    # The layer's outputs, and so their energies, are the same but for the divided rows.
+    for name in set(problem.weights) - set(rows):
+        assert scaled.energy(name) == pytest.approx(problem.energy(name), rel=1e-4)
+
+
+def test_blocks_that_no_solver_takes_have_weighted_ranges() -> None:
+    problem = llama_layer(GgufScheme("IQ4_NL"))
+    reports: Any = Gptq().quantize_layer(problem).reports
+    assert all(report.fallback and report.error < report.rtn_error for report in reports)
 
 
 def test_gptq_takes_the_block_types_of_a_gguf_mix(tmp_path: Path) -> None:
