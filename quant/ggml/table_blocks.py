@@ -7,13 +7,14 @@ from functools import cache
 import torch
 
 from .fit import error_weights, fit_signed, half, reciprocal
-from .k_search import search_signed
+from .k_search import SignedCodes, search_signed
 from .simple_blocks import read_half
 
 # ggml's `kvalues_iq4nl`, and e2m1's values doubled.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _MAGNITUDES = MXFP4_VALUES[:8]
+_FIRST_HALF, _LAST_HALF = 2 * IQ4_VALUES[0], 2 * IQ4_VALUES[-1]
 # Values that the largest weight is tried as, at either end of the table.
 _EXTREMES = tuple(float(end + step) for end in (-127, 113) for step in range(-7, 8))
 
@@ -31,6 +32,12 @@ def quantize_table(
     weights = error_weights(blocks.unsqueeze(1), importance).squeeze(1)
     if type_name == "MXFP4":
         return _quantize_mxfp4(blocks, weights)
+    step = fit_nl(blocks, weights)
+    return pack_nl(step, nearest_iq4(blocks * reciprocal(step)))
+
+
+def fit_nl(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The step of each block `[n, 32]`, float32 `[n, 1]`, as stored; `weights` are of the squared errors."""
     step = half(fit_signed(blocks, weights, nearest_iq4, _EXTREMES).unsqueeze(-1))
     values = nearest_iq4(blocks * reciprocal(step))
     weighted = weights * values
@@ -42,8 +49,11 @@ def quantize_table(
         (weights * (found * one - blocks).square()).sum(dim=-1, keepdim=True)
         for found, one in ((values, step), (others, refitted))
     ]
-    better = errors[1] < errors[0]
-    values, step = torch.where(better, others, values), torch.where(better, refitted, step)
+    return torch.where(errors[1] < errors[0], refitted, step)
+
+
+def pack_nl(step: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """IQ4_NL's bytes for steps `[n, 1]` and values of the table `[n, 32]`."""
     return torch.cat([step.to(torch.float16).view(torch.uint8), _pack(_indices(values))], dim=-1)
 
 
@@ -89,9 +99,21 @@ def table(device: torch.device) -> torch.Tensor:
     return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=device)
 
 
+@cache
+def _nearest_to_halves(device: torch.device) -> torch.Tensor:
+    """The value nearest to each half step from below the table to above it, float32 `[halves]`.
+
+    The middles between neighbours are whole or half numbers, so that a weight goes where the next half does.
+    """
+    halves = torch.arange(_FIRST_HALF, _LAST_HALF + 1, dtype=torch.float32, device=device) / 2
+    return table(device)[_indices(halves)]
+
+
 def nearest_iq4(scaled: torch.Tensor) -> torch.Tensor:
-    """The table's nearest values."""
-    return table(scaled.device)[_indices(scaled)]
+    """The table's nearest values; a lookup by half steps, which is ten times as fast as a search."""
+    halves = (scaled * 2).ceil_().nan_to_num_(0).clamp_(_FIRST_HALF, _LAST_HALF)
+    rows = halves.sub_(_FIRST_HALF).to(torch.int32).flatten()
+    return _nearest_to_halves(scaled.device).index_select(0, rows).view(scaled.shape)
 
 
 def _indices(scaled: torch.Tensor) -> torch.Tensor:
@@ -106,13 +128,23 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 
 def _quantize_xs(blocks: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     x = blocks.view(-1, 8, 32)
-    fitted = search_signed(x, error_weights(x, importance), nearest_iq4, _EXTREMES, 32)
-    six = (fitted.scales + 32).to(torch.uint8)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=x.device)
+    fitted = fit_xs(x, error_weights(x, importance))
+    return pack_xs(fitted.scales, fitted.values.flatten(1), fitted.head)
+
+
+def fit_xs(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
+    """Scales of super-blocks `[n, 8, 32]` by their runs of 32; `weights` are of the squared errors."""
+    return search_signed(x, weights, nearest_iq4, _EXTREMES, 32)
+
+
+def pack_xs(scales: torch.Tensor, values: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """IQ4_XS's bytes for codes of scales `[n, 8]`, values of the table `[n, 256]` and d `[n, 1]`."""
+    six = (scales + 32).to(torch.uint8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=scales.device)
     high = ((six >> 4).view(-1, 2, 4) << shifts).sum(dim=-1, dtype=torch.uint8)
     low = (six[:, 0::2] & 15) | ((six[:, 1::2] & 15) << 4)
-    codes = _pack(_indices(fitted.values.flatten(1)))
-    return torch.cat([fitted.head.view(torch.uint8), high, low, codes], dim=-1)
+    halves = head.to(torch.float16).view(torch.uint8)
+    return torch.cat([halves, high, low, _pack(_indices(values))], dim=-1)
 
 
 def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

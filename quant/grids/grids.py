@@ -21,7 +21,10 @@ from .int_grid import IntGrid, group_ranges, search_ranges
 from .k_grid import K_AFFINE, K_SIGNED, KAffineGrid, KSignedGrid
 from .lookup_grid import LookupGrid
 from .simple_block_grid import SIMPLE, SimpleBlockGrid
+from .table_block_grid import TABLES, TableBlockGrid
 from .vectorwise_grid import VectorwiseGrid
+
+_BLOCKS = (*SIMPLE, *TABLES, *K_AFFINE, *K_SIGNED)
 
 
 def grid_of(
@@ -61,7 +64,7 @@ def grid_of(
 
 def refuses_solver(scheme: Scheme) -> str | None:
     """Why no solver but nearest goes to a scheme; None: it has a `Grid`."""
-    if isinstance(scheme, GgufScheme) and scheme.type not in (*SIMPLE, *K_AFFINE, *K_SIGNED):
+    if isinstance(scheme, GgufScheme) and scheme.type not in _BLOCKS:
         return f"blocks of {scheme.type} are rounded whole"
     return None
 
@@ -70,4 +73,6 @@ def _block_grid(scheme: GgufScheme) -> Grid:
     """The grid of one of ggml's block types."""
     if scheme.type in SIMPLE:
         return SimpleBlockGrid(scheme)
+    if scheme.type in TABLES:
+        return TableBlockGrid(scheme)
     return KAffineGrid(scheme) if scheme.type in K_AFFINE else KSignedGrid(scheme)

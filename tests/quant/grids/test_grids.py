@@ -42,6 +42,7 @@ SCHEMES: list[Scheme] = [
     LookupScheme(3, 0.01),
     *(GgufScheme(name) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
     *(GgufScheme(name) for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")),
+    *(GgufScheme(name) for name in ("IQ4_NL", "IQ4_XS")),
 ]
 EACH = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
 SHAPE = 136, 512

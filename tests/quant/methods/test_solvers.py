@@ -83,7 +83,7 @@ def test_a_scaled_layer_is_measured_in_the_unscaled_one() -> None:
 
 
 def test_blocks_that_no_solver_takes_have_weighted_ranges() -> None:
-    problem = llama_layer(GgufScheme("IQ4_NL"))
+    problem = llama_layer(GgufScheme("MXFP4"))
     reports: Any = Gptq().quantize_layer(problem).reports
     assert all(report.fallback and report.error < report.rtn_error for report in reports)
 
