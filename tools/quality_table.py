@@ -5,7 +5,8 @@
 The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
 bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'
 (and where a scheme quantizes activations, theirs). The methods that share a grid are given the same one:
-asymmetric, with one group size. Ends with 1 if a method's KL does not fall as its bits grow.
+asymmetric, with one group size. Ends with 1 if a method's KL does not fall as its bits grow. Rows of
+methods that are not asked for stay, if the JSON file is of the same tokens.
 
     python tools/quality_table.py real --help
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -50,6 +52,8 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "nf4": ({}, {"double_quant": True}),
 }
 MARKS = "quality table"
+SAME = ("model", "token_sha256", "calibration_samples")
+"""What rows of an earlier run must share to stand beside new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,23 @@ def measure(case: Case, model: Path, num_samples: int, quality: Any) -> Row:
     )
 
 
+def kept_rows(record: dict[str, Any], path: Path, methods: Sequence[str]) -> list[Row]:
+    """Rows of an earlier run, of other methods; none where that was of anything else.
+
+    Args:
+        record: what the file will say beside its rows.
+    """
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    perplexities = (one["original_perplexity"] for one in (before, record))
+    same = all(before[key] == record[key] for key in SAME) and math.isclose(
+        *perplexities, rel_tol=1e-5
+    )
+    rows = [Row(**row) for row in before["rows"]] if same else []
+    return [row for row in rows if row.method not in methods]
+
+
 def rising(rows: Sequence[Row]) -> list[str]:
     """Methods whose KL does not fall with more bits, as messages."""
     found = []
@@ -191,7 +212,8 @@ def main() -> int:
         )
 
     rows = []
-    for case in cases(given.methods.split(","), given.group_size):
+    methods = given.methods.split(",")
+    for case in cases(methods, given.group_size):
         row = measure(case, model, given.num_samples, quality)
         rows.append(row)
         print(
@@ -200,21 +222,24 @@ def main() -> int:
             f"{row.seconds:5.1f} s",
             flush=True,
         )
+    record: dict[str, Any] = {
+        "model": model.name,
+        "evaluation": EVALUATION_TEXT.name,
+        "protocol": passage.description,
+        "token_sha256": passage.sha256,
+        "num_tokens": passage.num_scored,
+        "formulas": FORMULAS,
+        "calibration_samples": given.num_samples,
+        "torch": torch.__version__,
+        "original_perplexity": original.perplexity,
+    }
+    if given.output:
+        rows += kept_rows(record, given.output, methods)
+        rows.sort(key=lambda row: list(METHODS).index(row.method))
     wrong = rising(rows)
     if given.output:
-        record = {
-            "model": model.name,
-            "evaluation": EVALUATION_TEXT.name,
-            "protocol": passage.description,
-            "token_sha256": passage.sha256,
-            "num_tokens": passage.num_scored,
-            "formulas": FORMULAS,
-            "calibration_samples": given.num_samples,
-            "torch": torch.__version__,
-            "original_perplexity": original.perplexity,
-            "rows": [asdict(row) for row in rows],
-            "kl_falls_as_bits_grow": not wrong,
-        }
+        record["rows"] = [asdict(row) for row in rows]
+        record["kl_falls_as_bits_grow"] = not wrong
         given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if given.docs:
         write_between(given.docs, MARKS, markdown(original.perplexity, rows))
