@@ -1,0 +1,116 @@
+"""`kill -9` at random points of a run, and the same command again: the bytes of a run that nothing stopped.
+
+`LLMOPT_KILLS=20 python -m pytest tests/quant/pipeline/test_kill_and_resume.py` kills each case as many times,
+and takes every GGUF type.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.cli.main import main
+from llmopt.quant.gguf.mix import GGUF_TYPES
+from llmopt.recipes import MODELS
+
+from ...support.cli_process import LlmoptProcess
+from ...support.gguf_support import random_model
+from ...support.quant_support import llmopt_environment
+
+KILLS = int(os.environ.get("LLMOPT_KILLS", "0"))
+TINY = str(MODELS / "stories260K")
+SMALL = ("--num-samples", "4", "--seq-len", "64")
+PER_CHANNEL = ("--group-size", "-1", "--format", "compressed-tensors")
+FP4 = ("--ignore", "down_proj")  # 172 inputs are no whole blocks
+CASES: dict[str, tuple[str, ...]] = {
+    "autoround": ("--method", "autoround", "--iters", "8", *PER_CHANNEL),
+    "autoround-rotated": (
+        *("--method", "autoround", "--iters", "4", *PER_CHANNEL),
+        *("--rotate", "R1,R2"),
+    ),
+    "rotated-gptq": ("--method", "gptq", *PER_CHANNEL, "--rotate", "R1,R2"),
+    "gptaq": ("--method", "gptq", *PER_CHANNEL, "--asymmetric-calibration"),
+    "nvfp4": ("--method", "nvfp4", *FP4),
+    "nvfp4-w4a4": ("--method", "nvfp4", "--activations", "static", "--solver", "gptq", *FP4),
+    "mxfp4": ("--method", "mxfp4", *FP4),
+    "modelopt-nvfp4": ("--method", "nvfp4", "--format", "modelopt", "--kv-cache", "fp8", *FP4),
+    "modelopt-fp8": (
+        *("--method", "fp8", "--format", "modelopt"),
+        *("--granularity", "tensor", "--activations", "static"),
+    ),
+}
+# Two kinds of blocks that are quick to search; with LLMOPT_KILLS all of them.
+TYPES = list(GGUF_TYPES) if KILLS else ["Q2_K", "MXFP4"]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rows of 256, which every GGUF type fits."""
+    return str(random_model(tmp_path_factory.mktemp("models") / "wide", "llama"))
+
+
+def finish(output: Path, model: str, words: tuple[str, ...]) -> dict[str, bytes]:
+    """The files of a run to its end, in this process."""
+    with pytest.raises(SystemExit) as end:
+        main(["quantize", model, *words, *SMALL, "-o", str(output)])
+    assert end.value.code in (0, None)
+    files = [path for path in output.rglob("*") if path.is_file()] if output.is_dir() else [output]
+    return {path.relative_to(output).as_posix(): path.read_bytes() for path in files}
+
+
+def journalled(output: Path) -> int:
+    """Finished layers of an unfinished run; -1 before its journal."""
+    journal = output.with_name(output.name + ".partial") / "journal.jsonl"
+    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else -1
+
+
+def kill_at_random(output: Path, model: str, words: tuple[str, ...], seconds: float) -> None:
+    """Kill a run at a random moment behind the next layer that it finishes."""
+    words = ("quantize", model, *words, *SMALL, "-o", str(output))
+    with LlmoptProcess(*words, cwd=output.parent, env=llmopt_environment()) as process:
+        before, deadline = max(0, journalled(output)), time.monotonic() + 100
+        while journalled(output) <= before and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, seconds))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Sums depend on the number of threads in the last bit; the killed process has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("single_thread")
+@pytest.mark.parametrize("name", [*CASES, *TYPES])
+def test_killed_runs_end_with_the_same_bytes(
+    tmp_path: Path, wide: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in CASES:
+        model, words = TINY, CASES[name]
+    else:
+        model, words = wide, ("--method", "rtn", "--format", "gguf", "--gguf-type", name)
+    (tmp_path / "whole").mkdir()
+    expected = finish(tmp_path / "whole" / "out", model, words)  # some formats hold the name
+    output, resumed = tmp_path / "out", False
+    for number in range(max(1, KILLS)):
+        kill_at_random(output, model, words, 0.1)
+        if output.exists():  # the run was quicker than the kill
+            output.rename(tmp_path / f"early-{number}")
+        resumed = journalled(output) > 0
+    capsys.readouterr()
+    files = finish(output, model, words)
+    assert files == expected
+    assert ("going on after layer" in capsys.readouterr().err) == resumed
+    assert not output.with_name("out.partial").exists()
