@@ -7,7 +7,11 @@ random orthogonal matrix.
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+_BLOCK, _LEAST_BLOCK = 64, 16
 
 
 def random_rotation(order: int, seed: int) -> torch.Tensor:
@@ -19,6 +23,24 @@ def random_rotation(order: int, seed: int) -> torch.Tensor:
         return torch.linalg.qr(noise).Q
     signs = torch.randint(0, 2, (order,), generator=generator).mul_(2).sub_(1)
     return matrix * signs / order**0.5
+
+
+def block_rotation(loudness: torch.Tensor, seed: int) -> torch.Tensor:
+    """An orthogonal matrix `[order, order]`, float64, that turns blocks of 64 channels of like loudness.
+
+    Channels (rows) are sorted by `loudness` `[order]`, and block `k` of them becomes the columns from `64 k`.
+    An order that 64 does not divide has blocks of the largest power of two that divides it, of 16 at least;
+    any other is one block.
+    """
+    order = len(loudness)
+    size = math.gcd(order, _BLOCK)
+    size = size if size >= _LEAST_BLOCK else order
+    sorted_channels = loudness.sort(stable=True).indices
+    matrix = torch.zeros(order, order, dtype=torch.float64)
+    for number, channels in enumerate(sorted_channels.split(size)):
+        columns = slice(number * size, (number + 1) * size)
+        matrix[channels, columns] = random_rotation(size, seed + 2 * number)
+    return matrix
 
 
 def hadamard(order: int) -> torch.Tensor | None:

@@ -8,10 +8,11 @@ arXiv:2404.00456; Liu et al., "SpinQuant", arXiv:2405.16406). Outliers of single
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..model.checkpoint import Checkpoint
-from .rotation_map import RotationMap
+from .rotation_map import Head, RotationMap
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ class RotatedCheckpoint(Checkpoint):
         super().__init__(plain.folder, trust_remote_code=plain.trust_remote_code)
         self._targets, self._seed = targets, seed
         self._embedding: torch.Tensor | None = None
-        self._turns: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._head_turns: dict[tuple[int, int], torch.Tensor] = {}
         self._untied = bool(targets.hidden) and targets.tied
         if self._untied:
             self.shard_of = {**self.shard_of, targets.head: self.shard_of[targets.embedding]}
@@ -85,36 +86,46 @@ class RotatedCheckpoint(Checkpoint):
             norm = targets.readers[name]
             result = result * (super().tensor(norm).to(result.dtype) + targets.norms[norm])
         if reads:
-            result = result @ self._turn("R1", 0, targets.hidden).to(result.dtype)
+            result = result @ self._stream_turn.to(result.dtype)
         if written:
-            turn = self._turn("R1", 0, targets.hidden).to(result.dtype)
-            result = turn.T @ result
+            result = self._stream_turn.T.to(result.dtype) @ result
         value, output = heads
         if value is not None:
             rows = result[value.start : value.stop].unflatten(0, (-1, value.width))
-            turn = self._turn("R2", value.layer, value.width).to(result.dtype)
+            turn = self._head_turn(value).to(result.dtype)
             turned = torch.einsum("hd...,de->he...", rows, turn).flatten(0, 1)
             result = torch.cat([result[: value.start], turned, result[value.stop :]])
         if output is not None:
-            turn = self._turn("R2", output.layer, output.width).to(result.dtype)
+            turn = self._head_turn(output).to(result.dtype)
             result = (result.unflatten(1, (-1, output.width)) @ turn).flatten(1)
         return result.to(stored.dtype).contiguous()
 
-    def _turn(self, kind: str, layer: int, order: int) -> torch.Tensor:
-        """The rotation of the stream, or of the heads of a layer; of the latter the last one is kept."""
+    @cached_property
+    def _stream_turn(self) -> torch.Tensor:
+        """The rotation of the stream, float64 `[hidden, hidden]`."""
+        import torch
+
+        from .hadamard import block_rotation
+
+        loudness = torch.zeros(self._targets.hidden, dtype=torch.float64)
+        for norm, offset in self._targets.norms.items():
+            scales = (super().tensor(norm).to(torch.float64) + offset).abs()
+            loudness += (scales + _LEAST_SCALE * scales.mean()).log()
+        return block_rotation(loudness, 2 * self._seed * _LAYERS)
+
+    def _head_turn(self, head: Head) -> torch.Tensor:
+        """The rotation of a layer's heads, float64; the last one is kept."""
         from .hadamard import random_rotation
 
-        key = kind, layer, order
-        if key not in self._turns:
-            for old in [old for old in self._turns if old[0] == kind]:
-                del self._turns[old]
-            self._turns[key] = random_rotation(
-                order, 2 * self._seed * _LAYERS + 2 * layer + (kind == "R2")
-            )
-        return self._turns[key]
+        key = head.layer, head.width
+        if key not in self._head_turns:
+            seed = 2 * self._seed * _LAYERS + 2 * head.layer + 1
+            self._head_turns = {key: random_rotation(head.width, seed)}
+        return self._head_turns[key]
 
 
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
+_LEAST_SCALE = 1e-2  # of a norm's mean: channels that it scales by less are alike
 
 
 def _weight_of(name: str) -> str:

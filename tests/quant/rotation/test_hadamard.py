@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.rotation.hadamard import hadamard, random_rotation
+from llmopt.quant.rotation.hadamard import block_rotation, hadamard, random_rotation
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,14 @@ def test_rotations_are_orthogonal_and_drawn_by_the_seed(order: int) -> None:
     identity = torch.eye(order, dtype=torch.float64)
     torch.testing.assert_close(first @ first.T, identity, rtol=0, atol=1e-12)
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("order", "size"), [(576, 64), (96, 32), (48, 16), (40, 40)])
+def test_blocks_are_of_channels_that_are_alike(order: int, size: int) -> None:
+    loudness = torch.rand(order, generator=torch.Generator().manual_seed(0))
+    matrix = block_rotation(loudness, 7)
+    assert torch.allclose(matrix.T @ matrix, torch.eye(order, dtype=torch.float64), atol=1e-12)
+    ranks = loudness.argsort().argsort()
+    for channel in range(order):
+        turned = matrix[channel].nonzero().flatten() // size
+        assert set(turned.tolist()) == {int(ranks[channel]) // size}
