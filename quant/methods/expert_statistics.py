@@ -14,10 +14,11 @@ from collections.abc import Collection
 import torch
 
 from ..model.families import Family
-from .base import InputStatistics, LayerProblem
+from .base import InputStatistics, LayerProblem, ModuleReport
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
 LEAST_SHARE = 0.005
+WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 
 
 def routers_of(family: Family, linears: Collection[str]) -> set[str]:
@@ -50,6 +51,14 @@ def too_few(problem: LayerProblem, linear: str) -> bool:
     if router is None:
         return False
     return problem.statistics[linear].num_tokens < LEAST_SHARE * router.num_tokens
+
+
+def worse_expert(problem: LayerProblem, linear: str, report: ModuleReport) -> bool:
+    """Whether plain rounding of an expert has a smaller error on held-out tokens."""
+    errors = report.held_out_error, report.rtn_held_out_error
+    if errors[0] is None or errors[1] is None or router_of(problem, linear) is None:
+        return False
+    return errors[0] > errors[1]
 
 
 def gram_of(problem: LayerProblem, linear: str) -> torch.Tensor:

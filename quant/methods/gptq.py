@@ -21,11 +21,10 @@ from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
-from .expert_statistics import gram_of, router_of, routers_of, too_few
+from .expert_statistics import WORSE_EXPERT, gram_of, routers_of, too_few, worse_expert
 from .options import refuse_options
 from .rounding import linear_grid, round_plain, round_weight
 
-WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -173,7 +172,7 @@ class _Work:
             codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
             rounded = plain.dequantize()
             report = problem.report(name, codes.dequantize(), rounded, damp=factor.damp)
-            if router_of(problem, name) is not None and _worse_unseen(report):
+            if worse_expert(problem, name, report):
                 codes = plain
                 report = problem.report(name, rounded, rounded, fallback=WORSE_EXPERT)
             self.codes[name], self.reports[name] = codes, report
@@ -190,12 +189,6 @@ class _Work:
                 self.codes[name] = round_weight(problem, name, problem.weights[name])
                 effective = self.codes[name].dequantize()
             self.reports[name] = problem.report(name, effective, rounded, fallback=reason)
-
-
-def _worse_unseen(report: ModuleReport) -> bool:
-    """Whether plain rounding has a smaller error on held-out tokens."""
-    errors = report.held_out_error, report.rtn_held_out_error
-    return errors[0] is not None and errors[1] is not None and errors[0] > errors[1]
 
 
 def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:

@@ -30,7 +30,7 @@ from ..model.families import fused_name
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult
-from .expert_statistics import squares_of, too_few
+from .expert_statistics import WORSE_EXPERT, squares_of, too_few, worse_expert
 
 _LEAST_IMPORTANCE = 1e-4  # of the mean
 # Schemes whose owners leave the ranges open; bitsandbytes' absmax is the largest magnitude.
@@ -201,7 +201,14 @@ def round_layer(problem: LayerProblem) -> LayerResult:
     for linear, weight in problem.weights.items():
         weights[linear] = round_weight(problem, linear, weight)
         effective = rounded = weights[linear].dequantize()
-        if linear in problem.statistics and problem.options.ranges == "weighted":
-            rounded = round_plain(problem, linear, weight).dequantize()
-        reports.append(problem.report(linear, effective, rounded))
+        if linear not in problem.statistics or problem.options.ranges != "weighted":
+            reports.append(problem.report(linear, effective, rounded))
+            continue
+        plain = round_plain(problem, linear, weight)
+        rounded = plain.dequantize()
+        report = problem.report(linear, effective, rounded)
+        if worse_expert(problem, linear, report):
+            weights[linear] = plain
+            report = problem.report(linear, rounded, rounded, fallback=WORSE_EXPERT)
+        reports.append(report)
     return LayerResult(weights=weights, norms={}, reports=reports)
