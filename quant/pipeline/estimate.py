@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ..base.atomic_io import entry_bytes
 from ..layers.quantized_layer import HEAD_FAMILY
@@ -51,6 +51,7 @@ class MemoryEstimate:
         codes: of the linears so far, one byte per weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices; AutoRound's parameters.
         activations: of one batch inside the layer, while it runs; freed afterwards.
+        embedding: a rotated embedding table, which is not mapped from a file.
     """
 
     libraries: int
@@ -60,6 +61,7 @@ class MemoryEstimate:
     codes: int
     work: int
     activations: int
+    embedding: int = 0
 
     @property
     def bytes(self) -> int:
@@ -115,7 +117,8 @@ def estimate_memory(
                     activations=int(graph),
                 )
             )
-    return max(moments, key=lambda moment: moment.bytes)
+    largest = max(moments, key=lambda moment: moment.bytes)
+    return replace(largest, embedding=plan.checkpoint.resident_bytes)
 
 
 def _tuned_bytes(plan: Plan) -> int:

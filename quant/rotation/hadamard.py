@@ -8,6 +8,7 @@ random orthogonal matrix.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -25,22 +26,40 @@ def random_rotation(order: int, seed: int) -> torch.Tensor:
     return matrix * signs / order**0.5
 
 
-def block_rotation(loudness: torch.Tensor, seed: int) -> torch.Tensor:
-    """An orthogonal matrix `[order, order]`, float64, that turns blocks of 64 channels of like loudness.
+class BlockRotation(NamedTuple):
+    """An orthogonal matrix that turns blocks of channels, each by itself.
 
-    Channels (rows) are sorted by `loudness` `[order]`, and block `k` of them becomes the columns from `64 k`.
+    Attributes:
+        channels: int64 `[order]`; block `k` takes `size` of them, from `k * size` on, to the same columns.
+        blocks: float64 `[order / size, size, size]`.
+    """
+
+    channels: torch.Tensor
+    blocks: torch.Tensor
+
+    def columns(self, matrix: torch.Tensor) -> torch.Tensor:
+        """`matrix @ R` for `matrix` `[rows, order]`."""
+        parts = matrix.index_select(1, self.channels).unflatten(1, self.blocks.shape[:2])
+        return torch.einsum("rki,kij->rkj", parts, self.blocks.to(matrix.dtype)).flatten(1)
+
+    def rows(self, matrix: torch.Tensor) -> torch.Tensor:
+        """`R.T @ matrix` for `matrix` `[order, ...]`."""
+        parts = matrix.index_select(0, self.channels).unflatten(0, self.blocks.shape[:2])
+        turned = torch.einsum("ki...,kij->kj...", parts, self.blocks.to(matrix.dtype))
+        return turned.flatten(0, 1)
+
+
+def block_rotation(loudness: torch.Tensor, seed: int) -> BlockRotation:
+    """Random rotations of blocks of 64 channels of like `loudness` `[order]`.
+
     An order that 64 does not divide has blocks of the largest power of two that divides it, of 16 at least;
     any other is one block.
     """
     order = len(loudness)
     size = math.gcd(order, _BLOCK)
     size = size if size >= _LEAST_BLOCK else order
-    sorted_channels = loudness.sort(stable=True).indices
-    matrix = torch.zeros(order, order, dtype=torch.float64)
-    for number, channels in enumerate(sorted_channels.split(size)):
-        columns = slice(number * size, (number + 1) * size)
-        matrix[channels, columns] = random_rotation(size, seed + 2 * number)
-    return matrix
+    blocks = [random_rotation(size, seed + 2 * number) for number in range(order // size)]
+    return BlockRotation(loudness.sort(stable=True).indices, torch.stack(blocks))
 
 
 def hadamard(order: int) -> torch.Tensor | None:

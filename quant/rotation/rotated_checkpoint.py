@@ -17,6 +17,8 @@ from .rotation_map import Head, RotationMap
 if TYPE_CHECKING:
     import torch
 
+    from .hadamard import BlockRotation
+
 
 class RotatedCheckpoint(Checkpoint):
     """The rotated tensors in the dtypes of the original.
@@ -67,6 +69,14 @@ class RotatedCheckpoint(Checkpoint):
             return self._embedding
         return self._turned(name)
 
+    @property
+    def resident_bytes(self) -> int:
+        """The turned embedding, which is in memory and not mapped."""
+        if not self._targets.hidden:
+            return 0
+        rows, width = self.shape(self._targets.embedding)
+        return rows * width * super().tensor(self._targets.embedding).itemsize
+
     def _origin(self, name: str) -> str:
         return self._targets.embedding if self._untied and name == self._targets.head else name
 
@@ -76,6 +86,21 @@ class RotatedCheckpoint(Checkpoint):
         targets, stored = self._targets, super().tensor(self._origin(name))
         if name in targets.norms:
             return torch.full_like(stored, 1 - targets.norms[name])
+        if targets.hidden and name in (
+            targets.embedding,
+            targets.head,
+        ):  # float copies of few rows at a time
+            result = torch.empty_like(stored)
+            for into, part in zip(result.split(_ROWS), stored.split(_ROWS), strict=True):
+                into.copy_(self._turned_matrix(name, part))
+            return result
+        return self._turned_matrix(name, stored)
+
+    def _turned_matrix(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """A tensor that is no norm on the stream, or rows of one that only reads it."""
+        import torch
+
+        targets = self._targets
         written = name in targets.writers or _weight_of(name) in targets.writers
         heads = targets.values.get(_weight_of(name)), targets.outputs.get(name)
         reads = name in targets.readers or (name == targets.embedding and targets.hidden > 0)
@@ -86,9 +111,9 @@ class RotatedCheckpoint(Checkpoint):
             norm = targets.readers[name]
             result = result * (super().tensor(norm).to(result.dtype) + targets.norms[norm])
         if reads:
-            result = result @ self._stream_turn.to(result.dtype)
+            result = self._stream_turn.columns(result)
         if written:
-            result = self._stream_turn.T.to(result.dtype) @ result
+            result = self._stream_turn.rows(result)
         value, output = heads
         if value is not None:
             rows = result[value.start : value.stop].unflatten(0, (-1, value.width))
@@ -101,8 +126,8 @@ class RotatedCheckpoint(Checkpoint):
         return result.to(stored.dtype).contiguous()
 
     @cached_property
-    def _stream_turn(self) -> torch.Tensor:
-        """The rotation of the stream, float64 `[hidden, hidden]`."""
+    def _stream_turn(self) -> BlockRotation:
+        """The rotation of the stream."""
         import torch
 
         from .hadamard import block_rotation
@@ -125,6 +150,7 @@ class RotatedCheckpoint(Checkpoint):
 
 
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
+_ROWS = 4096  # of the vocabulary at a time
 _LEAST_SCALE = 1e-2  # of a norm's mean: channels that it scales by less are alike
 
 

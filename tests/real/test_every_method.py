@@ -11,9 +11,15 @@ from llmopt.quant.methods.registry import METHODS
 from tests.support.cli_process import run_llmopt
 
 CALIBRATION = ("--num-samples", "16", "--seq-len", "256")
+# AutoRound's 200 steps for each of 30 layers take an hour on two cores.
+FEWER = {"autoround": ("--iters", "10", "--batch-size", "4")}
 SHORT = ("--num-prompts", "4", "--num-runs", "1", "--output-len", "8", "--quality-tokens", "1024")
 # Of 4 bits at most, in nats: nothing that works comes near it, and noise is far beyond.
 WORST_KL = 2.0
+
+
+def words_of(method: str) -> tuple[str, ...]:
+    return *CALIBRATION, *FEWER.get(method, ())
 
 
 @pytest.mark.timeout(900)
@@ -23,7 +29,7 @@ def test_a_method_is_verified_and_benchmarked(
 ) -> None:
     checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"
     for words in (
-        ("quantize", str(real_model), "--method", method, *CALIBRATION, "-o", str(checkpoint)),
+        ("quantize", str(real_model), "--method", method, *words_of(method), "-o", str(checkpoint)),
         ("verify", str(checkpoint)),
         ("bench", str(checkpoint), "--reference", str(real_model), *SHORT, "-o", str(run)),
     ):

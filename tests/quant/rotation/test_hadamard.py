@@ -32,8 +32,10 @@ def test_rotations_are_orthogonal_and_drawn_by_the_seed(order: int) -> None:
 @pytest.mark.parametrize(("order", "size"), [(576, 64), (96, 32), (48, 16), (40, 40)])
 def test_blocks_are_of_channels_that_are_alike(order: int, size: int) -> None:
     loudness = torch.rand(order, generator=torch.Generator().manual_seed(0))
-    matrix = block_rotation(loudness, 7)
-    assert torch.allclose(matrix.T @ matrix, torch.eye(order, dtype=torch.float64), atol=1e-12)
+    rotation, identity = block_rotation(loudness, 7), torch.eye(order, dtype=torch.float64)
+    matrix = rotation.columns(identity)
+    assert torch.allclose(matrix.T @ matrix, identity, atol=1e-12)
+    assert torch.equal(rotation.rows(identity), matrix.T)
     ranks = loudness.argsort().argsort()
     for channel in range(order):
         turned = matrix[channel].nonzero().flatten() // size
