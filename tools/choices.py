@@ -83,6 +83,7 @@ def choices() -> Iterator[Choice]:
             yield Choice(method, bits)
             yield from (Choice(method, bits, rotations=names) for names in (("R1",), ("R2",), BOTH))
         yield Choice("gptq", bits, options={"asymmetric": True})
+        yield from (Choice("gptq", bits, False, rotations) for rotations in ((), BOTH))
 
 
 def measure(choice: Choice, given: argparse.Namespace, scorer: Scorer) -> dict[str, Any]:

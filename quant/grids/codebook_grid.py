@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
+from ..base.device import HOST
 from ..base.scheme import CodebookScheme
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 from .base import Parameters
@@ -95,7 +96,7 @@ def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookT
 def _nested(absmax: torch.Tensor) -> Parameters:
     """Codes of doubly quantized absmax `[blocks]`, and the absmax, map and offset that they go with."""
     offset = absmax.mean()
-    nested_map = dynamic_map()
+    nested_map = dynamic_map(absmax.device)
     nested, nested_absmax = _normalized(absmax - offset, NESTED_BLOCK)
     codes = nearest(nested, nested_map).flatten()[: absmax.numel()]
     return codes, nested_absmax, nested_map.clone(), offset.view(1)
@@ -129,7 +130,7 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def dynamic_map() -> torch.Tensor:
+def dynamic_map(device: torch.device = HOST) -> torch.Tensor:
     """The 256 values of bitsandbytes' signed "dynamic" 8-bit type, ascending, float32.
 
     For each of seven decades `10**-6 .. 1`, the means of 1, 2, .. 64 equal steps from 0.1 to 1, with both
@@ -137,9 +138,9 @@ def dynamic_map() -> torch.Tensor:
     """
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device=HOST)
         means = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += means + [-mean for mean in means]
-    ordered = torch.tensor(sorted(values), dtype=torch.float32)
+    ordered = torch.tensor(sorted(values), dtype=torch.float32, device=device)
     ordered[0] = -1
     return ordered

@@ -78,20 +78,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokenizers", type=Path, help="folder of tokenizer folders to compare")
     parser.add_argument("--only", default="", help="only files whose model and type contain this")
+    parser.add_argument("--output", type=Path, help="JSON file for the rows of the table")
     arguments = parser.parse_args()
     python = os.environ.get("LLAMA_CPP_PYTHON")
     if not python:
         parser.error("set LLAMA_CPP_PYTHON to a python that has llama-cpp-python")
     with tempfile.TemporaryDirectory() as folder:
-        broken = compare_models(python, Path(folder) / "models", arguments.only)
+        rows = compare_models(python, Path(folder) / "models", arguments.only)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        broken = sum(row["broken"] for row in rows)
         if not arguments.only:
             broken += compare_tokenizers(python, Path(folder) / "tokenizers", arguments.tokenizers)
     print(f"{broken} broken" if broken else "all within limits")
     return 1 if broken else 0
 
 
-def compare_models(python: str, folder: Path, only: str) -> int:
-    """Every type, and every architecture; how many broke a limit."""
+def compare_models(python: str, folder: Path, only: str) -> list[dict[str, Any]]:
+    """Every type, and every architecture; a row of figures for each file."""
     from llmopt.quant.gguf.mix import GGUF_TYPES
 
     from tests.support.gguf_support import RANDOM_MODELS, STORIES, random_model, write_model
@@ -115,14 +119,15 @@ def compare_models(python: str, folder: Path, only: str) -> int:
         task = {"texts": [PROMPT], "ids": answer["ids"], "new_tokens": NEW_TOKENS}
         tasks += [{**task, "path": str(path)}, {**task, "path": str(as_floats(path))}]
     answers = ask(python, tasks)
-    broken = 0
+    rows: list[dict[str, Any]] = []
     print(
         f"{'file':32} {'KL':>9} {'max |Δ logit|':>13} {'same top-1':>10} {'greedy equal':>12}  tokens"
     )
     for index, (path, mine) in enumerate(zip(files, ours, strict=True)):
-        broken += print_row(path.stem, mine, answers[2 * index], MAX_KL)
-        broken += print_row(f"{path.stem} as F32", mine, answers[2 * index + 1], MAX_KL_OF_FLOATS)
-    return broken
+        floats = f"{path.stem} as F32"
+        rows.append(print_row(path.stem, mine, answers[2 * index], MAX_KL))
+        rows.append(print_row(floats, mine, answers[2 * index + 1], MAX_KL_OF_FLOATS))
+    return rows
 
 
 def as_floats(path: Path) -> Path:
@@ -160,13 +165,15 @@ def our_answer(path: Path) -> dict[str, Any]:
     }
 
 
-def print_row(name: str, mine: dict[str, Any], theirs: dict[str, Any], max_kl: float) -> int:
-    """One line of the table; 1 where a limit is broken."""
+def print_row(
+    name: str, mine: dict[str, Any], theirs: dict[str, Any], max_kl: float
+) -> dict[str, Any]:
+    """One line of the table, which is printed; `broken` where a limit is."""
     import torch
 
     if "refused" in theirs:
         print(f"{name:32} llama.cpp: {theirs['refused']}", flush=True)
-        return 1
+        return {"file": name, "refused": theirs["refused"], "broken": True}
     own, other = mine["logits"].double(), torch.tensor(theirs["logits"], dtype=torch.float64)
     log_own, log_other = own.log_softmax(-1), other.log_softmax(-1)
     divergence = float((log_own.exp() * (log_own - log_other)).sum(-1).mean())
@@ -174,11 +181,21 @@ def print_row(name: str, mine: dict[str, Any], theirs: dict[str, Any], max_kl: f
     pairs = zip(mine["greedy"], theirs["greedy"], strict=True)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), NEW_TOKENS)
     same_tokens = theirs["tokens"][0] == mine["ids"]
+    largest = float((own - other).abs().max())
     print(
-        f"{name:32} {divergence:9.2e} {float((own - other).abs().max()):13.4f} {top:10.1%} "
+        f"{name:32} {divergence:9.2e} {largest:13.4f} {top:10.1%} "
         f"{f'{equal}/{NEW_TOKENS}':>12}  {'equal' if same_tokens else 'DIFFERENT'}"
     )
-    return int(divergence > max_kl or not same_tokens)
+    return {
+        "file": name,
+        "kl_nats": divergence,
+        "limit": max_kl,
+        "max_logit_difference": largest,
+        "same_top1": top,
+        "greedy_equal": equal,
+        "same_tokens": same_tokens,
+        "broken": divergence > max_kl or not same_tokens,
+    }
 
 
 def compare_tokenizers(python: str, folder: Path, given: Path | None) -> int:

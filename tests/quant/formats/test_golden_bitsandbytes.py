@@ -89,3 +89,9 @@ def test_dynamic_map() -> None:
     assert values.shape == (256,)
     assert bool((values.diff() > 0).all())
     assert values[[0, 127, 128, 255]].tolist() == pytest.approx([-1, 0, 5.5e-7, 1])
+
+
+def test_the_map_of_one_device_is_not_kept_for_another() -> None:
+    with torch.device("meta"):  # as where layers are solved on a device
+        assert dynamic_map(torch.device("meta")).is_meta
+        assert not dynamic_map(torch.device("cpu")).is_meta
