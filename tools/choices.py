@@ -1,7 +1,7 @@
 """What a choice of method does on a real model: KL with and without rotations, GPTAQ, and awq's yardsticks.
 
     python tools/choices.py --model DIR --calibration c4.jsonl --text wiki.test.raw \\
-        --output docs/measured/cpu/choices.json --docs docs/quantization.md
+        --output docs/measured/cpu/choices.json --docs docs/rotations.md
 
 Each row quantizes the same checkpoint in this process, dequantizes what was written, and scores it beside the
 plain model as tools/quality_table.py does; `float` rows quantize nothing: a rotated checkpoint as
