@@ -123,7 +123,10 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
 def _context(engine: Engine) -> str:
     if (stream := engine.config.stream) is not None:
         return f"attention sinks: first {stream.sinks}, sliding window: last {stream.length} tokens"
-    return f"context {engine.max_model_len} tokens"
+    context = f"context {engine.max_model_len} tokens"
+    if (eviction := engine.scheduler.config.eviction) is not None:
+        context += f", of which {eviction.method} keeps {eviction.budget} of a prompt"
+    return context
 
 
 def _states(engine: Engine) -> str:

@@ -15,6 +15,7 @@ from ..quant.open import open_checkpoint
 from ..quant.tokenizer.load import load_tokenizer
 from .base.device import choose_device, choose_dtype
 from .base.end_tokens import end_token_ids
+from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
     choose_num_blocks,
@@ -174,6 +175,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     with explaining_out_of_memory("the model", device):
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
     check_states(config, model.state_layouts)
+    check_eviction(config, model)
     draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
     return LoadedModel(
         folder, device, dtype, tokenizer, eos_token_ids, model, max_model_len, workers, draft
@@ -184,16 +186,18 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConf
     """The scheduler's limits; what the config leaves open depends on the device."""
     kind = loaded.device.type
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
     return SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens
         or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
         max_num_seqs=max_num_seqs,
-        block_size=config.block_size or DEFAULT_BLOCK_SIZE[kind],
+        block_size=block_size,
         max_model_len=loaded.max_model_len,
         prefill_chunk_size=config.prefill_chunk_size,
         window=loaded.model.window,
         drafting=draft_length(config.speculation, loaded.draft, loaded.model),
         policy=config.scheduling_policy,
+        eviction=config.eviction(block_size),
     )
 
 
@@ -256,6 +260,7 @@ def open_runner(
         graphs=graphs,
         by_rejection=config.speculation is not None
         and config.speculation.acceptance == "rejection",
+        evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
     )
 
 

@@ -94,7 +94,8 @@ class Engine:
         best_of = BestOf(params) if params.num_sequences > params.n else None
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, self.scheduler.longest_sequence - len(token_ids))
+            longest = self.scheduler.longest_after(len(token_ids))
+            max_tokens = max(1, longest - len(token_ids))
         request = Request(
             sequence_id=f"{request_id}/0",
             request_id=request_id,
@@ -343,13 +344,14 @@ class Engine:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted,
             kv_blocks_used=used,
+            num_kept_tokens=scheduler.compactor.num_kept_tokens,
+            num_evicted_tokens=scheduler.compactor.num_evicted_tokens,
             kv_dtype=stored_name(self.runner.cache.dtype),
             kv_bytes=self.memory.kv_cache_bytes,
             kv_tokens_total=pool.num_usable * size,
             kv_slots_used=used * size,
             kv_slots_unfilled=sum(
-                len(request.block_ids) * size - request.num_computed_tokens
-                for request in scheduler.running
+                len(request.block_ids) * size - request.num_slots for request in scheduler.running
             ),
         )
 

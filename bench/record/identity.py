@@ -114,6 +114,8 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "kv_cache_dtype",
         "window",
         "attention_sinks",
+        "kv_budget",
+        "kv_eviction",
     )
     engine, usual = options.engine, EngineConfig()
     options_set = {

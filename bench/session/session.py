@@ -265,6 +265,8 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
         kv_cache_dtype="auto",
         window=None,
         attention_sinks=0,
+        kv_budget=None,
+        kv_eviction=None,
         loras={},
         tensor_parallel_size=1,
         speculation=None,

@@ -109,6 +109,8 @@ _PLANNED = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "kv_budget",
+    "kv_eviction",
 )
 
 
@@ -123,6 +125,8 @@ class PlannedEngineOptions(words_of(EngineConfig, "Engine", only=_PLANNED)):
             "utilization": self.gpu_memory_utilization,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_budget": self.kv_budget,
+            "kv_eviction": self.kv_eviction,
         }
 
 

@@ -109,6 +109,13 @@ def _facts(plan: Plan) -> Table:
     least = shape.kv_bytes(work.context, element)
     if least < 0.95 * one:
         row("", f"{format_gib(least)} if only the attention window were kept")
+    if (evicted := first.evicted) is not None:
+        row(
+            f"after {evicted.rule.method}",
+            f"{format_gib(evicted.kv_bytes)}  ({evicted.num_slots:,} of {evicted.num_tokens:,} tokens, from "
+            f"the end of the prompt on; {format_gib(evicted.prompt_kv_bytes)} until then)",
+        )
+        one = evicted.kv_bytes
     if work.sequences > 1:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
     row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))

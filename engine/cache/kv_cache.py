@@ -144,7 +144,8 @@ class KvCache:
         states: StateCache | None = None,
     ) -> None:
         self.layers = [
-            LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
+            LayerCache.zeros(layout, num_blocks, block_size, device, dtype, index)
+            for index, layout in enumerate(layouts)
         ]
         self.num_host_blocks = num_host_blocks
         self.states = StateCache((), 0, device) if states is None else states

@@ -25,6 +25,7 @@ class Run(NamedTuple):
         block_ids: block table of the whole sequence.
         tree: of the draft tokens at the end, of which the first may be computed already.
         state_slot: of the sequence's constant state.
+        num_evicted: tokens before `start` that have no slot any more: positions count them.
     """
 
     start: int
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     block_ids: Sequence[int]
     tree: Tree | None = None
     state_slot: int = NULL_SLOT
+    num_evicted: int = 0
 
 
 def step_inputs(
@@ -50,12 +52,12 @@ def step_inputs(
     slots: list[int] = []
     multi_token: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
     decodes: list[tuple[int, int, Sequence[int], range]] = []
-    for start, tokens, block_ids, tree, _ in runs:
+    for start, tokens, block_ids, tree, _, num_evicted in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
         mask = None
         if tree is None or tree.is_chain:
-            positions.extend(range(start, end))
+            positions.extend(range(start + num_evicted, end + num_evicted))
         else:
             mask = _tree_mask(tree, device)
             first, depths = end - len(tree.parents), tree.depths

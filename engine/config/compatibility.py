@@ -41,10 +41,12 @@ FEATURES: Mapping[str, Feature] = {
     "eagle": Feature("an EAGLE head", "`--speculative eagle`"),
     "rejection": Feature("rejection sampling", "`--speculative-acceptance rejection`"),
     "streams": Feature("attention sinks", "`--window`, `--attention-sinks`"),
+    "kv-budget": Feature("KV eviction", "`--kv-budget`, `--kv-eviction`"),
     "lora": Feature("LoRA adapters", "`--lora`"),
     "tensor-parallel": Feature("tensor parallelism", "`--tensor-parallel-size`"),
     "activations-8": Feature("8-bit activations", "`--cpu-activations 8`"),
     "windows": Feature("sliding windows", "the checkpoint"),
+    "latents": Feature("latent attention", "a checkpoint with multi-head latent attention"),
     "quantized": Feature("quantized weights", "the checkpoint"),
     "transformers": Feature(
         "a model that runs through transformers", "a checkpoint of another model type"
@@ -87,6 +89,27 @@ REFUSALS: Mapping[frozenset[str], str] = {
         ): "a state cannot go back to before a draft token that is rejected"
         for method in ("rejection", "ngram", "draft", "medusa", "eagle")
     },
+    **{
+        frozenset({"kv-budget", method}): "a draft token that is rejected has voted on what is kept"
+        for method in ("ngram", "draft", "medusa", "eagle")
+    },
+    frozenset(
+        {"kv-budget", "streams"}
+    ): "both choose which tokens stay: give kv_budget, or window with attention_sinks",
+    frozenset(
+        {"kv-budget", "swap"}
+    ): "scores of keys are not swapped out; preempted sequences are recomputed",
+    frozenset(
+        {"kv-budget", "tensor-parallel"}
+    ): "scores of keys are kept in one process, and its heads are divided",
+    frozenset({"kv-budget", "windows"}): "layers of this model have windows of their own",
+    frozenset(
+        {"kv-budget", "latents"}
+    ): "all heads share one latent, which has no heads to choose for",
+    frozenset(
+        {"kv-budget", "transformers"}
+    ): "kv_budget is for the decoder's own model types, whose attention weights can be read",
+    frozenset({"kv-budget", "states"}): "a state has no tokens to evict",
     frozenset({"streams", "states"}): "a state has no window and no sinks",
     frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",
     frozenset({"tensor-parallel", "states"}): "states are not divided between devices",

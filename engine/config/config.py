@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ..base.units import parse_bytes, parse_size
+from ..scheduling.kv_eviction import DEFAULT_METHOD, METHODS, KvEviction
 from ..scheduling.scheduling_policy import POLICIES
 from ..scheduling.window import Window
 from .adapters import parse_adapters
@@ -170,6 +171,23 @@ class EngineConfig:
             limit=at_least(0),
         ),
     )
+    kv_budget: int | None = field(
+        default=None,
+        metadata=option(
+            "KV eviction, which is not lossless: tokens of a sequence that stay in every layer and KV head "
+            "once its prompt is computed. Default: all.",
+            limit=at_least(1),
+        ),
+    )
+    kv_eviction: str | None = field(
+        default=None,
+        metadata=option(
+            "With --kv-budget: snapkv (what the end of the prompt attends to; the output stays) or h2o "
+            "(heavy hitters and the last tokens, of the output too).",
+            limit=one_of(*METHODS),
+            show_default=DEFAULT_METHOD,
+        ),
+    )
     seed: int = field(
         default=0,
         metadata=option(
@@ -228,6 +246,10 @@ class EngineConfig:
             raise BadInput(
                 f"attention_sinks = {self.attention_sinks} are kept beside a window: give window too"
             )
+        if self.kv_eviction is not None and self.kv_budget is None:
+            raise BadInput(
+                f"kv_eviction {self.kv_eviction!r} needs a budget of tokens: give kv_budget too"
+            )
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:
             raise BadInput("give kv_cache_memory_bytes or num_blocks, not both")
         if self.gpu_memory_utilization is not None and (
@@ -245,6 +267,16 @@ class EngineConfig:
         """The visible window of StreamingLLM; None: sequences end at the model's context."""
         return None if self.window is None else Window(self.window, self.attention_sinks)
 
+    def eviction(self, block_size: int) -> KvEviction | None:
+        """The rule of the KV-cache budget, for blocks of that size; None: there is none.
+
+        Raises:
+            BadInput: the budget is below a block.
+        """
+        if self.kv_budget is None:
+            return None
+        return KvEviction(self.kv_eviction or DEFAULT_METHOD, self.kv_budget, block_size)
+
     @property
     def features(self) -> frozenset[str]:
         """The features of `compatibility.FEATURES` that these options enable."""
@@ -258,6 +290,7 @@ class EngineConfig:
             "kv-fp8": self.kv_cache_dtype == "fp8",
             "kv-int8": self.kv_cache_dtype == "int8",
             "streams": self.window is not None,
+            "kv-budget": self.kv_budget is not None,
             "lora": bool(self.loras or self.max_loras),
             "tensor-parallel": self.tensor_parallel_size > 1,
             "activations-8": self.cpu_activations == 8,

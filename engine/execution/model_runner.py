@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from ..base.transfer import packed
+from ..cache.compaction import Evictor
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
 from ..model.layers.attention import StepInputs
@@ -56,6 +57,7 @@ class ModelRunner:
         *,
         graphs: StepGraphs,
         by_rejection: bool = False,
+        evictor: Evictor | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -65,6 +67,7 @@ class ModelRunner:
         self._sampler = Sampler()
         self._proposer = proposer
         self._graphs = graphs
+        self.evictor = evictor
         rule = RejectionVerification if by_rejection else CoupledVerification
         self._verification: Verification = rule(self._sampler, eos_token_ids)
 
@@ -96,6 +99,8 @@ class ModelRunner:
         A plan of which it `reads_placeholders` must be resolved first.
         """
         with timer("prepare_inputs"):
+            if self.evictor is not None:
+                self.evictor.compact(plan.compactions)
             for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
                 cache.copy(plan.copies)
         if self._proposer is not None:
@@ -169,6 +174,7 @@ class ModelRunner:
             inputs,
             adapters=rows_by_adapter(list(loras), self._device),
             aux_hidden_state_layers=aux_hidden_state_layers,
+            scored=() if self.evictor is None else self.evictor.spans(layout.rows, layout.begins),
         )
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:

@@ -107,7 +107,7 @@ class StepGraphs:
         """Choose a graph and fill its static inputs with a step's values, or leave the step eager."""
         group = inputs.batch.decode
         eager = Forward(partial(self._model.forward, inputs, self._caches), is_replay=False)
-        if inputs.batch.spans or group is None or inputs.adapters:
+        if inputs.batch.spans or group is None or inputs.adapters or inputs.scored:
             return eager
         rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= rows), None)

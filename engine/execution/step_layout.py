@@ -37,7 +37,13 @@ class StepLayout:
         speculative: dict[str, SpeculativeRow] = {}
         begin = 0
         for row in rows:
-            run = Run(row.start, row.token_ids, row.block_ids, state_slot=row.state_slot)
+            run = Run(
+                row.start - row.num_evicted,
+                row.token_ids,
+                row.block_ids,
+                state_slot=row.state_slot,
+                num_evicted=row.num_evicted,
+            )
             draft = drafts.get(row.sequence_id)
             if draft is not None:
                 verified = SpeculativeRow(row, draft, begin + row.num_tokens)

@@ -97,6 +97,9 @@ class BlockPool:
         """Free blocks whose content is still cached, in the order of eviction."""
         return [block.block_id for block in self._free if block.is_cached]
 
+    def is_cached(self, block_id: int) -> bool:
+        return self._blocks[block_id].is_cached
+
     def ref_count(self, block_id: int) -> int:
         return self._blocks[block_id].ref_count
 

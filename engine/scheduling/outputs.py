@@ -111,6 +111,8 @@ class EngineStats:
         num_swaps: preemptions by swapping out, not recomputation.
         num_drafts, num_draft_tokens, num_accepted_tokens: drafts (one per sequence and step), their draft
             tokens, and the accepted ones.
+        num_kept_tokens, num_evicted_tokens: of sequences that were compacted to a KV-cache budget, summed
+            over compactions, those of recomputed sequences too.
         kv_dtype, kv_bytes: data type and size of the KV cache.
         kv_tokens_total: its capacity in tokens.
         kv_slots_used, kv_slots_unfilled: slots in the blocks in use, a shared block counted once, and those
@@ -125,6 +127,8 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_kept_tokens: int = 0
+    num_evicted_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_running: int = 0

@@ -92,6 +92,11 @@ class PrefixCache:
             self._hash_of[block_id] = name
             self._pool.set_cached(block_id, True)
 
+    def forget(self, block_id: int) -> None:
+        """Drop the entry of a block that its only owner is about to overwrite."""
+        self._evict(block_id)
+        self._pool.set_cached(block_id, False)
+
     def reset(self) -> None:
         """Drop all entries and counters; running sequences keep their blocks."""
         for block_id in self._hash_of:

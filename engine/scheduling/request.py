@@ -49,6 +49,8 @@ class Request:
     The blocks at the indices `evicted` of `block_ids` are freed: they are behind the sliding window of every
     later token.
 
+    `num_evicted_tokens` are not in the cache any more: the sequence was compacted to a KV-cache budget.
+
     `num_output_placeholders` counts tokens, after `token_ids`, that in-flight steps will sample. They count
     as tokens, so that the next step can be scheduled, and become known when those steps are processed.
 
@@ -84,6 +86,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     state_slot: int = NULL_SLOT
     evicted: range = range(0)
+    num_evicted_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -93,6 +96,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_output_placeholders
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its block table that its computed tokens take, or took before they left a window."""
+        return self.num_computed_tokens - self.num_evicted_tokens
 
     @property
     def num_known_tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...quant.base.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
+from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
 from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
@@ -52,6 +53,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting: list[tuple[Rank, Request]] = []
         self._requests: dict[str, Request] = {}
+        self.compactor = Compactor(config.eviction, pool, cache)
         self._copies: dict[int, int] = {}  # destination block → source block
         self._watermark_blocks = int(config.watermark * pool.num_usable)
         self.num_preemptions = 0
@@ -64,6 +66,14 @@ class Scheduler:
         if self.config.max_blocks(longest - 1) <= self.pool.num_usable:
             return longest
         return min(longest, self.pool.num_usable * self.config.block_size + 1)
+
+    def longest_after(self, num_prompt_tokens: int) -> int:
+        """`longest_sequence` of those with that many tokens of prompt: evicted tokens need no slots."""
+        longest, eviction = self.longest_sequence, self.config.eviction
+        if eviction is None or num_prompt_tokens >= longest:
+            return longest
+        capacity = self.pool.num_usable * self.config.block_size
+        return min(self.config.max_model_len, eviction.longest(num_prompt_tokens, capacity))
 
     @property
     def num_waiting(self) -> int:
@@ -92,7 +102,7 @@ class Scheduler:
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
                 f"context length of {self.config.max_model_len} tokens"
             )
-        elif longest > self.longest_sequence:
+        elif longest > self.longest_after(request.num_prompt_tokens):
             capacity = self.pool.num_usable * self.config.block_size
             raise BadInput(
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
@@ -166,7 +176,7 @@ class Scheduler:
         within = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
         copies = BlockCopies(within, *self.swap.take_copies(), self.states.take_copies())
-        return StepPlan(rows, copies)
+        return StepPlan(rows, copies, self.compactor.take())
 
     def update(
         self,
@@ -194,8 +204,12 @@ class Scheduler:
                 self.states.end_save(row.checkpoint, None, row.end)
                 continue
             if request.status is RequestStatus.RUNNING:  # else it was preempted since
-                self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
+                # Blocks that were compacted hold other tokens for each head.
+                if not request.num_evicted_tokens:
+                    self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
                 self._evict_behind_window(request)
+                if row.compacts and not self.compactor.compact(request):
+                    self._preempt(request)
             self.states.end_save(row.checkpoint, request, row.end)
             if not row.num_samples:
                 if request.pooling is not None and row.end == request.num_prompt_tokens:
@@ -248,6 +262,7 @@ class Scheduler:
         for request in list(self.running):
             self._requeue(request)
         self._copies.clear()
+        self.compactor.take()
         self.states.reset_in_flight()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -275,11 +290,11 @@ class Scheduler:
         for request in waiting:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids and request.num_computed_tokens == 0
-            assert not request.evicted
+            assert not request.evicted and not request.num_evicted_tokens
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens
-            assert len(request.block_ids) >= self.config.num_blocks(request.num_computed_tokens)
+            assert len(request.block_ids) >= self.config.num_blocks(request.num_slots)
         self.swap.check_integrity(waiting)
         assert not any(request.state_slot for request in waiting)
         self.states.check_integrity(self.running)
@@ -290,13 +305,11 @@ class Scheduler:
         """Tokens that `request` may compute now, at least one."""
         limit = self.config.prefill_chunk_size or budget
         num_new = max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
-        return self.states.chunk(request, num_new)
+        return self.compactor.end_of_step(request, self.states.chunk(request, num_new))
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
-        needed = self.config.num_blocks(request.num_computed_tokens + num_new) - len(
-            request.block_ids
-        )
+        needed = self.config.num_blocks(request.num_slots + num_new) - len(request.block_ids)
         if needed > self.pool.num_free:
             return False
         if needed > 0:
@@ -329,6 +342,7 @@ class Scheduler:
             return False
         table = self.cache.match(request)
         num_hits = self.states.num_restorable(request, len(table))
+        num_hits = self.compactor.num_reusable(request, num_hits)
         del table[num_hits:]
         num_computed = num_hits * self.config.block_size
         swapped = self.swap.swapped(request)
@@ -338,7 +352,8 @@ class Scheduler:
         evict_blocks(table, range(0), evicted)
         hits = [*table[: evicted.start], *table[evicted.stop :]]
         revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
-        end = self.config.admitted_tokens(num_computed, request.num_tokens)
+        num_tokens = self.compactor.admitted_tokens(request)
+        end = self.config.admitted_tokens(num_computed, num_tokens)
         places = range(num_hits, self.config.num_blocks(end))
         needed = [place for place in places if place not in evicted]
         reserve = self._watermark_blocks if self.running else 0
@@ -381,6 +396,7 @@ class Scheduler:
             checkpoint=self.states.begin_save(request, end),
             pooling=request.pooling,
         )
+        row = self.compactor.mark(request, row)
         request.num_computed_tokens = end
         if row.samples_one:
             request.num_output_placeholders += 1
@@ -433,14 +449,15 @@ class Scheduler:
         child = parent.fork(index)
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
-        num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
+        num_full, partial = divmod(parent.num_slots, self.config.block_size)
         has_room = len(self.running) < self.config.max_num_seqs and self.states.has_free
+        has_room &= parent.status is RequestStatus.RUNNING
         if not has_room or self.pool.num_free < bool(partial):
             self._enqueue(child)
             return child
         shared = parent.block_ids[:num_full]
         child.block_ids = list(shared)
-        child.evicted = parent.evicted
+        child.evicted, child.num_evicted_tokens = parent.evicted, parent.num_evicted_tokens
         self.pool.share(child.held_block_ids)
         if partial:
             copy = self.pool.allocate(1)
@@ -475,7 +492,7 @@ class Scheduler:
         self.states.free(request.state_slot)
         request.state_slot = NULL_SLOT
         request.block_ids = []
-        request.evicted = range(0)
+        request.evicted, request.num_evicted_tokens = range(0), 0
 
     def _evict_behind_window(self, request: Request) -> None:
         """Free the blocks behind the window; the null block takes their place in the table."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
 from .draft_length import DraftLength
+from .kv_eviction import KvEviction
 from .window import Window
 
 
@@ -25,6 +26,7 @@ class SchedulerConfig:
             it are freed.
         drafting: the rule for the number of draft tokens of a sequence; None: no speculative decoding.
         policy: name of the scheduling policy.
+        eviction: the rule of a KV-cache budget; None: every token stays.
     """
 
     max_num_batched_tokens: int
@@ -36,6 +38,7 @@ class SchedulerConfig:
     window: Window | None = None
     drafting: DraftLength | None = None
     policy: str = "fcfs"
+    eviction: KvEviction | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
@@ -59,7 +62,10 @@ class SchedulerConfig:
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a sequence holds at once, until `num_tokens` of it are computed."""
+        """Maximum number of blocks that a sequence holds at once, until `num_tokens` of it are computed.
+
+        All of them may be prompt, so that a KV-cache budget does not change it.
+        """
         whole = self.num_blocks(num_tokens)
         if self.window is None:
             return whole

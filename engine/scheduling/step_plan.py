@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..base.pooling_params import PoolingParams
@@ -29,6 +29,10 @@ class ScheduledRow(NamedTuple):
         state_slot: of the sequence's constant state, which starts from nothing at position 0.
         checkpoint: state slot into which the state after `end` is copied; the null slot: none.
         pooling: how the hidden states are pooled, if they are; nothing is sampled then.
+        num_evicted: tokens before `start` that were evicted to a KV-cache budget: the slot of a token is its
+            position less these.
+        num_scored: last tokens of the row whose attention weights count in the next compaction.
+        compacts: the sequence is compacted before its next step.
     """
 
     sequence_id: str
@@ -45,6 +49,9 @@ class ScheduledRow(NamedTuple):
     state_slot: int = NULL_SLOT
     checkpoint: int = NULL_SLOT
     pooling: PoolingParams | None = None
+    num_evicted: int = 0
+    num_scored: int = 0
+    compacts: bool = False
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -101,17 +108,33 @@ class BlockCopies:
         return bool(self.within or self.to_host or self.from_host or self.states)
 
 
+class Compaction(NamedTuple):
+    """Compaction of a sequence: in every layer each KV head keeps `num_kept` of its tokens.
+
+    Attributes:
+        source, num_slots: the block table before, and its number of tokens.
+        destination: the block table after; some of its blocks may be in `source`.
+    """
+
+    sequence_id: str
+    source: tuple[int, ...]
+    num_slots: int
+    destination: tuple[int, ...]
+    num_kept: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows to compute, after copying blocks."""
+    """Rows to compute, after compacting sequences one by one and copying blocks."""
 
     rows: tuple[ScheduledRow, ...]
     copies: BlockCopies = BlockCopies()
+    compactions: tuple[Compaction, ...] = ()
 
     @property
     def blocks_next_step(self) -> bool:
-        """Whether the next step's positions depend on this one's samples: it is not scheduled before."""
-        return any(row.num_samples and not row.samples_one for row in self.rows)
+        """Whether the next step's positions or slots depend on this one: it is not scheduled before."""
+        return any(row.compacts or (row.num_samples and not row.samples_one) for row in self.rows)
 
     @property
     def has_placeholders(self) -> bool:
@@ -120,7 +143,7 @@ class StepPlan:
 
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> StepPlan:
         """The plan with the previous step's tokens, by sequence, in place of the placeholders."""
-        return StepPlan(tuple(row.resolved(sampled) for row in self.rows), self.copies)
+        return replace(self, rows=tuple(row.resolved(sampled) for row in self.rows))
 
     @property
     def num_tokens_of(self) -> dict[str, int]:

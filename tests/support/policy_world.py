@@ -9,11 +9,12 @@ from typing import Literal
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.scheduling.block_pool import BlockPool
 from llmopt.engine.scheduling.draft_length import DraftLength
+from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes, Token
 from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.scheduling.state_pool import StatePool
-from llmopt.engine.scheduling.step_plan import Copies, ScheduledRow, StepPlan
+from llmopt.engine.scheduling.step_plan import Compaction, Copies, ScheduledRow, StepPlan
 from llmopt.engine.scheduling.swap_space import SwapSpace
 from llmopt.engine.scheduling.tree import Tree
 from llmopt.engine.scheduling.window import Window
@@ -77,6 +78,8 @@ class World:
     each token is sampled, every slot must hold exactly that sequence's prefix and salt; a block that was
     shared, copied, freed or reused wrongly fails at once. Draft tokens are written too, right and wrong ones.
 
+    With an `eviction` rule a compacted sequence must hold what it kept, and everything since.
+
     With `num_states` each sequence has a state as well, which is the prefix that its tokens have updated it by.
     """
 
@@ -92,6 +95,7 @@ class World:
         num_host_blocks: int = 0,
         num_states: int = 0,
         num_checkpoints: int = 0,
+        eviction: KvEviction | None = None,
         **limits: int,
     ) -> None:
         self.block_size = block_size
@@ -110,6 +114,7 @@ class World:
                 policy=policy,
                 drafting=DraftLength(drafting, 0.1, width) if drafting else None,
                 window=window,
+                eviction=eviction,
                 **limits,
             ),
             pool,
@@ -117,6 +122,7 @@ class World:
             SwapSpace(num_host_blocks),
             StatePool(num_states, num_checkpoints, block_size),
         )
+        self._kept: dict[str, list[Past]] = {}
         self.host: dict[tuple[int, int], Past] = {}
         self.slots: dict[tuple[int, int], Past] = {}
         self.states: dict[int, Past] = {}
@@ -191,6 +197,8 @@ class World:
         step.before = None
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.rows) <= config.max_num_seqs
+        for compaction in plan.compactions:
+            self._compact(compaction)
         self._copy(self.slots, self.slots, plan.copies.within)
         self._copy(self.slots, self.host, plan.copies.to_host)
         self._copy(self.host, self.slots, plan.copies.from_host)
@@ -212,7 +220,7 @@ class World:
             pasts: list[Past] = [(salt, *known[: i + 1]) for i in range(row.start, row.end)]
             pasts += [(salt, *known, *path_of(draft, tree, i)) for i in range(len(draft))]
             self._update_state(row, salt)
-            for number, past in enumerate(pasts, row.start):
+            for number, past in enumerate(pasts, row.start - row.num_evicted):
                 slot = self._slot(row, number)
                 assert slot[0] != 0, "a token is written to the null block"
                 assert slot not in written, "two sequences write the same slot"
@@ -224,7 +232,8 @@ class World:
             salt, (draft, tree) = salts[row.sequence_id], drafts[row.sequence_id]
             window = config.window or Window(row.end)
             behind = range(window.sinks, max(window.sinks, row.start - window.length + 1))
-            for position in range(row.end):
+            self._check_kept(row, salt)
+            for position in range(0 if not row.num_evicted else row.end, row.end):
                 if position in behind:
                     continue
                 past = (salt, *row.history[: position + 1])
@@ -265,6 +274,31 @@ class World:
             target.pop(place, None)
             if past is not None:
                 target[place] = past
+
+    def _compact(self, compaction: Compaction) -> None:
+        """Keep the last token, and of the others those that a hash chooses."""
+        size = self.block_size
+        held = [
+            self.slots[compaction.source[slot // size], slot % size]
+            for slot in range(compaction.num_slots)
+        ]
+        chosen = sorted(held[:-1], key=lambda past: hash((past, "kept")))[: compaction.num_kept - 1]
+        kept = [*sorted(chosen, key=len), held[-1]]
+        for slot, past in enumerate(kept):
+            self.slots[compaction.destination[slot // size], slot % size] = past
+        self._kept[compaction.sequence_id] = kept
+
+    def _check_kept(self, row: ScheduledRow, salt: bytes) -> None:
+        """A compacted sequence holds what it kept, and the tokens since in their order."""
+        if not row.num_evicted:
+            return
+        num_slots = row.end - row.num_evicted
+        held = [self.slots[self._slot(row, slot)] for slot in range(num_slots)]
+        kept = self._kept.get(row.sequence_id)
+        assert kept is None or held[: len(kept)] == kept, "a kept token is lost"
+        lengths = [len(past) - 1 for past in held]
+        assert lengths == sorted(set(lengths)) and lengths[-1] == row.end
+        assert held == [(salt, *row.history[:length]) for length in lengths], "the cache is wrong"
 
     def _copy_states(self, copies: Copies) -> None:
         assert len({destination for _, destination in copies}) == len(copies)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kernels.activations.quantized_activations import ActivationQuant, Rows
+from ...kernels.attention.key_scores import ScoredSpan, add_key_scores
 from ...kernels.attention.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ...kernels.attention.paged_tensor import PagedTensor
 from ...kernels.elementwise.dispatch import RopeAndCacheKernel, TorchRopeAndCache
@@ -27,11 +28,13 @@ class LayerCache:
     """Paged KV cache of one layer.
 
     `values` may be a view of the first elements of `keys` (MLA): writing keys then writes both.
+    `index` is the layer's, among those with a cache.
     """
 
     keys: PagedTensor
     values: PagedTensor
     values_in_keys: bool = False
+    index: int = 0
 
     @classmethod
     def zeros(
@@ -41,13 +44,15 @@ class LayerCache:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        index: int = 0,
     ) -> LayerCache:
         """A zeroed cache with elements of `dtype`."""
         shape = (num_blocks, layout.entries(block_size), layout.num_heads)
         keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
-            return cls(keys, keys.first_elements(layout.value_dim), True)
-        return cls(keys, PagedTensor.zeros(*shape, layout.value_dim, device, dtype))
+            return cls(keys, keys.first_elements(layout.value_dim), True, index)
+        values = PagedTensor.zeros(*shape, layout.value_dim, device, dtype)
+        return cls(keys, values, index=index)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -70,6 +75,7 @@ class StepInputs:
         adapters: int64, tokens by LoRA adapter name; None: all tokens.
         aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
         states: of the sequences of a model with constant state.
+        scored: tokens whose attention weights are summed, for KV eviction.
     """
 
     token_ids: torch.Tensor
@@ -79,6 +85,7 @@ class StepInputs:
     adapters: AdapterRows = field(default_factory=dict)
     aux_hidden_state_layers: tuple[int, ...] = ()
     states: StateBatch = NO_STATES
+    scored: Sequence[ScoredSpan] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,7 @@ class HeadAttention:
                 step.inputs.slots,
                 norms,
             )
+            self._score_keys(queries, step, cache)
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return mixed.flatten(1)
         queries, keys, values = self._split(qkv)
@@ -215,10 +223,16 @@ class HeadAttention:
             queries = _scale_by_position(queries, self.temperature, step.cache_positions)
         cache.keys.write(keys, step.inputs.slots, key_scale)
         cache.values.write(values, step.inputs.slots, value_scale)
+        self._score_keys(queries, step, cache)
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
         return mixed.flatten(1)
+
+    def _score_keys(self, queries: torch.Tensor, step: Step, cache: LayerCache) -> None:
+        """Sum the weights of the scored tokens of a step, whose keys are in the cache."""
+        for span in step.inputs.scored:
+            add_key_scores(queries, cache.keys, self.rule, span, cache.index)
 
     def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """QKV without its gate, and the gate [tokens, heads * head_dim]."""

@@ -18,6 +18,7 @@ from ..memory.cache_size import (
     KvCacheBudget,
     size_cache,
 )
+from ..memory.evicted_cache import EvictedCache, check_evictable
 from ..memory.memory import Deployment, Reserve
 from ..memory.state_slots import size_states
 from ..model.catalog import PlannedModel
@@ -44,8 +45,8 @@ class DevicePlan:
     """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
 
     `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
-    the workload's number of sequences. The binding constraint is what prevents one more sequence; the
-    relaxations are changes that would allow more.
+    the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
+    one more sequence; the relaxations are changes that would allow more.
     """
 
     device: Device
@@ -68,6 +69,7 @@ class DevicePlan:
     prefill_bound: StepTime | None
     speculation: SpeculationGain | None
     cost: Cost | None
+    evicted: EvictedCache | None = None
 
     @property
     def gpu(self) -> str:
@@ -137,13 +139,18 @@ def make_plan(
     if tp is not None:
         chosen = replace(chosen, tp=tp)
     kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
+    if workload.eviction is not None:
+        check_evictable(model.shape, workload.eviction)
+        if chosen.engine != "llmopt":
+            raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
+        if chosen.speculation is not None:
+            raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
     solver = Solver(model.shape, recipe, workload, chosen)
     plans = [_on_device(solver, model, workload, device, chosen) for device in devices]
     if ranked:
         plans.sort(key=_rank)
-    return Plan(
-        model, recipe, workload, chosen, tuple(plans), tuple(_warnings(model, workload, chosen))
-    )
+    warnings = tuple(_warnings(model, workload, chosen, plans))
+    return Plan(model, recipe, workload, chosen, tuple(plans), warnings)
 
 
 def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
@@ -162,9 +169,10 @@ def _on_device(
     decode = decode_bound = prefill = prefill_bound = None
     # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
-        count, context = workload.sequences, workload.context
+        count, context = workload.sequences, workload.held_tokens
         decode = decode_time(deployment, device, count, context, setup.efficiency)
         decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
+        context = workload.context
         prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
         prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
     return DevicePlan(
@@ -175,7 +183,7 @@ def _on_device(
         gpus_needed=needed,
         fits=fits,
         kv_budget_bytes=max(0, deployment.kv_budget(device.memory_bytes, reserve)),
-        kv_bytes=workload.sequences * deployment.kv_bytes(workload.context, reserve),
+        kv_bytes=workload.sequences * deployment.kv_bytes(workload.held_tokens, reserve),
         max_concurrent_sequences=max_sequences,
         max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
         binding_constraint=solver.constraint(deployment, device),
@@ -188,6 +196,7 @@ def _on_device(
         prefill_bound=prefill_bound,
         speculation=_speculation(deployment, device, workload, setup, decode),
         cost=_cost(deployment, device, workload, setup, reserve, decode),
+        evicted=solver.evicted(deployment, reserve),
     )
 
 
@@ -252,7 +261,7 @@ def _speculation(
         deployment,
         device,
         workload.sequences,
-        workload.context,
+        workload.held_tokens,
         setup.efficiency,
         tokens_per_sequence=draft.draft_tokens + 1,
     )
@@ -283,11 +292,17 @@ def _cost(
     )
 
 
-def _warnings(model: PlannedModel, workload: Workload, setup: Setup) -> list[str]:
+def _warnings(
+    model: PlannedModel, workload: Workload, setup: Setup, plans: Sequence[DevicePlan]
+) -> list[str]:
     warnings = []
     shape = model.shape
     if workload.context > shape.max_context:
         warnings.append(_beyond_max_context(model, workload.context))
+    if workload.eviction is not None and any(plan.deployment.gpus > 1 for plan in plans):
+        warnings.append(
+            "the engine evicts in one process: a kv_budget on several devices is arithmetic"
+        )
     rule = RULES[setup.engine]
     if workload.kv_dtype not in rule.kv_dtypes:
         warnings.append(

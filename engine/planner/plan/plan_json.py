@@ -64,10 +64,26 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "kv_bytes_paged_no_window": count * full.kv_bytes(context, element, block),
         "engines": engines_as_dict(plan, first, element),
         **_device_dict(first),
+        "kv_eviction": _eviction_dict(first),
         "kv_bytes_per_rank": count * max(stages),
         "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
         "efficiency": asdict(plan.efficiency),
         "gpus": [_device_dict(device) for device in plan.devices],
+    }
+
+
+def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
+    """A sequence under the KV-cache budget, on the first plan's devices; the sums of whole sequences beside
+    it have no budget."""
+    if (evicted := plan.evicted) is None:
+        return None
+    return {
+        "method": evicted.rule.method,
+        "budget": evicted.rule.budget,
+        "kv_tokens_per_sequence": evicted.num_slots,
+        "kv_bytes_per_sequence": evicted.kv_bytes,
+        "kv_bytes_of_prompt": evicted.prompt_kv_bytes,
+        "max_concurrent_sequences": plan.max_concurrent_sequences,
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ....quant.base.errors import BadInput
 from ...base.units import parse_bytes, parse_size, parse_tokens
+from ...config.config import EngineConfig
 from ..device.devices import Device, choose_devices
 from ..device.host import host_dtype
 from ..device.money import Prices
@@ -44,6 +45,8 @@ class PlanRequest:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     kv_cache_memory: str | None = None
+    kv_budget: int | None = None
+    kv_eviction: str | None = None
     measured: Path | None = None
     draft_tokens: int | None = None
     acceptance: float = 0.7
@@ -73,6 +76,7 @@ def plan_for(ask: PlanRequest) -> Plan:
         kv_dtype(ask.kv_dtype or (host_dtype() if on_cpu else "bf16")).name,
         block_size,
         ask.output_tokens,
+        EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
     )
     setup = Setup(
         tp=ask.tp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....quant.base.errors import BadInput
+from ...scheduling.kv_eviction import KvEviction
 from ..device.devices import Device
 from ..device.money import Prices
 from ..device.speed import DEFAULT_EFFICIENCY, Efficiency
@@ -21,13 +22,14 @@ OUTPUT_FRACTION = 0.25
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
-    `output_tokens` are output."""
+    `output_tokens` are output. With `eviction` a budget of them stays in the KV cache."""
 
     context: int
     sequences: int = 1
     kv_dtype: str = "bf16"
     block_size: int = 16
     output_tokens: int | None = None
+    eviction: KvEviction | None = None
 
     def __post_init__(self) -> None:
         kv_dtype(self.kv_dtype)
@@ -46,6 +48,13 @@ class Workload:
     def answer_tokens(self) -> int:
         """Output tokens of a sequence."""
         return self.output_tokens or max(1, int(self.context * OUTPUT_FRACTION))
+
+    @property
+    def held_tokens(self) -> int:
+        """Most tokens of a sequence in the KV cache while it decodes."""
+        if self.eviction is None:
+            return self.context
+        return self.eviction.held(self.prompt_tokens, self.context)
 
     @property
     def prompt_tokens(self) -> int:

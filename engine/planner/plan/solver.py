@@ -9,6 +9,7 @@ from typing import Literal
 
 from ....quant.base.errors import BadInput
 from ..device.devices import Device
+from ..memory.evicted_cache import EvictedCache
 from ..memory.memory import Deployment, Reserve
 from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
@@ -128,8 +129,18 @@ class Solver:
         self, deployment: Deployment, device: Device, reserve: Reserve | None = None
     ) -> int:
         """Concurrent sequences at the workload's context."""
-        chosen = reserve or self.reserve(deployment, device)
-        return deployment.max_sequences(device.memory_bytes, chosen, self._workload.context)
+        chosen, work = reserve or self.reserve(deployment, device), self._workload
+        if (evicted := self.evicted(deployment, chosen)) is not None:
+            return evicted.max_sequences(device.memory_bytes)
+        return deployment.max_sequences(device.memory_bytes, chosen, work.context)
+
+    def evicted(self, deployment: Deployment, reserve: Reserve) -> EvictedCache | None:
+        """The KV cache of a sequence under the workload's budget; None: it has none."""
+        work = self._workload
+        if work.eviction is None:
+            return None
+        tokens = work.prompt_tokens, work.context
+        return EvictedCache(work.eviction, deployment, reserve, *tokens)
 
     def reserve(self, deployment: Deployment, device: Device) -> Reserve:
         """Memory limits on the device."""

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...engine import Engine
+from ...scheduling.outputs import EngineStats
 from ..access.key_ring import KeyRing
 from ..loop.loop import EngineLoop
 from ..loop.metrics import Histogram, ServerMetrics
@@ -68,6 +69,9 @@ def speed_features(engine: Engine) -> dict[str, str]:
         "chunked_prefill_tokens": str(limits.prefill_chunk_size or limits.max_num_batched_tokens),
         "speculation": "off" if speculation is None else str(speculation.method),
         "kv_cache_dtype": engine.stats.kv_dtype,
+        "kv_eviction": "off"
+        if limits.eviction is None
+        else f"{limits.eviction.method} {limits.eviction.budget}",
         "num_lora_adapters": str(engine.loras.loaded.max_loras),
         "overlapped_loop": "on" if config.async_scheduling else "off",
         "tensor_parallel_size": str(config.tensor_parallel_size),
@@ -121,6 +125,7 @@ class _EngineCollector(Collector):
         yield self._counter(
             "prefix_cache_hits", "Prefix-cache hits, in tokens.", stats.prefix_cache_hits
         )
+        yield from self._of_evictions(stats)
         yield self._counter(
             "spec_decode_num_drafts", "Drafts verified by the target model.", stats.num_drafts
         )
@@ -154,6 +159,20 @@ class _EngineCollector(Collector):
                 "cache_dtype": stats.kv_dtype,
                 "enable_prefix_caching": str(self._features["prefix_caching"] == "on"),
             },
+        )
+
+    def _of_evictions(self, stats: EngineStats) -> Iterator[Metric]:
+        if self._prefix == "vllm:":
+            return
+        yield self._counter(
+            "kv_evicted_tokens",
+            "Tokens evicted to the KV-cache budget, cumulative.",
+            stats.num_evicted_tokens,
+        )
+        yield self._counter(
+            "kv_kept_tokens",
+            "Tokens kept whenever a sequence was compacted to the KV-cache budget, cumulative.",
+            stats.num_kept_tokens,
         )
 
     def _of_requests(self, metrics: ServerMetrics) -> Iterator[Metric]:

@@ -13,5 +13,6 @@ VLLM_NAMES: Mapping[str, str] = {
 OURS_ALONE = (
     *("ready", "steps", "failed_steps", "step_seconds", "http_responses", "api_key"),
     *("feature_info", "device_info"),
+    *("kv_evicted_tokens", "kv_kept_tokens"),
 )
 """Metrics without a counterpart in vLLM."""

@@ -28,7 +28,7 @@ from llmopt.recipes import MODELS
 
 from ...support.heads_world import write_eagle, write_medusa
 from ...support.lora_world import write_adapter
-from ...support.model_families import save_model
+from ...support.model_families import LATENT, save_model
 from ...support.quantized_world import write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -49,12 +49,15 @@ ENGINE: dict[str, dict[str, Any]] = {
     "eagle": {"speculation": SpeculationConfig("eagle", "the checkpoint's")},
     "rejection": {"speculation": SpeculationConfig("ngram", ngram_min=1, acceptance="rejection")},
     "streams": {"window": 6, "attention_sinks": 2},
+    "kv-budget": {"kv_budget": 4, "kv_eviction": "h2o"},
     "lora": {"loras": {"own": "the checkpoint's"}},
     "tensor-parallel": {"tensor_parallel_size": 2},
     "activations-8": {"cpu_activations": 8},
 }
-CHECKPOINT = ("windows", "quantized", "transformers", "states")
+CHECKPOINT = ("windows", "latents", "quantized", "transformers", "states")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
+# Two of a checkpoint's features that no model of these tests has both of.
+SEPARATE = [frozenset({"latents", other}) for other in ("windows", "transformers", "states")]
 # A change of these alone leaves every greedy token what it was.
 LOSSLESS = {
     *("chunks", "no-prefix-cache", "policy", "overlap", "eager", "swap", "prompt-logprobs"),
@@ -104,6 +107,8 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
 
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
+    latents = {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 3, "intermediate_size": 128}
+    quantize(("latents",), add(("latents",), "DeepseekV2Config", latents))
     quantize(("transformers",), add(("transformers",), "ArceeConfig", {"intermediate_size": 128}))
     states: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
     states |= {"intermediate_size": 128, "block_auto_adjust_ff_dim": False}
@@ -167,7 +172,9 @@ def tokens(llm: LLM, names: frozenset[str]) -> list[list[int]]:
 @pytest.mark.parametrize("pair", combinations(FEATURES, 2), ids=" x ".join)
 def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     names = frozenset(pair)
-    if names in ALTERNATIVES or ("tensor-parallel" in names and names not in REFUSALS):
+    if names in SEPARATE or names in ALTERNATIVES:
+        return
+    if "tensor-parallel" in names and names not in REFUSALS:
         return  # the next test has the shards of a model
     if refusals := [two for two in REFUSALS if two <= names]:
         with pytest.raises(BadInput) as refused:
@@ -201,8 +208,10 @@ def test_a_divided_model_goes_with_everything(engines, others):
 
 def test_every_feature_meets_a_divided_model():
     met = {"tensor-parallel", *set().union(*DIVIDED), *REQUEST}
-    # Models of transformers' modules: tests/engine/tensor_parallel/test_divided_modules.py.
-    assert met == set(FEATURES) - {"transformers", "states"}
+    # Models of transformers' modules: tests/engine/tensor_parallel/test_divided_modules.py; of latents:
+    # tests/engine/tensor_parallel/test_tensor_parallel.py.
+    refused = {other for pair in REFUSALS if "tensor-parallel" in pair for other in pair}
+    assert met | refused == set(FEATURES) - {"transformers", "latents"}
 
 
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():

@@ -87,7 +87,8 @@ export function startEngine(mine) {
     byId("rate").textContent = decimal(rates.at(-1).y);
     byId("rate-note").textContent = `${decimal(rates.at(-1).prompt)} prompt tokens/s`;
     byId("usage").textContent = percent(blocks.used, blocks.total);
-    byId("usage-note").textContent = `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")}`;
+    const evicted = counters.evicted_tokens ? `, ${counters.evicted_tokens.toLocaleString("en")} tokens evicted` : "";
+    byId("usage-note").textContent = `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")}${evicted}`;
     byId("hits").textContent = percent(counters.prefix_hits, counters.prefix_queries);
     byId("hits-note").textContent = `${counters.prefix_hits.toLocaleString("en")} tokens`;
     byId("num-preemptions").textContent = counters.preemptions.toLocaleString("en");
@@ -142,7 +143,9 @@ export function startEngine(mine) {
     bar.ariaLabel = `Output tokens of ${shortName(sequence.id)}`;
     output.append(bar);
     const count = sequence.blocks ? sequence.blocks.reduce((sum, length, i) => sum + (i % 2 ? length : 0), 0) : 0;
-    row.append(title, cell(state), cell(prompt), output, cell(count), cell(seconds(sequence.seconds)));
+    const kept = sequence.computed_tokens - sequence.evicted_tokens;
+    const blocks = sequence.evicted_tokens ? `${count} (${kept} of ${sequence.computed_tokens} tokens kept)` : count;
+    row.append(title, cell(state), cell(prompt), output, cell(blocks), cell(seconds(sequence.seconds)));
     return row;
   }
 
