@@ -7,7 +7,8 @@ Each policy has the same budgets, shares of the prompt: attention sinks with a w
 and H2O. Retrieval: a pass key at several depths of a text of the bundled stories, asked for at its end (the
 passkey retrieval of Mohtashami and Jaggi, arXiv:2305.16300); a hit is a continuation that begins with the
 key. KL: the tokens that follow a prompt are forced, and the distribution before each is compared with the
-full cache's, in nats. KV memory is measured: the blocks in use when the last token is computed.
+full cache's, in nats. KV memory is measured: the blocks in use when the last token is computed. The file is
+written after each policy.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main() -> int:
         outcomes.append(Outcome(policy.name, policy.share, budget, hits, *counts, evicted))
         print(outcomes[-1], flush=True)
         engine.close()
-    _write(arguments, outcomes)
+        _write(arguments, outcomes)
     return 0
 
 

@@ -33,6 +33,8 @@ OURS_ALONE = {
     "--swap-space": "vLLM recomputes what it preempts",
     "--window": "streams without end",
     "--attention-sinks": "streams without end",
+    "--kv-budget": "vLLM evicts no tokens",
+    "--kv-eviction": "vLLM evicts no tokens",
     "--num-threads": "vLLM reads OMP_NUM_THREADS",
     "--cpu-activations": "a kernel of ours",
     "--prompt-lookup-min": "a key of vLLM's --speculative-config",
@@ -60,6 +62,8 @@ SAID: Mapping[str, tuple[list[str], Any]] = {
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
     "window": (["--window", "64"], 64),
     "attention_sinks": (["--window", "64", "--attention-sinks", "4"], 4),
+    "kv_budget": (["--kv-budget", "64"], 64),
+    "kv_eviction": (["--kv-budget", "64", "--kv-eviction", "h2o"], "h2o"),
     "seed": (["--seed", "7"], 7),
     "num_threads": (["--num-threads", "1"], 1),
     "cpu_activations": (["--cpu-activations", "8"], 8),
@@ -141,7 +145,8 @@ def test_a_field_is_reached_by_every_way_under_its_name(configs, monkeypatch, fi
     for command in ("serve-local", "bench"):
         assert getattr(configs(command, *words), field) == value
     monkeypatch.setattr(llm, "Engine", lambda config: config)
-    beside = {"window": 64} if field == "attention_sinks" else {}
+    needed = {"attention_sinks": {"window": 64}, "kv_eviction": {"kv_budget": 64}}
+    beside = needed.get(field, {})
     made: Any = llm.LLM("stories3M", **beside, **{field: value}).engine
     assert made == EngineConfig("stories3M", **beside, **{field: value})
     assert getattr(BenchOptions(**beside, **{field: value}).engine, field) == value

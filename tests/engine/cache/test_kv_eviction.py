@@ -13,6 +13,8 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
 from llmopt.engine.scheduling.kv_eviction import KvEviction
+from llmopt.engine.server.loop.metrics import ServerMetrics
+from llmopt.engine.server.metrics.state import snapshot
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -312,3 +314,15 @@ def test_the_api_has_it() -> None:
         [[1, *range(300, 400)]], SamplingParams(max_tokens=20, ignore_eos=True)
     )
     assert len(result.token_ids) == 20 and llm.engine.stats.num_evicted_tokens > 30
+
+
+def test_the_page_says_what_was_kept(tokens) -> None:
+    built, metrics = evicting("snapkv"), ServerMetrics()
+    metrics.begin(built)
+    built.add_request("r", tokens[:PROMPT], GREEDY)
+    metrics.note_step(built.step())
+    state = snapshot(built, metrics)
+    (sequence,) = state["running"]
+    assert (sequence["computed_tokens"], sequence["evicted_tokens"]) == (PROMPT, PROMPT - BUDGET)
+    assert state["counters"]["kept_tokens"] == metrics.stats.num_kept_tokens == BUDGET
+    assert state["engine"]["kv_eviction"] == f"snapkv {BUDGET}"

@@ -107,7 +107,8 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
 
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
-    latents = {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 3, "intermediate_size": 128}
+    latents = {**LATENT, "kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 3}
+    latents |= {"intermediate_size": 128}
     quantize(("latents",), add(("latents",), "DeepseekV2Config", latents))
     quantize(("transformers",), add(("transformers",), "ArceeConfig", {"intermediate_size": 128}))
     states: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
