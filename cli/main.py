@@ -21,6 +21,7 @@ COMMANDS = {
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
     "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
+    "batch": "Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed.",
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
     "deploy": "Write Kubernetes manifests and a compose file for serving a model as planned.",

@@ -60,21 +60,12 @@ def _serve(
     config: EngineConfig, name: str, options: ServerOptions, serving: ServingOptions
 ) -> None:
     """Validate all options before the model loads, then serve."""
-    from ..engine.base.pooling_params import PoolingParams
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.observability.logs import configure_logging
-    from ..engine.server.parsing.formats import tool_format
-    from ..engine.server.parsing.reasoning import reasoning_format
     from ..quant.base.errors import BadInput
     from ..quant.model.models import resolve_model
 
-    template = serving.template()
-    if serving.tool_call_parser is not None:
-        tool_format(serving.tool_call_parser)
-    if serving.reasoning_parser is not None:
-        reasoning_format(serving.reasoning_parser)
-    if serving.pooling_type is not None:
-        PoolingParams(serving.pooling_type.lower())
+    for_app = serving.for_app()
     listener = bind(serving.host, serving.port)
     folder, served = resolve_model(name), serving.served_name(name)
     if served in config.loras:
@@ -87,15 +78,7 @@ def _serve(
     from ..engine.server.launch import serve
 
     opened = Engine(config)
-    app = create_app(
-        opened,
-        model_name=served,
-        options=options,
-        chat_template=template,
-        tool_call_parser=serving.tool_call_parser,
-        reasoning_parser=serving.reasoning_parser,
-        pooling_type=serving.pooling_type,
-    )
+    app = create_app(opened, model_name=served, options=options, **for_app)
     url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "

@@ -31,13 +31,9 @@ class HandoverOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ServingOptions:
-    """Address, names, templates."""
+class ServedModelOptions:
+    """The served name, chat template and parsers."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 8000
     served_model_name: Annotated[
         str | None, typer.Option(help="Served model name. Default: the model's.")
     ] = None
@@ -64,10 +60,29 @@ class ServingOptions:
             help="Pooling of embeddings: last, mean, cls or max. Default: the checkpoint's, if it has one."
         ),
     ] = None
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),
-    ] = False
+
+    def for_app(self) -> dict[str, str | None]:
+        """Keyword arguments for `create_app`.
+
+        Raises:
+            BadInput: no such parser, or a template file that cannot be read.
+        """
+        from ...engine.base.pooling_params import PoolingParams
+        from ...engine.server.parsing.formats import tool_format
+        from ...engine.server.parsing.reasoning import reasoning_format
+
+        if self.tool_call_parser is not None:
+            tool_format(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            reasoning_format(self.reasoning_parser)
+        if self.pooling_type is not None:
+            PoolingParams(self.pooling_type.lower())
+        return {
+            "chat_template": self.template(),
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
+            "pooling_type": self.pooling_type,
+        }
 
     def template(self) -> str | None:
         """The chat template from --chat-template.
@@ -89,3 +104,17 @@ class ServingOptions:
         """The served name of `model`, a folder or a name."""
         path = Path(model).expanduser()
         return self.served_model_name or (path.resolve().name if path.is_dir() else model)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions(ServedModelOptions):
+    """Of a server: its address too."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),
+    ] = False

@@ -86,7 +86,7 @@ HIDDEN = [
     ("--lora-modules", "a=b", "loras", {"a": Path("b")}),
 ]
 WRITES = {
-    *("quantize", "convert", "merge", "bench", "freeze", "compare"),
+    *("batch", "quantize", "convert", "merge", "bench", "freeze", "compare"),
     *("kv-plan", "deploy", "report", "run"),
 }
 Captured = Callable[..., EngineConfig]

@@ -55,7 +55,7 @@ class ChatShape:
 
     def _read(self, choice: int, output: Completion) -> list[Event]:
         if choice not in self._parsers:
-            self._parsers[choice] = OutputParser(self._form)
+            self._parsers[choice] = OutputParser(self._form, choice)
         return self._parsers[choice].feed(output.text, is_last=output.finish_reason is not None)
 
     def _choice(self, choice: int, output: Completion, content: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from dataclasses import dataclass, replace
 
 from fastapi import Request
@@ -51,6 +53,7 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
         {tool.function.name: tool.function.parameters for tool in body.usable_tools},
         1 if body.parallel_tool_calls is False else None,
         text.stop_texts,
+        hashlib.sha256(array("q", token_ids)).hexdigest(),
     )
     if form.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from .arguments import escaped, kind_of, value_of
-from .events import Arguments, CallStart, Event, new_id
+from .events import Arguments, CallStart, Event, call_id
 from .formats import SEPARATORS, Tags, ToolFormat
 from .source import SPACE, Source, Waiting
 
@@ -28,11 +28,13 @@ class CallReader:
         events: list[Event],
         schemas: Mapping[str, Any],
         max_calls: int | None,
+        seed: str,
     ) -> None:
         self._source = source
         self._events = events
         self._schemas = schemas
         self._max_calls = max_calls
+        self._seed = seed
         self.num_calls = 0
         self._is_dropped = False
 
@@ -45,12 +47,13 @@ class CallReader:
             return self._python()
         return self._object(form)
 
-    def begin(self, name: str, call_id: str | None = None) -> None:
+    def begin(self, name: str, given_id: str | None = None) -> None:
         """Begin a call; its text is no longer given back."""
         self._source.recorded()
         self._is_dropped = self.num_calls == self._max_calls
         if not self._is_dropped:
-            self._events.append(CallStart(self.num_calls, call_id or new_id(), name))
+            new_id = given_id or call_id(self._seed, self.num_calls)
+            self._events.append(CallStart(self.num_calls, new_id, name))
             self.num_calls += 1
 
     def argue(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from dataclasses import dataclass
 
 
@@ -40,9 +40,12 @@ class Arguments:
 Event = Text | Reasoning | CallStart | Arguments
 
 
-def new_id() -> str:
-    """A tool-call id of nine letters and digits, as Mistral's templates require."""
-    return uuid.uuid4().hex[:9]
+def call_id(seed: str, number: int) -> str:
+    """Id of an output's tool call: nine letters and digits, as Mistral's templates require.
+
+    By a hash of what it belongs to, so that the same output of the same prompt is the same response.
+    """
+    return hashlib.sha256(f"{seed}/{number}".encode()).hexdigest()[:9]
 
 
 @dataclass(slots=True)

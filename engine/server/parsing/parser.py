@@ -29,6 +29,7 @@ class OutputFormat:
         schemas: of the tools' parameters, by name.
         max_calls: calls after these are dropped.
         stop_texts: texts of the EOS tokens, which a text with special tokens ends with.
+        call_seed: what the ids of calls are made from.
     """
 
     tools: ToolFormat | None = None
@@ -37,6 +38,7 @@ class OutputFormat:
     schemas: Mapping[str, Any] = field(default_factory=dict)
     max_calls: int | None = None
     stop_texts: Sequence[str] = ()
+    call_seed: str = ""
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -45,13 +47,14 @@ class OutputFormat:
 
 
 class OutputParser:
-    """Parses one output as it comes; linear in its length, however it is cut."""
+    """Parses one output, the choice of that index, as it comes; linear in its length, however it is cut."""
 
-    def __init__(self, form: OutputFormat) -> None:
+    def __init__(self, form: OutputFormat, choice: int = 0) -> None:
         self._form = form
         self._source = Source()
         self._events: list[Event] = []
-        self._calls = CallReader(self._source, self._events, form.schemas, form.max_calls)
+        seed = f"{form.call_seed}/{choice}"
+        self._calls = CallReader(self._source, self._events, form.schemas, form.max_calls, seed)
         self._reading = self._read()
 
     @property

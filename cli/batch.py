@@ -1,0 +1,135 @@
+"""`llmopt batch`: OpenAI's batch files, answered offline by the engine in this process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options.common import Json
+from .options.engine import EngineOptions
+from .options.groups import with_groups
+from .options.serving import ServedModelOptions
+
+if TYPE_CHECKING:
+    from ..engine.batch.answers import Answers
+    from ..engine.batch.batch_file import BatchFile
+    from ..engine.config.config import EngineConfig
+
+
+@with_groups
+def batch(
+    file: Annotated[Path, typer.Argument(help="JSON lines of custom_id, method, url and body.")],
+    served: ServedModelOptions,
+    engine: EngineOptions,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The file of answers to write. Default: FILE with .out.jsonl."
+        ),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away the answers of an earlier run.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
+    from ..engine.batch.answers import Answers
+    from ..engine.batch.batch_file import read_batch
+    from ..engine.batch.identity import digest_of
+    from ..engine.config.config import EngineConfig
+    from ..quant.base.errors import BadInput
+    from ..quant.model.models import resolve_model
+    from ..recipes import DEFAULT_MODEL
+    from .output.console import people
+
+    asked = model or DEFAULT_MODEL
+    config = EngineConfig(model=asked, **engine.keywords())
+    for_app = {"model_name": served.served_name(asked), **served.for_app()}
+    names = [served.served_name(asked), *config.loras]
+    requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
+    target = output or file.with_suffix(".out.jsonl")
+    if target.resolve() == file.resolve():
+        raise BadInput(f"--output {target} is the batch file itself: name another")
+    with Answers(target, requests.requests, restart=restart) as answers:
+        for note in answers.notes:
+            people.print(note, soft_wrap=True, markup=False)
+        num_resumed, began = len(answers), time.monotonic()
+        num_tokens = 0
+        if num_resumed < len(requests.requests):
+            num_tokens = _run(config, for_app, requests, answers)
+        answers.finish()
+        seconds = time.monotonic() - began
+        num_failed = answers.num_failed
+    _tell(target, len(requests.requests), num_resumed, num_failed, num_tokens, seconds, as_json)
+    raise typer.Exit(1 if num_failed else 0)
+
+
+def _run(
+    config: EngineConfig, for_app: dict[str, str | None], requests: BatchFile, answers: Answers
+) -> int:
+    """Load the model and answer what is left; returns the tokens of it."""
+    from ..engine.server.launch import bound_kernel_caches
+    from .output.console import TerminalProgress, people
+
+    people.print(f"loading {config.model} ...", soft_wrap=True, markup=False)
+    bound_kernel_caches()
+    from ..engine.batch.run import OPTIONS, BatchRun
+    from ..engine.engine import Engine
+    from ..engine.server.app import create_app
+
+    opened = Engine(config)
+    app = create_app(opened, options=OPTIONS, **for_app)  # type: ignore[arg-type]
+    progress = TerminalProgress()
+    run = BatchRun(app, requests, answers, progress)
+    progress.start("batch", len(requests.requests) - len(answers), "requests")
+    try:
+        run.run(opened.scheduler.config.max_num_seqs)
+    except KeyboardInterrupt:
+        progress.finish()
+        people.print(
+            f"interrupted: {len(answers)} answers are in {answers.journal}; the same command goes on",
+            soft_wrap=True,
+            markup=False,
+        )
+        raise typer.Exit(130) from None
+    finally:
+        progress.finish()
+    return run.num_tokens
+
+
+def _tell(
+    target: Path,
+    num_requests: int,
+    num_resumed: int,
+    num_failed: int,
+    num_tokens: int,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    from .output.console import emit_json, result_console
+
+    if as_json:
+        emit_json(
+            {
+                "output": str(target),
+                "num_requests": num_requests,
+                "num_resumed": num_resumed,
+                "num_failed": num_failed,
+                "total_tokens": num_tokens,
+                "seconds": round(seconds, 3),
+            }
+        )
+    before = f", {num_resumed} of them before" if num_resumed else ""
+    result_console(as_json).print(
+        f"{target}: {num_requests} requests answered{before}, {num_failed} of them with an error; "
+        f"{num_tokens:,} tokens in {seconds:.1f} s",
+        soft_wrap=True,
+        markup=False,
+    )
