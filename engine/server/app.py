@@ -20,6 +20,7 @@ from .loop.loop import EngineLoop
 from .middleware.middleware import RequestMiddleware
 from .observability.observe import ObservingMiddleware
 from .observability.tracing import Tracing
+from .ollama.routes import ollama_router
 from .page.page import page_router
 from .pooling.embeddings import embeddings_router
 from .pooling.scores import scores_router
@@ -119,6 +120,7 @@ def create_app(
         app.include_router(router(service))
     if options.lora_folders:
         app.include_router(adapters_router(service, engine, options))
+    app.include_router(ollama_router(service, engine))
     app.include_router(page_router(loop))
     app.include_router(operations_router(engine, loop, service, keys))
     return app

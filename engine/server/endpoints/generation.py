@@ -45,7 +45,7 @@ class Generation(Protocol):
         ...
 
     def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """Server-sent events. An error during generation is the last of them."""
+        """Server-sent events, or lines. An error during generation is the last of them."""
         ...
 
 
@@ -123,6 +123,7 @@ class Service:
         id_prefix: str,
         generation: Callable[[ResponseContext], Generation],
         arrival_seconds: float,
+        media_type: str = "text/event-stream",
     ) -> Response:
         """Generate for `prompts`; `body.stream` selects a stream or a single document.
 
@@ -156,7 +157,7 @@ class Service:
         generated = generation(ResponseContext(response_id, name, int(time.time()), stream))
         if body.stream:
             events = generated.events(body.stream_options or StreamOptions())
-            return EventStream(events, on_close=stream.close)
+            return EventStream(events, stream.close, media_type)
         try:
             document = await unless_disconnected(request, generated.document())
         finally:
@@ -270,12 +271,14 @@ class Choices:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_close` always runs, even if the first event is never requested."""
+    """A stream of events. `on_close` always runs, even if the first event is never requested."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str
+    ) -> None:
         super().__init__(
             events,
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._on_close = on_close

@@ -34,6 +34,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 
 
 class ApiError(Exception):
@@ -118,10 +119,17 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """The error in Ollama's format."""
+    return {"error": str(error)}
+
+
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the format of the API that the path belongs to."""
-    is_anthropic = path.startswith(ANTHROPIC_PATH)
-    body = anthropic_error(error) if is_anthropic else error.body()
+    body = error.body()
+    for prefix, format_ in ((ANTHROPIC_PATH, anthropic_error), (OLLAMA_PATH, ollama_error)):
+        if path.startswith(prefix):
+            body = format_(error)
     return JSONResponse(body, error.status, error.headers)
 
 

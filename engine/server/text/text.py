@@ -68,8 +68,8 @@ class Tokenization:
         self._template_override = chat_template
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
-        self.tool_format = tool_format or format_of_template(self._template_text)
-        self.reasoning_format = reasoning_format or reasoning_of_template(self._template_text)
+        self.tool_format = tool_format or format_of_template(self.template_text)
+        self.reasoning_format = reasoning_format or reasoning_of_template(self.template_text)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._prefix_id = self._encode_text("a")[-1]
@@ -87,10 +87,10 @@ class Tokenization:
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template renders tools."""
-        return "tools" in self._template_text
+        return "tools" in self.template_text
 
     @property
-    def _template_text(self) -> str:
+    def template_text(self) -> str:
         """The template text; all of them joined if the model has several by name."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
