@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from ...engine import Engine
@@ -22,6 +24,25 @@ from .protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients ask for it to find out what they may send."""
+
+
+class JsonRoute(APIRoute):
+    """Reads a body as JSON whatever its Content-Type says, as Ollama does: many clients say nothing.
+
+    Not from a browser's page: it may send other types than JSON to any address without asking.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_as_json(request: Request) -> Response:
+            if "origin" in request.headers:
+                return await handle(request)
+            others = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return read_as_json
 
 
 class OllamaService:
@@ -104,7 +125,7 @@ class OllamaService:
 
 
 def ollama_router(service: Service, engine: Engine) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     ollama = OllamaService(service, engine.max_model_len)
     facts = ModelFacts(service, engine)
 

@@ -246,3 +246,18 @@ def test_keys_hold_for_it_too() -> None:
     with running(make_engine("stories260K"), options) as server, server.http() as http:
         refused = http.get("/api/tags")
         assert refused.status_code == 401 and set(refused.json()) == {"error"}
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_a_body_is_json_whatever_its_type_says(served: RunningServer, kind: str | None) -> None:
+    """LiteLLM sends none, and the examples of Ollama's documents are `curl -d`."""
+    body = json.dumps({"model": "tiny", "prompt": "Tom", "stream": False, "options": GREEDY})
+    headers = {} if kind is None else {"Content-Type": kind}
+    with served.http() as http:
+        answered = http.post("/api/generate", content=body, headers=headers)
+        # A browser's page could send such a body here without being asked whether it may.
+        refused = http.post(
+            "/api/generate", content=body, headers={**headers, "Origin": "https://example.org"}
+        )
+    assert answered.status_code == 200 and answered.json()["eval_count"] == 12
+    assert refused.status_code == 400
