@@ -14,7 +14,7 @@ from .options.groups import with_groups
 from .options.serving import ServedModelOptions
 
 if TYPE_CHECKING:
-    from ..engine.batch.answers import Answers
+    from ..engine.batch.answers import AnswerJournal
     from ..engine.batch.batch_file import BatchFile
     from ..engine.config.config import EngineConfig
 
@@ -40,7 +40,7 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
-    from ..engine.batch.answers import Answers
+    from ..engine.batch.answers import AnswerJournal
     from ..engine.batch.batch_file import read_batch
     from ..engine.batch.identity import digest_of
     from ..engine.config.config import EngineConfig
@@ -57,7 +57,7 @@ def batch(
     target = output or file.with_suffix(".out.jsonl")
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")
-    with Answers(target, requests.requests, restart=restart) as answers:
+    with AnswerJournal(target, requests.requests, restart=restart) as answers:
         for note in answers.notes:
             people.print(note, soft_wrap=True, markup=False)
         num_resumed, began = len(answers), time.monotonic()
@@ -72,7 +72,10 @@ def batch(
 
 
 def _run(
-    config: EngineConfig, for_app: dict[str, str | None], requests: BatchFile, answers: Answers
+    config: EngineConfig,
+    for_app: dict[str, str | None],
+    requests: BatchFile,
+    answers: AnswerJournal,
 ) -> int:
     """Load the model and answer what is left; returns the tokens of it."""
     from ..engine.server.launch import bound_kernel_caches

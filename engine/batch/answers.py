@@ -59,7 +59,7 @@ class _Place:
     status: int
 
 
-class Answers:
+class AnswerJournal:
     """The answers so far of the batch that goes into `output`; a context manager that holds the journal open.
 
     Attributes:
@@ -100,7 +100,7 @@ class Answers:
                 self.journal.unlink()
             raise
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> AnswerJournal:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from ...quant.base.errors import Failure
 from ...quant.base.progress import Progress
 from ..server.protocol.server_options import ServerOptions
-from .answers import Answer, Answers
+from .answers import Answer, AnswerJournal
 from .batch_file import BatchFile, BatchRequest
 
 FLIGHTS_PER_SEQUENCE = 2
@@ -36,7 +36,7 @@ class BatchRun:
     """Answers the requests of a batch that have no answer yet."""
 
     def __init__(
-        self, app: FastAPI, batch: BatchFile, answers: Answers, progress: Progress
+        self, app: FastAPI, batch: BatchFile, answers: AnswerJournal, progress: Progress
     ) -> None:
         """`app` is an application of `create_app` with `OPTIONS`, which has not been started."""
         self.num_tokens = 0

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from llmopt.engine.batch.answers import Answer, Answers
+from llmopt.engine.batch.answers import Answer, AnswerJournal
 from llmopt.engine.batch.batch_file import BatchRequest
 from llmopt.quant.base.errors import BadInput
 
@@ -21,7 +21,7 @@ def lines(path: Path) -> list[dict]:
 
 def test_answers_are_written_in_the_order_of_the_requests(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with Answers(output, [A, B, C], restart=False) as answers:
+    with AnswerJournal(output, [A, B, C], restart=False) as answers:
         for request, answer in ((C, FINE), (A, WRONG), (B, FINE)):
             answers.append(request, answer)
         assert not output.exists() and answers.num_failed == 1
@@ -39,14 +39,14 @@ def test_answers_are_written_in_the_order_of_the_requests(tmp_path: Path) -> Non
 
 def test_a_line_that_a_kill_cut_off_is_not_an_answer(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with Answers(output, [A, B], restart=False) as answers:
+    with AnswerJournal(output, [A, B], restart=False) as answers:
         answers.append(A, FINE)
         answers.append(B, FINE)
     whole = answers.journal.read_bytes()
     first = whole.index(b"\n")
     for size in (0, 1, first // 2, first, first + 1, first + 2, len(whole) - 2, len(whole) - 1):
         answers.journal.write_bytes(whole[:size])
-        with Answers(output, [A, B], restart=False) as resumed:
+        with AnswerJournal(output, [A, B], restart=False) as resumed:
             num_whole = whole[:size].count(b"\n")
             assert (A in resumed, B in resumed) == (num_whole > 0, False)
             assert len(resumed) == num_whole
@@ -57,17 +57,17 @@ def test_a_line_that_a_kill_cut_off_is_not_an_answer(tmp_path: Path) -> None:
 
 def test_a_finished_output_is_added_to(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with Answers(output, [A], restart=False) as answers:
+    with AnswerJournal(output, [A], restart=False) as answers:
         answers.append(A, FINE)
         answers.finish()
-    with Answers(output, [B, A], restart=False) as answers:
+    with AnswerJournal(output, [B, A], restart=False) as answers:
         assert A in answers and B not in answers
         answers.append(B, FINE)
         answers.finish()
     assert [line["custom_id"] for line in lines(output)] == ["b", "a"]
-    with Answers(output, [A, C], restart=False) as answers:
+    with AnswerJournal(output, [A, C], restart=False) as answers:
         assert answers.notes == ["1 earlier answers are to requests that have changed"]
-    with Answers(output, [A], restart=True) as answers:
+    with AnswerJournal(output, [A], restart=True) as answers:
         answers.append(A, WRONG)
         answers.finish()
     assert [line["response"]["status_code"] for line in lines(output)] == [400]
@@ -77,17 +77,17 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("notes of mine\n")
     with pytest.raises(BadInput, match="--restart"):
-        Answers(output, [A], restart=False)
+        AnswerJournal(output, [A], restart=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert output.read_text() == "notes of mine\n"
     with pytest.raises(BadInput, match="No such file"):
-        Answers(tmp_path / "none" / "out.jsonl", [A], restart=False)
+        AnswerJournal(tmp_path / "none" / "out.jsonl", [A], restart=False)
 
 
 def test_two_runs_do_not_write_one_journal(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with (
-        Answers(output, [A], restart=False),
+        AnswerJournal(output, [A], restart=False),
         pytest.raises(BadInput, match="another process"),
     ):
-        Answers(output, [A], restart=False)
+        AnswerJournal(output, [A], restart=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.batch.answers import Answers
+from llmopt.engine.batch.answers import AnswerJournal
 from llmopt.engine.batch.batch_file import read_batch
 from llmopt.engine.batch.run import OPTIONS, BatchRun
 from llmopt.engine.execution.step_phases import StepTimer
@@ -155,7 +155,7 @@ def test_a_step_that_fails_fails_its_cause_alone(
 
     monkeypatch.setattr(engine.runner, "execute", failing)
     app = create_app(engine, model_name="tiny", options=OPTIONS)
-    with Answers(tmp_path / "out.jsonl", batch.requests, restart=False) as answers:
+    with AnswerJournal(tmp_path / "out.jsonl", batch.requests, restart=False) as answers:
         run = BatchRun(app, batch, answers, Silent())
         if is_lasting:
             with pytest.raises(Failure, match="the same command goes on"):
