@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any, Literal
 
 import httpx
 import openai
+from checks import ANSWER, ASK, CITY, MODEL, QUESTION, RESULT, URL, WEATHER, extra_fields, tell
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-URL, MODEL = sys.argv[1:]
-USER: Any = [{"role": "user", "content": "Who is Lily?"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "How it is outside",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Köln", "Bonn"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
+USER: Any = [{"role": "user", "content": QUESTION}]
+OURS = {
+    "choices.stop_reason",  # vLLM's
+    "choices.message.reasoning_content",
+    "max_model_len",
+    "response.store",  # OpenAI's servers send it, and its types do not have it
+    "store",
+    "response.usage.seconds",
+    "usage.seconds",
 }
+"""Fields that the server adds to OpenAI's, as vLLM and others do."""
 
 
 class Animal(BaseModel):
@@ -37,8 +33,28 @@ class Animal(BaseModel):
     legs: Literal[3, 4]
 
 
-def tell(check: str, **found: Any) -> None:
-    print(json.dumps({"check": check, **found}, ensure_ascii=False), flush=True)
+def round_trips(client: openai.OpenAI) -> None:
+    """A tool that the model chooses, its result, and the answer: by chat, streamed, and by responses."""
+    asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 60, "tools": [WEATHER]}
+    turns: list[Any] = [{"role": "user", "content": ASK}]
+    with client.chat.completions.stream(messages=turns, **asked) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": CITY}
+    turns.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+    turns.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
+    answer = client.chat.completions.create(messages=turns, **asked)
+    assert answer.choices[0].message.content == ANSWER
+    tell("chat, a tool's round trip", called=call.function.arguments, answer=ANSWER)
+
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
+    asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 60, "tools": [tool]}
+    first = client.responses.create(input=ASK, **asked)
+    (item,) = [item for item in first.output if item.type == "function_call"]
+    result: Any = {"type": "function_call_output", "call_id": item.call_id, "output": RESULT}
+    second = client.responses.create(input=[result], previous_response_id=first.id, **asked)
+    assert second.output_text == ANSWER
+    tell("responses, a tool's round trip", called=item.arguments, answer=second.output_text)
 
 
 def main() -> None:
@@ -103,22 +119,26 @@ def main() -> None:
         ),
         "/v1/responses": (Response, {"input": "a", "max_output_tokens": 3}),
     }  # fmt: skip
+    added: set[str] = set()
     for path, (kind, body) in bodies.items():
-        kind.model_validate(raw.post(path, json=body).raise_for_status().json(), strict=True)
+        answered = raw.post(path, json=body | common).raise_for_status().json()
+        added |= set(extra_fields(kind.model_validate(answered, strict=True)))
     chunk_kinds = {
         "/v1/completions": TypeAdapter(Completion),
         "/v1/chat/completions": TypeAdapter(ChatCompletionChunk),
         "/v1/responses": TypeAdapter(ResponseStreamEvent),
     }
     for path, adapter in chunk_kinds.items():
-        lines = raw.post(path, json={**bodies[path][1], "stream": True}).text.splitlines()
+        lines = raw.post(path, json={**bodies[path][1], **common, "stream": True}).text.splitlines()
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
         for one in map(json.loads, data):
             if path == "/v1/completions":
                 # OpenAI's own streams say null until the end, which its type for them does not admit.
                 one["choices"][0]["finish_reason"] = one["choices"][0]["finish_reason"] or "stop"
-            adapter.validate_python(one, strict=True)
-    tell("every body and event, strictly against the client's types")
+            added |= set(extra_fields(adapter.validate_python(one, strict=True)))
+    assert added <= OURS, added
+    tell("every body and event, strictly against the client's types", fields_added=sorted(added))
+    round_trips(client)
 
     for call_, kind in (
         (lambda: client.completions.create(model="gpt-9", prompt="a"), openai.NotFoundError),

@@ -1,10 +1,13 @@
-"""Public clients against `serve-local`, streaming and not.
+"""Public clients against `serve-local`, whole and streamed, with tools, in environments of their own.
 
-    python tools/clients/run.py --npm FOLDER --langchain ENV/bin/python --guidellm ENV/bin/guidellm
+    python tools/clients/run.py --environments FOLDER [--model MODEL …] [--clients NAME …] [--json FILE]
 
-FOLDER is where `npm install openai` was run; LangChain and the load clients live in environments of their
-own (`pip install langchain-openai`, `guidellm`, `aiperf`). The official Python client and curl are always
-tried. A client whose path is not given is skipped with a message. Exit code 1 if one fails.
+Makes a virtual environment (or an npm folder) in FOLDER for each client and installs it from its registry;
+one that is there is used as it is. Then a server is started for each model, and every client's script is run
+against it. The server's `--scripted-output` lets the model call a tool where it is asked to, and answer after
+the result, because small models will not. aider is left out where the context is too short for its prompt.
+Exit code 1 if a check fails. `agents.py` does the same for Claude Code and Codex CLI, `external_clients.py`
+for load clients.
 """
 
 from __future__ import annotations
@@ -15,137 +18,202 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmopt.quant.model.models import resolve_model
+from llmopt.recipes import DEFAULT_MODEL
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
-import external_clients  # noqa: E402  the load clients, as the script beside this folder runs them
-from llmopt.recipes import DEFAULT_MODEL  # noqa: E402
-
+LIMIT_SECONDS = 600
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "ANONYMIZED_TELEMETRY": "False",
+}
+SCRIPT = [
+    {
+        "after": "Use the weather tool.",
+        "text": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+    },
+    {"after": "dry in Köln", "text": "It is dry in Köln."},
+    {
+        "after": "Write the agreed greeting",
+        "text": "greeting.txt\n```\nHello from the server.\n```\n",
+    },
+]
 Checks = list[dict[str, Any]]
 
 
-def script(command: list[str]) -> Checks:
-    """Output of a client's script, a JSON line for each check."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        checks.append({"check": "failed", "words": done.stderr[-2000:]})
-    return checks
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client's script, and its environment with the packages in it; the first names the version.
 
+    Attributes:
+        context: tokens that its prompts need.
+    """
 
-def curl(url: str) -> Checks:
-    """curl, whole and as a stream that is not buffered."""
-    body: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 8}
-    body["temperature"] = 0
+    script: str
+    environment: str
+    packages: tuple[str, ...]
+    context: int = 512
 
-    def ask(path: str, sent: dict[str, Any]) -> str:
-        command = ["curl", "--noproxy", "*", "-sSN", f"{url}{path}", "--json", json.dumps(sent)]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=True
-        ).stdout
+    @property
+    def is_npm(self) -> bool:
+        return self.environment == "npm"
 
-    whole = json.loads(ask("/v1/completions", body))["choices"][0]["text"]
-    lines = [line for line in ask("/v1/completions", {**body, "stream": True}).split("\n") if line]
-    parts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
-    if "".join(parts) != whole or lines[-1] != "data: [DONE]":
-        return [{"check": "failed", "words": f"{whole!r} whole, {parts!r} streamed"}]
-    tokens = json.loads(ask("/tokenize", {"prompt": body["prompt"]}))["tokens"]
-    return [
-        {"check": "completions, whole and streamed", "text": whole, "events": len(lines)},
-        {"check": "tokenize", "tokens": tokens},
-    ]
+    def prepare(self, environments: Path) -> Path:
+        """The folder of its environment, which is made if it is not there."""
+        folder = environments / f"clients-{self.environment}"
+        if folder.is_dir():
+            return folder
+        if self.is_npm:
+            every = [p for one in CLIENTS.values() if one.is_npm for p in one.packages]
+            commands = [
+                ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *every]
+            ]
+        else:
+            commands = [
+                [sys.executable, "-m", "venv", str(folder)],
+                [str(folder / "bin" / "pip"), "install", "-q", *self.packages],
+            ]
+        for command in commands:
+            subprocess.run(command, check=True, env=_environment())
+        return folder
 
+    def version(self, folder: Path) -> str:
+        name = self.packages[0]
+        if self.is_npm:
+            path = folder / "node_modules" / name / "package.json"
+            return str(json.loads(path.read_text())["version"])
+        code = f"import importlib.metadata as m; print(m.version({name!r}))"
+        command = [str(folder / "bin" / "python"), "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-def load(client: Callable[..., external_clients.Row], program: str, url: str) -> Checks:
-    """A load client, streaming: its counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.jsonl"
-        external_clients.write_prompts(prompts)
-        row = client(program, url, Path(folder), prompts)
-    return [{"check": f"{external_clients.PROMPTS} requests, streamed", **row}]
-
-
-def version(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
-
-
-def of_package(python: str, name: str) -> str:
-    code = f"import importlib.metadata as m; print(m.version({name!r}))"
-    return version([python, "-c", code])
-
-
-def clients(asked: argparse.Namespace, url: str) -> dict[str, tuple[str, Callable[[], Checks]]]:
-    """Name → (version, function that runs it), of the clients whose paths were given."""
-    told = [url, DEFAULT_MODEL]
-    found: dict[str, tuple[str, Callable[[], Checks]]] = {
-        "openai (Python)": (
-            of_package(sys.executable, "openai"),
-            lambda: script([sys.executable, str(HERE / "openai_python.py"), *told]),
-        ),
-        "curl": (version(["curl", "--version"]).split(" ")[1], lambda: curl(url)),
-    }
-    if asked.npm:
-        package = json.loads((asked.npm / "node_modules/openai/package.json").read_text())
-        command = ["node", str(HERE / "openai_npm.mjs"), *told, str(asked.npm)]
-        found["openai (npm)"] = (package["version"], lambda: script(command))
-    if asked.langchain:
-        name = "langchain-openai"
-        found[name] = (
-            of_package(asked.langchain, name),
-            lambda: script([asked.langchain, str(HERE / "langchain_chat.py"), *told]),
-        )
-    for name, run in (("guidellm", external_clients.guidellm), ("aiperf", external_clients.aiperf)):
-        if program := getattr(asked, name):
-            python = str(Path(program).with_name("python"))
-            found[name] = (
-                of_package(python, name),
-                lambda run=run, program=program: load(run, program, url),
+    def check(self, folder: Path, url: str, model: str) -> Checks:
+        """What its script printed, a JSON line for each check."""
+        command = [str(folder / "bin" / "python"), str(HERE / self.script), url, model]
+        if self.is_npm:
+            command = ["node", str(HERE / self.script), url, model, str(folder)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
+                env=_environment() | OFFLINE,
             )
-    return found
+        except subprocess.TimeoutExpired:
+            return [{"check": "failed", "words": f"no end after {LIMIT_SECONDS} s"}]
+        checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not checks:
+            checks.append({"check": "failed", "words": done.stderr[-2000:]})
+        return checks
+
+
+SDK = ("openai", "anthropic", "httpx", "pydantic")
+CLIENTS = {
+    "openai": Client("openai_python.py", "sdk", SDK),
+    "anthropic": Client("anthropic_python.py", "sdk", ("anthropic", *SDK)),
+    "ollama": Client("ollama_python.py", "ollama", ("ollama",)),
+    "openai-npm": Client("openai_npm.mjs", "npm", ("openai",)),
+    "anthropic-npm": Client("anthropic_npm.mjs", "npm", ("@anthropic-ai/sdk",)),
+    "langchain": Client(
+        "langchain_chat.py",
+        "langchain",
+        ("langchain-openai", "langchain-anthropic", "langchain-ollama"),
+    ),
+    "llamaindex": Client(
+        "llamaindex_chat.py",
+        "llamaindex",
+        ("llama-index-llms-openai-like", "llama-index-llms-ollama"),
+    ),
+    "litellm": Client("litellm_chat.py", "litellm", ("litellm", "mcp")),
+    "aider": Client("aider_edit.py", "aider", ("aider-chat",), context=4096),
+}
+
+
+def _environment() -> dict[str, str]:
+    """This one's variables without those that show a client the packages of this project."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@contextmanager
+def serving(model: str) -> Iterator[tuple[str, str]]:
+    """URL and served name of a server of the model."""
+    folder = resolve_model(model)
+    own = folder / "chat_template.jinja"
+    is_chatml = own.is_file() and "<|im_start|>" in own.read_text()
+    template = HERE / ("chatml.jinja" if is_chatml else "template.jinja")
+    with tempfile.TemporaryDirectory() as work:
+        script = Path(work) / "script.json"
+        script.write_text(json.dumps(SCRIPT))
+        command = [
+            sys.executable, "-m", "llmopt.cli.main", "serve-local", model, "--port", "0", "--json",
+            "--dtype", "float32", "--chat-template", str(template), "--tool-call-parser", "hermes",
+            "--scripted-output", str(script),
+        ]  # fmt: skip
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | OFFLINE
+        ) as server:
+            assert server.stdout is not None
+            ready = json.loads(server.stdout.readline())
+            try:
+                yield ready["url"], ready["model"]
+            finally:
+                server.terminate()
+
+
+def context_of(url: str, model: str) -> int:
+    """The context length of a served model."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{url}/v1/models/{model}") as answer:
+        return int(json.load(answer)["max_model_len"])
+
+
+def checked(name: str, environments: Path, url: str, model: str) -> dict[str, Any]:
+    """One client against one server: its version and checks, which are printed."""
+    client = CLIENTS[name]
+    if context_of(url, model) < client.context:
+        print(f"{model}, {name}: left out, its prompts need {client.context} tokens")
+        return {}
+    folder = client.prepare(environments)
+    version = client.version(folder)
+    checks = client.check(folder, url, model)
+    for check in checks:
+        print(f"{model}, {name} {version}: {json.dumps(check, ensure_ascii=False)}", flush=True)
+    return {"version": version, "checks": checks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--npm", type=Path, help="folder with node_modules/openai")
-    parser.add_argument("--langchain", help="a Python that has langchain-openai")
-    parser.add_argument("--guidellm", help="the guidellm program")
-    parser.add_argument("--aiperf", help="the aiperf program")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="where clients are installed"
+    )
+    parser.add_argument("--model", action="append", help=f"repeatable; default: {DEFAULT_MODEL}")
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=[*CLIENTS])
+    parser.add_argument(
+        "--json", type=Path, help="the record; models and clients not run now are kept"
+    )
     asked = parser.parse_args()
-    serve = [
-        sys.executable, "-c", "from llmopt.cli.main import main; main()", "serve-local",
-        "--port", "0", "--json", "--chat-template", str(HERE / "template.jinja"),
-    ]  # fmt: skip
-    environment = os.environ | external_clients.OFFLINE
-    record: dict[str, Any] = {}
-    with subprocess.Popen(
-        serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        try:
-            for name, (its_version, run) in clients(asked, url).items():
-                checks = run()
-                record[name] = {"version": its_version, "checks": checks}
-                for one in checks:
-                    print(
-                        f"{name} {its_version}: {json.dumps(one, ensure_ascii=False)}", flush=True
-                    )
-        finally:
-            server.terminate()
-    for name in ("npm", "langchain", "guidellm", "aiperf"):
-        if not getattr(asked, name):
-            print(f"not tried: {name}")
-    if asked.json:
+    is_kept = asked.json is not None and asked.json.is_file()
+    record: dict[str, Any] = json.loads(asked.json.read_text()) if is_kept else {}
+    failed: list[str] = []
+    for given in asked.model or [DEFAULT_MODEL]:
+        with serving(given) as (url, model):
+            for name in asked.clients:
+                row = checked(name, asked.environments.resolve(), url, model)
+                if any(check["check"] == "failed" for check in row.get("checks", ())):
+                    failed.append(f"{name} on {model}")
+                if row:
+                    record.setdefault(model, {})[name] = row
+    if asked.json is not None:
         asked.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    failed = [
-        name for name, one in record.items() if any(c["check"] == "failed" for c in one["checks"])
-    ]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
