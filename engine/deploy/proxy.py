@@ -50,7 +50,9 @@ backend servers
     balance leastconn
     # A connection that is kept could be closed by its server just when a request is sent on it.
     http-reuse never
-    option httpchk GET {ready_path}
+    option httpchk
+    # Servers on the loopback answer no name that they do not know.
+    http-check send meth GET uri {ready_path} ver HTTP/1.1 hdr Host localhost hdr Connection close
     http-check expect status 200
     default-server check inter {CHECK_SECONDS}s fall {FAILED_CHECKS} rise {PASSED_CHECKS}
 {listed}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 from importlib.metadata import version
 
 import pytest
@@ -15,8 +16,10 @@ from llmopt.engine.deploy.dockerfiles import USER_ID
 from llmopt.engine.deploy.pinned import pinned_requirements
 from llmopt.engine.deploy.proxy import CHECK_SECONDS, FAILED_CHECKS
 from llmopt.engine.deploy.systemd import PORTS
+from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.deployments import OURS, deployment, small
+from ...support.live_server import make_engine, running
 
 UNIT = "systemd/big-model@.service"
 
@@ -88,8 +91,21 @@ def test_the_unit_s_command_is_one_that_the_command_line_takes(
 
 def test_the_proxy_sees_a_shutdown_before_the_port_is_closed() -> None:
     text = deploy_files(small(**OURS))["systemd/haproxy.cfg"]
-    assert "option httpchk GET /ready" in text
     for port in PORTS:
         assert f"127.0.0.1:{port}" in text
     assert CHECK_SECONDS * (FAILED_CHECKS + 1) < STEP_ASIDE_SECONDS
     assert f"fall {FAILED_CHECKS}" in text
+
+
+def test_the_proxy_s_check_is_answered_by_a_server_on_the_loopback() -> None:
+    text = deploy_files(small(**OURS))["systemd/haproxy.cfg"]
+    sent = re.search(r"http-check send meth (\w+) uri (\S+) ver (\S+) (.*)", text)
+    assert sent is not None
+    headers = re.findall(r"hdr (\S+) (\S+)", sent[4])
+    lines = [f"{sent[1]} {sent[2]} {sent[3]}", *(f"{name}: {value}" for name, value in headers)]
+    options = ServerOptions(host_names=frozenset())  # as serve-local has it on the loopback
+    with running(make_engine("stories260K"), options) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
