@@ -156,7 +156,7 @@ class Engine:
         self.loras.unload(name)
 
     def _release_loras(self) -> None:
-        if self.loras.has_retired:
+        if self.loras.releasable:  # rarely, because it ends the overlap of steps
             self._wait_for_thread()
             self.loras.release()
 

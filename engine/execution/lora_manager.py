@@ -27,9 +27,11 @@ class LoraManager:
         self.loaded = LoadedAdapters(config.loras, config.max_loras)
 
     @property
-    def has_retired(self) -> bool:
-        """Whether weights of unloaded adapters are held."""
-        return bool(self.loaded.retired)
+    def releasable(self) -> frozenset[str]:
+        """Keys of unloaded adapters that no request uses any more."""
+        if not (retired := self.loaded.retired):
+            return retired
+        return retired - {request.lora for request in self._scheduler.requests()}
 
     def read(self, folder: Path) -> AdapterParts:
         """Read an adapter's weights onto the device; any thread may.
@@ -68,8 +70,7 @@ class LoraManager:
 
     def release(self) -> None:
         """Free the weights of unloaded adapters that no request uses; no step may be in flight."""
-        used = {request.lora for request in self._scheduler.requests()}
-        for key in self.loaded.retired - used:
+        for key in self.releasable:
             self._bank.detach(key)
             if self._model.broadcast is not None:
                 self._model.broadcast("unload_lora", key)

@@ -24,6 +24,9 @@ PLAIN_TEMPLATE = (
 """Fallback chat template for a model without one: a Jinja template with one line per message,
 `User: Hello`, and `Assistant:` as the generation prompt."""
 
+MAX_PAIR_CHARACTERS = 16 << 20
+"""Of all pairs of a request: the tokenizer has one thread."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -131,9 +134,15 @@ class Tokenization:
         of these names, else by `template`, else as the tokenizer joins a pair.
 
         Raises:
-            BadInput: text that is not valid Unicode.
+            BadInput: text that is not valid Unicode, or too much of it: a long query is tokenized with each
+                document.
         """
         limit = self._limit(max_tokens)
+        num_characters = sum(len(query) + len(document) for query, document in pairs)
+        if num_characters > MAX_PAIR_CHARACTERS:
+            raise BadInput(
+                f"{len(pairs)} pairs have {num_characters} characters, at most {MAX_PAIR_CHARACTERS} may"
+            )
         return await self._on_worker(
             lambda: [self._encode_pair(*pair, template, limit) for pair in pairs]
         )

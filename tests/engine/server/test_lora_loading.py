@@ -133,7 +133,7 @@ def test_requests_in_flight_keep_their_adapter(
             thread.join()
         assert ended == [expected] and expected.startswith(texts["red"])
         assert server.wait_until_idle().kv_blocks_used == 0
-        assert server.on_engine(lambda engine: not engine.loras.has_retired)
+        assert server.on_engine(lambda engine: not engine.loras.loaded.retired)
         one = held_bytes(server)
         change(server, "load", lora_name="third", lora_path="green")
         assert held_bytes(server) == 2 * one > 0

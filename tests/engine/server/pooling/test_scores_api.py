@@ -108,6 +108,8 @@ def test_a_reranker_scores_by_the_logits_of_yes_and_no(tmp_path: Path) -> None:
         answer = post(server, "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
         assert answer["results"][0]["relevance_score"] == pytest.approx(max(expected), abs=1e-5)
         assert post(server, "/v1/completions", {"prompt": "Once", "max_tokens": 2})
+        flood = {"query": "a" * 9000, "documents": ["b"] * 2000}
+        assert "characters, at most" in post(server, "/v1/rerank", flood, 400)
 
 
 def test_scorers_of_checkpoints(tmp_path: Path) -> None:
