@@ -75,7 +75,12 @@ def names(server: RunningServer) -> list[str]:
 
 
 def held_bytes(server: RunningServer) -> int:
-    return server.on_engine(lambda engine: engine.runner.decoder.lora_bank.num_bytes)
+    def num_bytes(engine: Engine) -> int:
+        bank = engine.runner.decoder.lora_bank
+        assert bank is not None
+        return bank.num_bytes
+
+    return server.on_engine(num_bytes)
 
 
 def test_an_adapter_comes_and_goes(server: RunningServer, texts: dict[str, str]) -> None:
@@ -184,7 +189,7 @@ def test_what_is_refused(
 def test_only_the_administrator_may_where_there_are_keys(root: Path) -> None:
     options = ServerOptions(api_keys=("a", "b"), admin_api_key="admin", lora_folders=(root,))
     with running(make_engine("stories260K", max_loras=1), options) as server:
-        body = {"lora_name": "poet", "lora_path": "red"}
+        body: dict[str, Any] = {"lora_name": "poet", "lora_path": "red"}
         change(server, "load", 401, **body)
         assert "an admin's API key" in change(server, "load", 403, key="b", **body)
         change(server, "load", key="admin", **body)
