@@ -134,7 +134,9 @@ def test_kept_sets_and_logits_are_those_of_the_paper(tokens, method) -> None:
     built.add_request(
         "r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=1)
     )
-    ids, logprobs, held = [], [], {}
+    ids: list[int] = []
+    logprobs: list[float] = []
+    held: list[torch.Tensor] = []
     while built.has_unfinished():
         for output in built.step():
             ids += output.new_token_ids
