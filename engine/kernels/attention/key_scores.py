@@ -1,6 +1,6 @@
 """Key scores: the attention weights that each key receives, summed over queries, for KV eviction.
 
-SnapKV's votes (arXiv:2404.14469) and H2O's accumulated attention (arXiv:2306.14048) are this sum, over the
+SnapKV's scores (arXiv:2404.14469) and H2O's accumulated attention (arXiv:2306.14048) are this sum, over the
 queries at the end of the prompt and over all. Fused attention does not give the weights, so they are computed
 again, in float32, for a slice of the queries at a time.
 """

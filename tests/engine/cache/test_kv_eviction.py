@@ -107,10 +107,10 @@ class PaperReference:
                 alive = [t for t in self.alive[layer][head] if t < end]
                 if self.method == "snapkv":
                     recent = alive[-32:]
-                    votes = of_group[:, -32:].sum((0, 1))
+                    summed = of_group[:, -32:].sum((0, 1))
                     score = {
                         t: max(
-                            float(votes[n]) for n in alive[max(0, i - 3) : i + 4] if n < end - 32
+                            float(summed[n]) for n in alive[max(0, i - 3) : i + 4] if n < end - 32
                         )
                         for i, t in enumerate(alive[:-32])
                     }
