@@ -44,6 +44,9 @@ class ProtectionOptions:
     body_timeout: Annotated[
         float, typer.Option(help="Timeout for receiving a request, in seconds.")
     ] = 30.0
+    send_timeout: Annotated[
+        float, typer.Option(help="Timeout for a client that stops reading, in seconds.")
+    ] = 60.0
     max_concurrency_per_key: Annotated[
         int | None,
         typer.Option(
@@ -119,6 +122,7 @@ class ProtectionOptions:
             header_timeout_seconds=self.header_timeout,
             max_connections=self.max_connections,
             body_timeout_seconds=self.body_timeout,
+            send_timeout_seconds=self.send_timeout,
             max_concurrency_per_key=self.max_concurrency_per_key,
             max_queue_per_key=self.max_queue_per_key,
             max_waiting=self.max_waiting,

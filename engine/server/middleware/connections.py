@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that are bounded in number, and in the time that the head of a request may take."""
+"""HTTP/1.1 connections with limits on their number, on the time of a request's head, and on idle readers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
 
 
 class _BoundedConnection(H11Protocol):
-    """A connection that is closed where a request's head is not complete in time: half a head would stay open
-    for good. A connection beyond the limit gets 503 at once."""
+    """A connection that is closed where a request's head is not complete in time, or where its client takes
+    nothing of a response for too long: both would stay open for good. A connection beyond the limit gets 503
+    at once."""
 
     options: ServerOptions
     _head_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(
+            0
+        )  # so that `pause_writing` is called for any unsent byte
         if len(self.connections) > self.options.max_connections:
             transport.write(REFUSED)
             transport.close()
@@ -43,7 +48,16 @@ class _BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
 
     def _await_head(self) -> None:
         """Start the clock, unless it runs: more bytes of the same head give no more time."""
@@ -60,3 +74,21 @@ class _BoundedConnection(H11Protocol):
         if not self.transport.is_closing():
             self.transport.write(TIMED_OUT)
             self.transport.close()
+
+    def _await_reader(self) -> None:
+        """Abort the connection unless the client takes a byte in time; `close` would wait for it for good."""
+        num_unsent = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < num_unsent:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self.options.send_timeout_seconds, look)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None

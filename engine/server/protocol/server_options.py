@@ -30,6 +30,7 @@ class ServerOptions:
         header_timeout_seconds: limit for receiving a request's head, from the connection or its first byte.
         max_connections: open connections; more get 503.
         body_timeout_seconds: limit for receiving a request's body.
+        send_timeout_seconds: how long a client may take nothing of a response that it is sent.
         max_concurrency_per_key: concurrent requests per API key, None for no limit. Without keys all
             clients share one limit.
         max_queue_per_key: requests per key that may wait beyond that limit; more get 429.
@@ -59,6 +60,7 @@ class ServerOptions:
     header_timeout_seconds: float = 30.0
     max_connections: int = 1024
     body_timeout_seconds: float = 30.0
+    send_timeout_seconds: float = 60.0
     max_concurrency_per_key: int | None = None
     max_queue_per_key: int = 0
     max_waiting: int = 4096
@@ -113,6 +115,7 @@ _MINIMUMS = {
     "header_timeout_seconds": ("--header-timeout", 1),
     "max_connections": ("--max-connections", 1),
     "body_timeout_seconds": ("--body-timeout", 1),
+    "send_timeout_seconds": ("--send-timeout", 1),
     "max_concurrency_per_key": ("--max-concurrency-per-key", 1),
     "max_queue_per_key": ("--max-queue-per-key", 0),
     "max_waiting": ("--max-waiting", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from llmopt.engine.kernels.common import build
 from llmopt.engine.server.endpoints import generation
+from llmopt.engine.server.middleware import connections
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
@@ -62,6 +64,35 @@ def test_a_head_that_is_whole_stops_the_clock(strict: RunningServer) -> None:
                 answer += client.recv(1000)
             assert answer.startswith(b"HTTP/1.1 200 ")
             time.sleep(1.2)  # idle between two requests, which is the keep-alive's matter
+
+
+def test_a_reader_that_stops_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events would fill buffers that nobody empties, and its connection would count for good."""
+    made = connections._BoundedConnection.connection_made
+
+    def with_small_buffer(self: Any, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(connections._BoundedConnection, "connection_made", with_small_buffer)
+    options = ServerOptions(send_timeout_seconds=1)
+    body = json.dumps({**LONG, "logprobs": 20, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    with running(make_engine("stories260K"), options) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", urlsplit(server.url).port))
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        deadline = time.monotonic() + 60
+        while not server.loop._streams:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while server.loop._streams:
+            assert time.monotonic() < deadline, "the response waits for its reader"
+            time.sleep(0.01)
+        received = [client.recv(1 << 20)]
+        while received[-1]:
+            received.append(client.recv(1 << 20))
+        assert b"[DONE]" not in b"".join(received)
 
 
 def test_connections_are_bounded_and_come_back(strict: RunningServer) -> None:
