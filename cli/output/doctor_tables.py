@@ -51,6 +51,9 @@ def _machine(findings: Mapping[str, Any]) -> Table:
             "CUDA device",
             f"{device['name']}: {format_gib(device['memory_bytes'])}, capability {device['capability']}",
         )
+    if findings["mps"] is not None:
+        memory_bytes = findings["mps"]["memory_bytes"]
+        facts.add_row("Apple GPU", f"{format_gib(memory_bytes)} for Metal, torch's kernels alone")
     if not findings["cuda"]:
         facts.add_row("CUDA devices", "none")
     return facts

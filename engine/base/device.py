@@ -11,13 +11,16 @@ def choose_device(name: str) -> torch.device:
     """The device of that name; "auto" is CUDA where there is one.
 
     Raises:
-        BadInput: a CUDA device without CUDA.
+        BadInput: a CUDA device without CUDA, or an Apple GPU without MPS.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        built = "is built without MPS" if not torch.backends.mps.is_built() else "sees no Apple GPU"
+        raise BadInput(f"device {name!r}: this torch ({torch.__version__}) {built}; take cpu")
     return device
 
 
@@ -27,6 +30,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type == "mps":  # Metal has bfloat16 from macOS 14 on
+        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float32
     # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
     has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32

@@ -140,6 +140,29 @@ def refuse(features: Collection[str], because: str = "") -> None:
             raise BadInput(f"{line}: {reason} ({because})" if because else f"{line}: {reason}")
 
 
+NOT_ON_MPS: Mapping[str, str] = {
+    "swap": "it moves blocks through pinned memory, which CUDA has",
+    "kv-fp8": "torch has no float8 there",
+    "streams": "their angles are computed in float64, which it does not have",
+    "tensor-parallel": "there is one of them",
+    "activations-8": "they are for the C kernels of a CPU",
+}
+"""Features that an Apple GPU does not have, with the reason."""
+
+
+def refuse_on_mps(features: Collection[str]) -> None:
+    """Check features for an Apple GPU.
+
+    Raises:
+        BadInput: it does not have one of them.
+    """
+    for name in sorted(set(features) & NOT_ON_MPS.keys()):
+        feature = FEATURES[name]
+        raise BadInput(
+            f"{feature.name} ({feature.source}) is not for --device mps: {NOT_ON_MPS[name]}"
+        )
+
+
 def refusal_line(pair: frozenset[str]) -> str:
     """The beginning of the message for an incompatible pair."""
     return (

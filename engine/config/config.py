@@ -12,17 +12,18 @@ from ..scheduling.kv_eviction import DEFAULT_METHOD, METHODS, KvEviction
 from ..scheduling.scheduling_policy import POLICIES
 from ..scheduling.window import Window
 from .adapters import parse_adapters
-from .compatibility import refuse
+from .compatibility import refuse, refuse_on_mps
 from .option import at_least, check_limits, one_of, option, share
 from .speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 def _device(name: str) -> str | None:
-    is_known = name.split(":")[0] in DEVICES
+    kind, _, index = name.partition(":")
+    is_known = kind in DEVICES and (not index or (kind != "mps" and index.isdecimal()))
     return None if is_known else f"choose {', '.join(DEVICES)} or cuda:N"
 
 
@@ -51,7 +52,10 @@ class EngineConfig:
     )
     device: str = field(
         default="auto",
-        metadata=option("auto (CUDA where there is one), cpu, cuda or cuda:N.", limit=_device),
+        metadata=option(
+            "auto (CUDA where there is one), cpu, cuda, cuda:N or mps (an Apple GPU).",
+            limit=_device,
+        ),
     )
     kv_cache_dtype: str = field(
         default="auto",
@@ -261,6 +265,8 @@ class EngineConfig:
         if self.max_loras is not None and self.max_loras < len(self.loras):
             raise BadInput(f"max_loras = {self.max_loras}: {len(self.loras)} adapters are given")
         refuse(self.features)
+        if self.device == "mps":
+            refuse_on_mps(self.features)
 
     @property
     def stream(self) -> Window | None:

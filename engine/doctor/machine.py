@@ -27,6 +27,8 @@ def examine() -> dict[str, Any]:
     """The report of `llmopt doctor`, as plain JSON values; memory in bytes."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
+    has_mps = torch.backends.mps.is_available()
+    devices += [torch.device("mps")] if has_mps else []
     return {
         "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
         "cpu": {
@@ -49,6 +51,7 @@ def examine() -> dict[str, Any]:
             }
             for gpu in gpus
         ],
+        "mps": {"memory_bytes": torch.mps.recommended_max_memory()} if has_mps else None,
         "kernels": [
             _kernels(device, dtype)
             for device in devices

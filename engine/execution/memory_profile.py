@@ -61,8 +61,31 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
+class MpsMemory:
+    """The memory of an Apple GPU: the share of the machine's that Metal recommends.
+
+    torch counts no peak there. Its allocator keeps what it has freed, so the driver's bytes do not fall.
+    """
+
+    def free_and_total(self) -> tuple[int, int]:
+        total = torch.mps.recommended_max_memory()
+        return max(0, total - torch.mps.driver_allocated_memory()), total
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        gc.collect()
+        torch.mps.empty_cache()
+        before = torch.mps.driver_allocated_memory()
+        work()
+        torch.mps.synchronize()
+        peak = torch.mps.driver_allocated_memory()
+        torch.mps.empty_cache()
+        return max(0, peak - before)
+
+
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """None for a CPU, whose memory other processes share."""
+    if device.type == "mps":
+        return MpsMemory()
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -128,7 +151,8 @@ def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
+        memory = memory_of(device)
+        free, total = (available_memory_bytes(),) * 2 if memory is None else memory.free_and_total()
         raise BadInput(
             f"{what} does not fit on {device}: {format_gib(free)} of its {format_gib(total)} is free now; "
             "take a smaller or quantized model, lower max_num_batched_tokens, or share the model between "

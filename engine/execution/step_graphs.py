@@ -178,7 +178,9 @@ class EagerGraph:
 
 
 def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
-    """Batch sizes to capture on a device, for steps of up to `max_rows`."""
+    """Batch sizes to capture on a device, for steps of up to `max_rows`; none where steps are eager."""
+    if device.type == "mps":
+        return ()  # torch records no graphs of Metal
     sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
     return sizes[: bisect_left(sizes, max_rows) + 1]
 

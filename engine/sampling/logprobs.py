@@ -44,8 +44,8 @@ class Logprobs:
             columns = [ids, rank, of_token]
             if self._num_top:
                 columns += logprobs.topk(self._num_top)
-            # Float64 represents ids, ranks and logprobs exactly.
-            chunks.append(torch.cat([column.double() for column in columns], dim=1))
+            # Float32 represents ids and ranks below 2^24 exactly; an Apple GPU has no float64.
+            chunks.append(torch.cat([column.float() for column in columns], dim=1))
         self._table = HostCopy(torch.cat(chunks))
 
     def result(self) -> list[TokenLogprobs]:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ....quant.base.errors import BadInput
 from ....quant.base.scheme import (
     PER_CHANNEL,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     Scheme,
@@ -28,7 +30,7 @@ from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
-from ..common.dispatch import Candidate, Operation
+from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
 from .grid import WHOLE_BLOCKS, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
@@ -313,6 +315,14 @@ def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     )
 
 
+def _refuses_tiled(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = kernel_query.scheme
+    is_float8 = isinstance(scheme, FloatScheme) or (
+        isinstance(scheme, Fp4Scheme) and scheme.kind == "nvfp4"
+    )
+    return "an Apple GPU has no float8" if kernel_query.device == "mps" and is_float8 else None
+
+
 QUANTIZED_LINEAR: Operation[
     QuantizedLinearKernelQuery, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
 ] = Operation(
@@ -326,7 +336,7 @@ QUANTIZED_LINEAR: Operation[
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
         Candidate("torch-int8-product", _refuses_int8_matmul, Int8MatmulLinear),
         Candidate("torch-int8-outliers", _refuses_vectorwise, VectorwiseLinear),
-        Candidate("tiled-dequant", lambda kernel_query: None, TiledDequantLinear),
+        Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],
 )
 
@@ -337,6 +347,9 @@ def prepare_quantized_linear(
     """Repack `weight` for the best kernel that supports activations of `dtype`.
 
     With `input_bits` 8 the kernel may quantize them to 8 bits where the scheme keeps 16.
+
+    Raises:
+        BadInput: the device has no kernel for the scheme.
     """
     kernel_query = QuantizedLinearKernelQuery(
         next(iter(weight.parts().values())).device.type,
@@ -346,4 +359,7 @@ def prepare_quantized_linear(
         weight.scheme,
         input_bits,
     )
-    return QUANTIZED_LINEAR.select(kernel_query).run(weight, dtype)
+    try:
+        return QUANTIZED_LINEAR.select(kernel_query).run(weight, dtype)
+    except NoKernel as error:
+        raise BadInput(str(error)) from error

@@ -45,6 +45,7 @@ class RotaryEmbedding:
             for frequencies, factor in (
                 rope_frequencies(rope, rope.width or width, num_positions) for rope in ropes
             )
+            if stream is not None  # only then are they read, and an Apple GPU has no float64
         ]
 
     def of(self, positions: torch.Tensor) -> CosSin:

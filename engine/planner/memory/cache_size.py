@@ -14,9 +14,9 @@ from typing import Protocol
 from ....quant.base.errors import BadInput
 from ...base.units import format_gib
 
-DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
-DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16, "mps": 32}
+DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256, "mps": 16}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192, "mps": 512}
 DEFAULT_UTILIZATION = 0.9
 CPU_MEMORY_FRACTION = 0.25
 
