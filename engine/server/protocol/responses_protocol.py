@@ -190,7 +190,9 @@ class ResponsesRequest(GenerationRequest):
         schema = ANY_OBJECT if form.schema_ is None else form.schema_
         return ResponsesChat.model_validate(
             {
-                **self.model_dump(include=set(GenerationRequest.model_fields), exclude_unset=True),
+                **self.model_dump(
+                    include=set(GenerationRequest.model_fields), exclude_unset=True, by_alias=True
+                ),
                 "messages": [*system, *turns],
                 "max_tokens": self.max_output_tokens,
                 "logprobs": wants_logprobs,

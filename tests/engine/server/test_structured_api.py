@@ -135,3 +135,14 @@ def test_a_structure_that_is_none_is_refused_with_its_place(
     error = response.json()["error"]
     assert place in error["message"] and "\n" not in error["message"]
     assert error["param"].split(".")[0] in fields
+
+
+def test_responses_take_structured_outputs_too(server: RunningServer) -> None:
+    """Field `json` of `structured_outputs` was lost on the way to the chat: it has another name in Python."""
+    schema = {"type": "object", "properties": {"a": {"const": 5}}, "required": ["a"]}
+    body = {"input": "hi", "max_output_tokens": 40, "structured_outputs": {"json": schema}}
+    with server.http() as http:
+        response = http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    (message,) = response.json()["output"]
+    assert json.loads(message["content"][0]["text"]) == {"a": 5}
