@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
     DEEPSEEK_V3,
@@ -39,6 +40,7 @@ from llmopt.engine.server.parsing.reasoning import (
     reasoning_of_template,
 )
 from llmopt.engine.server.parsing.source import Source
+from llmopt.engine.text.completion_text import CompletionText
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -200,6 +202,25 @@ def test_a_transcript_cut_at_every_place(
 
 def test_every_format_has_a_transcript_with_a_call() -> None:
     assert {form.name for form, _, _, calls in TRANSCRIPTS if calls} == {*FORMATS, "forced"}
+
+
+class _Bytes:
+    """A tokenizer whose tokens are bytes, as byte-level vocabularies have for rare characters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), TRANSCRIPTS)
+def test_a_transcript_in_tokens_that_split_characters(
+    form: ToolFormat, text: str, shown: str, calls: list[Any]
+) -> None:
+    body = text.removesuffix("<|eot_id|>").encode()
+    texts = CompletionText(_Bytes(), [], SamplingParams())
+    pieces = [texts.feed(byte, is_last=at == len(body))[0] for at, byte in enumerate(body, 1)]
+    assert "".join(pieces).encode() == body
+    whole = parsed(format_for(form), pieces)
+    assert (whole.text, calls_of(whole)) == (shown, calls)
 
 
 @settings(deadline=None, max_examples=60)
