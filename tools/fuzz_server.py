@@ -1,12 +1,13 @@
-"""Fuzz `serve-local` from its OpenAPI document (schemathesis): no status of 500 or above, no hang.
+"""Fuzz `serve-local` from its OpenAPI document (schemathesis): no status of 500 or above, no hang, no leak.
 
-    python tools/fuzz_server.py --schemathesis ENV/bin/schemathesis --json numbers.json
+    python tools/fuzz_server.py --python ENV/bin/python --json numbers.json
 
-schemathesis lives in an environment of its own (`pip install schemathesis`). It makes requests from the
-document, valid and invalid ones, run after run with other seeds, until `--cases` of them have a response;
-statuses are counted in the server's own access log. A request that takes more than `--hang-seconds` counts
-as a hang. Between two runs the server must be healthy, and in the end its KV
-blocks must be free. Exit code 1 if any of this does not hold.
+schemathesis lives in an environment of its own (`pip install schemathesis`). `tools/fuzz_driver.py` sends, to
+every operation of the document, requests as clients send them, requests as the document allows them, and
+requests that it forbids; the same ones for a seed, but for the ids that the server makes. The server is the
+soak's: it ends itself if a block or slot is not free whenever it falls idle. Exit code 1 if a status is 500
+or above, if an answer takes more than `--hang-seconds`, if fewer than `--requests` were answered, or if fewer
+than half of them with 2xx.
 """
 
 from __future__ import annotations
@@ -14,156 +15,150 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+from llmopt.bench.machine.environment import machine_name
+from llmopt.recipes import MODELS
+from prometheus_client.parser import text_string_to_metric_families
 
-RUN_SECONDS = 60
-ACCESS = re.compile(r'"(?P<method>[A-Z]+) (?P<path>\S*) HTTP/[\d.]+" (?P<status>\d{3})')
+HERE = Path(__file__).parent
 NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+MODEL = "fuzzed"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
 
 
-def answers(log: Path, paths: list[str]) -> Counter[tuple[str, int]]:
-    """(path of the document, status) → how often, from the access log."""
-    found: Counter[tuple[str, int]] = Counter()
-    for match in ACCESS.finditer(log.read_text(encoding="utf-8", errors="replace")):
-        asked = match["path"].partition("?")[0]
-        known = [
-            path
-            for path in paths
-            if path == asked or ("{" in path and asked.startswith(path[: path.index("{")]))
-        ]
-        found[known[0] if known else "other", int(match["status"])] += 1
-    return found
-
-
-def is_its_own(said: str) -> bool:
-    """Whether the failure is schemathesis' own, not the server's."""
-    stumbled = "Runtime Error" in said or "Internal Error" in said
-    return stumbled and "Failures:" not in said and "Network Error" not in said
-
-
-def fuzz(program: str, url: str, seed: int, hang_seconds: float, report: Path) -> tuple[int, str]:
-    """One run of schemathesis: exit code and the end of its output."""
+@contextmanager
+def serving(model: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server on the bundled model, which also embeds texts, and takes tools."""
+    copy = folder / "model"
+    shutil.copytree(MODELS / model, copy)
+    (copy / "1_Pooling").mkdir()
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "template.jinja").write_text(TEMPLATE)
     command = [
-        program, "run", f"{url}/openapi.json", "--checks", "not_a_server_error", "--workers", "2",
-        "--phases", "coverage,fuzzing", "--seed", str(seed), "--max-examples", "150", "--no-color",
-        "--max-time", str(RUN_SECONDS), "--request-timeout", str(hang_seconds),
-        "--continue-on-failure", "--suppress-health-check", "all",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=3 * RUN_SECONDS, cwd=report
-        )
-    except subprocess.TimeoutExpired:
-        # Generating a request may take that long; the server's own requests are checked afterwards.
-        return 1, "Internal Error: it did not end by itself"
-    return done.returncode, done.stdout[-6000:]
+        *(sys.executable, str(HERE / "soak_server.py"), "serve-local", str(copy), "--json"),
+        *("--port", "0", "--served-model-name", MODEL, "--scheduling-policy", "priority"),
+        *("--chat-template", str(folder / "template.jinja")),
+    ]
+    with (
+        (folder / "server.log").open("wb") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, env=os.environ | NO_NETWORK
+        ) as server,
+    ):
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())["url"], server
+        finally:
+            server.terminate()
 
 
-def earlier(record: Path | None) -> tuple[Counter[tuple[str, int]], int]:
-    """Responses and runs that the file holds already."""
-    found: Counter[tuple[str, int]] = Counter()
-    if record is None or not record.exists():
-        return found, 0
-    old = json.loads(record.read_text())
-    for path, statuses in old["by_path"].items():
-        found.update({(path, int(status)): count for status, count in statuses.items()})
-    return found, old["runs"]
+def left_behind(url: str) -> list[str]:
+    """What is wrong with the server once its clients are gone."""
+    wanted = {
+        "llmopt_kv_cache_usage_ratio": "KV blocks are still in use",
+        "llmopt_num_requests_running": "requests still run",
+        "llmopt_num_requests_waiting": "requests still wait",
+        "llmopt_failed_steps_total": "steps failed",
+    }
+    with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+        if http.get("/health").status_code != 200:
+            return ["the server is unhealthy"]
+        for _ in range(100):
+            values = {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(http.get("/metrics").text)
+                for sample in family.samples
+            }
+            wrong = [f"{words}: {values[name]:g}" for name, words in wanted.items() if values[name]]
+            if not wrong:
+                break
+            time.sleep(0.1)
+    return wrong
+
+
+def verdict(found: dict[str, Any], num_wanted: int) -> tuple[Counter[str], list[str]]:
+    """How often each status came, and what must not be."""
+    by_status: Counter[str] = Counter()
+    for counts in found["by_operation"].values():
+        by_status.update(counts)
+    total, good = by_status.total(), sum(n for s, n in by_status.items() if s.startswith("2"))
+    failures = list(found["failures"])
+    if total < num_wanted:
+        failures.append(f"only {total} requests were answered")
+    if 2 * good < total:
+        failures.append(f"only {good} of {total} requests were answered with 2xx")
+    return by_status, failures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schemathesis", required=True, help="the schemathesis program")
+    parser.add_argument("--python", required=True, help="the Python that has schemathesis")
     parser.add_argument("--model", default="stories260K")
-    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument(
+        "--model-share", type=float, default=0.4, help="of requests that run the model"
+    )
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang-seconds", type=float, default=20)
-    parser.add_argument("--json", type=Path, help="add to what the file holds, if it is there")
+    parser.add_argument("--json", type=Path, help="write the counts here")
     asked = parser.parse_args()
-    serve = [
-        sys.executable, "-c", "from llmopt.cli.main import main; main()", "serve-local",
-        asked.model, "--port", "0", "--json",
-    ]  # fmt: skip
-    failures: list[str] = []
-    before, num_runs = earlier(asked.json)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        with (
-            log.open("w") as out,
-            subprocess.Popen(
-                serve, stdout=subprocess.PIPE, stderr=out, env=os.environ | NO_NETWORK
-            ) as server,
-            httpx.Client(trust_env=False, timeout=30) as http,
-        ):
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
-            paths = list(http.get(f"{url}/openapi.json").json()["paths"])
-            try:
-                while sum((before + answers(log, paths)).values()) < asked.cases and not failures:
-                    begin = time.monotonic()
-                    code, said = fuzz(
-                        asked.schemathesis, url, num_runs, asked.hang_seconds,
-                        Path(folder),
-                    )  # fmt: skip
-                    num_runs += 1
-                    if code and is_its_own(said):
-                        print(f"run {num_runs}: schemathesis failed by itself", file=sys.stderr)
-                    elif code:
-                        failures.append(said)
-                    if http.get(f"{url}/health").status_code != 200:
-                        failures.append("the server is unhealthy")
-                    count = sum((before + answers(log, paths)).values())
-                    print(
-                        f"run {num_runs}: {count} answers in all, {time.monotonic() - begin:.0f} s",
-                        file=sys.stderr,
-                    )
-                used = 1.0
-                for _ in range(100):
-                    match = re.search(
-                        r"^vllm:kv_cache_usage_perc\S* (\S+)$",
-                        http.get(f"{url}/metrics").text,
-                        re.MULTILINE,
-                    )
-                    used = 1.0 if match is None else float(match[1])
-                    if used == 0:
-                        break
-                    time.sleep(0.1)
-                if used:
-                    failures.append(f"KV blocks are still in use: {used:.1%}")
-            finally:
-                server.terminate()
-        found = before + answers(log, paths)
-    by_status = Counter[int]()
-    by_path: dict[str, dict[str, int]] = {}
-    for (path, status), count in sorted(found.items()):
-        by_status[status] += count
-        by_path.setdefault(path, {})[str(status)] = count
-    total, broken = sum(by_status.values()), sum(n for s, n in by_status.items() if s >= 500)
-    if broken:
-        failures.append(f"{broken} answers of 500 or above")
-    print(f"{total} requests in {num_runs} runs: {broken} answered with 500 or above")
-    for path, statuses in by_path.items():
-        print(f"  {path}: " + ", ".join(f"{status} × {n}" for status, n in statuses.items()))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(asked.model, Path(folder)) as (url, server),
+    ):
+        # Hypothesis gives up some of the examples that it is asked for.
+        words = [url, MODEL, str(round(asked.requests * 1.1)), str(asked.seed)]
+        words += [str(asked.hang_seconds), str(asked.model_share)]
+        driver = subprocess.run(
+            [asked.python, str(HERE / "fuzz_driver.py"), *words],
+            stdout=subprocess.PIPE,
+            check=True,
+            cwd=folder,
+        )
+        found = json.loads(driver.stdout)
+        by_status, failures = verdict(found, asked.requests)
+        failures += left_behind(url) if server.poll() is None else ["the server has ended"]
+    for operation, counts in found["by_operation"].items():
+        print(f"  {operation}: " + ", ".join(f"{status} × {n}" for status, n in counts.items()))
+    total, good = by_status.total(), sum(n for s, n in by_status.items() if s.startswith("2"))
+    broken = sum(n for status, n in by_status.items() if status >= "500")
+    hangs = sum("no answer in time" in failure for failure in failures)
+    print(
+        f"{total} requests: {good} answered with 2xx ({good / total:.0%}), {broken} with 500 or above, "
+        f"{hangs} hangs; slowest answer {found['slowest_seconds']:.1f} s"
+    )
     if asked.json:
         record = {
-            "schemathesis": subprocess.run(
-                [asked.schemathesis, "--version"], capture_output=True, text=True
-            ).stdout.split()[-1],
+            "machine": machine_name("cpu"),
+            "schemathesis": found["schemathesis"],
             "model": asked.model,
+            "seed": asked.seed,
+            "model_share": asked.model_share,
             "requests": total,
-            "runs": num_runs,
+            "answered_2xx": good,
+            "answered_5xx": broken,
+            "hangs": hangs,
             "hang_seconds": asked.hang_seconds,
-            "status": {str(status): count for status, count in sorted(by_status.items())},
-            "by_path": by_path,
+            "slowest_seconds": found["slowest_seconds"],
+            "status": dict(sorted(by_status.items())),
+            "by_operation": found["by_operation"],
             "failures": failures,
         }
-        asked.json.write_text(json.dumps(record, indent=1) + "\n")
+        asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for failure in failures:
         print(failure, file=sys.stderr)
     sys.exit(1 if failures else 0)

@@ -1,13 +1,15 @@
-"""Soak test of a server under overload: `python tools/soak.py --seconds 1800`.
+"""Soak test of a server under overload, attack and faults: `python tools/soak.py --seconds 1800`.
 
-It starts `llmopt serve-local` with two random adapters and a KV cache far too small for its clients, so
-that sequences are preempted all the time. Its clients ask for completions and chats, whole and streamed,
-one and several, of the model and of its adapters; some hang up in the middle, some send malformed requests,
-and separate processes are killed with SIGKILL while they read a stream. At the end SIGTERM is sent under
-full load.
+It starts `llmopt serve-local` (tools/soak_server.py) with two random adapters and a KV cache far too small
+for its clients, so that sequences are preempted. Its clients ask for completions and chats, whole and
+streamed, one and several, of the model and of its adapters; some hang up in the middle, some send malformed
+requests, and separate processes are killed with SIGKILL while they read a stream. Beside them `--silent`
+connections say nothing, half a head or half a body, or do not read what they asked for, and every
+`--fault-every` seconds a step of the engine fails. At the end SIGTERM is sent under full load.
 
-What must hold: every request is served or cleanly refused; once the load is gone every block of the KV
-cache is free, and a greedy completion is what it was before; the server's memory does not grow; after
+What must hold: every request is served, cleanly refused, or told that its step failed; within 5 s of a fault
+a probe is served; once the load is gone every block of the KV cache is free, and a greedy completion is what
+it was before; the server has as many files open as at the beginning, and its memory does not grow; after
 SIGTERM every stream ends or gets an error event, and the process exits with 0. The exit code is 1 where one
 of them does not."""
 
@@ -17,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ from llmopt.recipes import MODELS
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 from soak_clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
+from soak_faults import Recovery
+from soak_silent import SilentConnections
 
 GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
 VICTIM = """
@@ -49,6 +55,9 @@ SECONDS_TO_FILL_UP = 300
 """Before that, arenas and caches of kernels are still growing to their bounds."""
 LEEWAY_BYTES = 24 << 20
 """Growth of the resident memory that is no leak."""
+FILES_LEEWAY = 2
+"""Open files more than before: connections of the client that asks."""
+SERVER = Path(__file__).with_name("soak_server.py")
 
 
 async def victims(url: str, soak: Soak, interval: float) -> None:
@@ -98,77 +107,163 @@ async def watch(session: aiohttp.ClientSession, soak: Soak) -> list[dict[str, fl
     return samples
 
 
-async def run(
-    seconds: float, num_clients: int, seed: int, server_words: list[str]
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """How long and how hard.
+
+    Attributes:
+        pause_seconds: mean pause of a client between two requests; 0: the server is always full.
+        num_silent: connections that say too little, or do not listen.
+        fault_seconds: between two faults; 0 for none.
+        return_seconds: within this time the server must serve again after a fault.
+        server_words: more options of the server.
+    """
+
+    seconds: float
+    num_clients: int
+    pause_seconds: float
+    num_silent: int
+    fault_seconds: float
+    return_seconds: float
+    seed: int
+    server_words: list[str]
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Of the server, for heads, bodies and readers."""
+        return max(1.0, min(10.0, self.seconds / 4))
+
+
+async def run(options: SoakOptions) -> dict[str, Any]:
     """The whole soak; returns the record."""
+    timeout = f"{options.timeout_seconds:g}"
     with tempfile.TemporaryDirectory() as folder:
         adapters = [write_adapter(Path(folder) / name, i) for i, name in enumerate(ADAPTERS)]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "llmopt.cli.main", "serve-local", MODEL, "--json"),
-            *("--port", "0", "--max-num-seqs", "16", "--block-size", "16"),
-            *("--kv-cache-memory-bytes", "2MiB", "--drain-seconds", "4"),
-            *(word for path in adapters for word in ("--lora", f"{path.name}={path}")),
-            *server_words,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
+        log = Path(folder) / "server.log"
+        with log.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(SERVER), "serve-local", MODEL, "--json"),
+                *("--port", "0", "--max-num-seqs", "16", "--block-size", "16"),
+                *("--kv-cache-memory-bytes", "2MiB", "--drain-seconds", "4"),
+                *(
+                    "--header-timeout",
+                    timeout,
+                    "--body-timeout",
+                    timeout,
+                    "--send-timeout",
+                    timeout,
+                ),
+                *(word for path in adapters for word in ("--lora", f"{path.name}={path}")),
+                *options.server_words,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
         try:
             assert process.stdout is not None
             url = json.loads(await process.stdout.readline())["url"]
-            found = await put_under_load(process, Soak(url, seed), seconds, num_clients)
-            return {"seed": seed, "server_options": server_words, **found}
+            soak = Soak(url, options.seed, options.pause_seconds)
+            found = await put_under_load(process, soak, options)
         finally:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+        lines = log.read_text(errors="replace").splitlines()
+        parts = Counter(line[7:] for line in lines if line.startswith("fault: "))
+        found["faults"]["by_part"] = dict(parts)
+        found["checks"]["every fault was injected"] = parts.total() == found["faults"]["faults"]
+        unexpected = [
+            line
+            for line in lines
+            if re.match(r"\w*(Error|Exception)\b", line) and "injected at" not in line
+        ]
+        found["checks"]["no error but the injected ones is in the log"] = not unexpected
+        return {**asdict(options), **found, "unexpected_errors": unexpected[:20]}
 
 
 async def put_under_load(
-    process: asyncio.subprocess.Process, soak: Soak, seconds: float, num_clients: int
+    process: asyncio.subprocess.Process, soak: Soak, options: SoakOptions
 ) -> dict[str, Any]:
-    limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(300)}
-    async with aiohttp.ClientSession(**limits) as session:
-        reference = await greedy(session, soak.url)
-        load = [asyncio.ensure_future(soak.client(session)) for _ in range(num_clients)]
-        others = asyncio.ensure_future(victims(soak.url, soak, min(5.0, seconds / 8)))
-        watching = asyncio.ensure_future(watch(session, soak))
-        await asyncio.sleep(seconds)
-        soak.ended.set()
-        samples = await watching
-        await asyncio.gather(*load, others)
+    recovery = Recovery()
+    async with open_session() as session:
+        reference, files_before = await greedy(session, soak.url), num_open_files(process.pid)
+        silent = SilentConnections(
+            soak.url, options.num_silent, 2 * options.timeout_seconds, options.seed
+        )
+        samples, *_ = await asyncio.gather(
+            watch(session, soak),
+            recovery.inject(
+                process.pid, options.fault_seconds, options.seconds - min(5.0, options.seconds / 4)
+            ),
+            end_after(options.seconds, soak.ended),
+            victims(soak.url, soak, min(5.0, options.seconds / 8)),
+            recovery.probe(session, soak.url, soak.ended),
+            *(soak.client(session) for _ in range(options.num_clients)),
+        )
+        await silent.close()
         at_rest = await wait_until_idle(session, soak.url)
         again = await greedy(session, soak.url)
+    async with open_session() as session:
+        files_after = await files_at_rest(process.pid, files_before)
         outcomes, unclean = dict(soak.outcomes), list(soak.unclean)
-        last = await end_under_load(process, session, soak.url, num_clients)
+        last = await end_under_load(process, session, soak.url, options.num_clients)
     grown = growth([one["resident_bytes"] for one in samples])
     checks = {
         "every request was answered or cleanly refused": not unclean,
-        "the queue was never empty for long": statistics.median(s["waiting"] for s in samples) > 0,
+        "sequences waited": any(sample["waiting"] for sample in samples),
         "sequences were preempted": at_rest["llmopt_num_preemptions_total"] > 0,
         "clients left, were killed, and aborted": all(
             outcomes.get(kind) for kind in ("left in the stream", "killed while reading", "aborted")
         ),
         "every block is free at the end": at_rest["llmopt_kv_cache_usage_ratio"] == 0,
         "a greedy answer is what it was before": again == reference,
+        "as many files are open as before": files_after <= files_before + FILES_LEEWAY,
         "after SIGTERM every stream ended or was told": not last["unclean"] and last["streams"] > 0,
         "the server ended with 0": process.returncode == 0,
+        **silent.checks(),
+        **recovery.checks(options.return_seconds),
     }
-    if seconds >= SECONDS_TO_FILL_UP:
+    if options.seconds >= SECONDS_TO_FILL_UP:
         checks["the memory is flat"] = grown < LEEWAY_BYTES
     return {
-        "seconds": seconds,
-        "clients": num_clients,
         "checks": checks,
         "outcomes": outcomes,
         "unclean": unclean[:20],
+        "faults": {
+            **recovery.record(),
+            "failed_steps": at_rest["llmopt_failed_steps_total"],
+        },
+        "silent": silent.record(),
+        "open_files": {"before": files_before, "after": files_after},
         "after_sigterm": last,
         "tokens": at_rest["llmopt_generation_tokens_total"],
         "preemptions": at_rest["llmopt_num_preemptions_total"],
         "resident_bytes_growth": grown,
         "samples": samples[:: max(1, len(samples) // 60)],
     }
+
+
+def open_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(300)
+    )
+
+
+async def end_after(seconds: float, ended: asyncio.Event) -> None:
+    await asyncio.sleep(seconds)
+    ended.set()
+
+
+def num_open_files(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+async def files_at_rest(pid: int, before: int) -> int:
+    """Open files once the server has seen that its clients are gone; after 20 s those of that moment."""
+    deadline = time.monotonic() + 20
+    while (count := num_open_files(pid)) > before + FILES_LEEWAY and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    return count
 
 
 async def greedy(session: aiohttp.ClientSession, url: str) -> str:
@@ -255,10 +350,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", default="", help="More words for serve-local.")
     parser.add_argument("--output", type=Path, help="Write the result here, as JSON.")
-    chosen = parser.parse_args()
-    found = asyncio.run(
-        run(chosen.seconds, chosen.clients, chosen.seed, shlex.split(chosen.server_options))
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="Mean pause of a client, in seconds."
     )
+    parser.add_argument("--silent", type=int, default=500, help="Connections that say too little.")
+    parser.add_argument("--fault-every", type=float, default=20.0, help="Seconds; 0 for no faults.")
+    parser.add_argument("--return-within", type=float, default=5.0, help="Seconds after a fault.")
+    chosen = parser.parse_args()
+    options = SoakOptions(
+        chosen.seconds, chosen.clients, chosen.pause, chosen.silent, chosen.fault_every,
+        chosen.return_within, chosen.seed, shlex.split(chosen.server_options),
+    )  # fmt: skip
+    found = asyncio.run(run(options))
     found = {"machine": machine_name("cpu"), **found}
     text = json.dumps(found, indent=1) + "\n"
     if chosen.output is not None:

@@ -27,8 +27,9 @@ NONSENSE: tuple[dict[str, Any], ...] = (
 class Soak:
     """The load, and the outcome of every request."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, pause_seconds: float = 0.0) -> None:
         self.url = url
+        self.pause_seconds = pause_seconds
         self.random = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.unclean: list[str] = []
@@ -49,6 +50,10 @@ class Soak:
                 self.unclean.append(f"{kind.__name__}: {outcome}")
                 await asyncio.sleep(0.05)
             self.outcomes[outcome.split(":")[0]] += 1
+            if self.pause_seconds:
+                pause = self.random.expovariate(1 / self.pause_seconds)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.ended.wait(), pause)
 
     def question(self, **fields: Any) -> tuple[str, dict[str, Any]]:
         """A path and a body."""
@@ -131,6 +136,8 @@ def judge_whole(status: int, found: Any, body: dict[str, Any]) -> str:
         reasons = [choice["finish_reason"] for choice in found["choices"]]
         is_whole = len(reasons) == num_prompts * body["n"] and set(reasons) <= {"stop", "length"}
         return "answered" if is_whole else f"unclean: ends {reasons}"
+    if status == 500 and found.get("error", {}).get("code") == "step_failed":
+        return "failed with a step"
     if status in (429, 503, 504) and "message" in found.get("error", {}):
         return "told"
     return f"unclean: {status} {str(found)[:200]}"
@@ -144,6 +151,6 @@ def judge_stream(lines: list[bytes], body: dict[str, Any]) -> str:
         choices = [choice for document in documents for choice in document["choices"]]
         reasons = [one["finish_reason"] for one in choices if one["finish_reason"]]
         return judge_whole(200, {"choices": [{"finish_reason": r} for r in reasons]}, body)
-    if events and "error" in json.loads(events[-1]):
-        return "told"
+    if events and (error := json.loads(events[-1]).get("error")):
+        return "failed with a step" if error.get("code") == "step_failed" else "told"
     return f"unclean: a stream of {len(events)} events without an end"

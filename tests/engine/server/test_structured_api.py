@@ -140,6 +140,7 @@ def test_a_structure_that_is_none_is_refused_with_its_place(
 def test_responses_take_structured_outputs_too(server: RunningServer) -> None:
     """Field `json` of `structured_outputs` was lost on the way to the chat: it has another name in Python."""
     schema = {"type": "object", "properties": {"a": {"const": 5}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
     body = {"input": "hi", "max_output_tokens": 40, "structured_outputs": {"json": schema}}
     with server.http() as http:
         response = http.post("/v1/responses", json=body)
