@@ -27,9 +27,8 @@ class Scheduler:
 
     * Running sequences come first, each with at least one token; waiting ones share the rest of the budget,
       in the order of their ranks, and the head of the queue is never overtaken.
-    * A waiting sequence is admitted only if blocks for all its known tokens are free, and it takes all of
-      them, so that it is not preempted half-way through its prompt by its own next chunk. Where blocks
-      behind a window are freed, it takes as many as it will ever hold.
+    * A waiting sequence is admitted only if blocks for all its known tokens are free, and takes them all, so
+      that its own next chunk does not preempt it. Behind a window it takes as many as it will ever hold.
     * When a running sequence cannot grow, the last in rank is preempted: its blocks are freed, it keeps its
       tokens and its place in the queue, and is recomputed later, or swapped in from the swap space.
     * Where the model has constant state, a running sequence has a state slot beside its blocks. It is
