@@ -79,7 +79,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(form: LogFormat) -> None:
     """Log the server's and uvicorn's lines to stderr in that format. There are no bodies in them, hence no
     prompts, unless `log_prompts` is set."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(
         JsonFormatter() if form == "json" else TextFormatter("%(levelprefix)s %(message)s")
     )
@@ -88,3 +88,14 @@ def configure_logging(form: LogFormat) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)

@@ -191,7 +191,7 @@ class Tokenization:
     def _encode_pair(
         self, query: str, document: str, template: str | None, max_tokens: int | None
     ) -> list[int]:
-        names = self._template_text
+        names = self.template_text
         if all(f'"{role}"' in names or f"'{role}'" in names for role in ("query", "document")):
             turns = [
                 {"role": "query", "content": query},
