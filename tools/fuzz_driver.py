@@ -50,7 +50,7 @@ class Fuzzer:
         is_sensible = mode == "sensible"
         if is_sensible and isinstance(case.body, dict):
             case.body = mended(case.body, self._pick_id())
-        if mode == "allowed" and isinstance(case.body, dict):
+        if not is_sensible and isinstance(case.body, dict):
             case.body = bounded(case.body, operation)
         for name in case.path_parameters if is_sensible else ():
             known = self._model if name == "name" else self._pick_id()
