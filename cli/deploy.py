@@ -29,7 +29,7 @@ def deploy(
     cluster: ClusterOptions,
     output: DeployOutputOptions,
 ) -> None:
-    """Write Kubernetes manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned."""
+    """Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of

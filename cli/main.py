@@ -24,7 +24,7 @@ COMMANDS = {
     "batch": "Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed.",
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
-    "deploy": "Write Kubernetes manifests and a compose file for serving a model as planned.",
+    "deploy": "Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned.",
     "history": "Keep a history of runs, and find the commits that changed their speed.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",

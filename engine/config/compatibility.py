@@ -91,7 +91,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
     },
     **{
         frozenset({"kv-budget", method}): "a draft token that is rejected has voted on what is kept"
-        for method in ("ngram", "draft", "medusa", "eagle")
+        for method in ("rejection", "ngram", "draft", "medusa", "eagle")
     },
     frozenset(
         {"kv-budget", "streams"}

@@ -26,7 +26,9 @@ def commands():
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
-def test_commands_in_the_docs_parse(commands, page, line):
+def test_commands_in_the_docs_parse(commands, page, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("model: stories3M\n")  # of --config
     _, name, *arguments = shlex.split(line, comments=True)
     assert name in commands
     command = commands[name]

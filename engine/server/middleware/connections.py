@@ -30,9 +30,9 @@ class _BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(
-            0
-        )  # so that `pause_writing` is called for any unsent byte
+        # So that `pause_writing` is called for unsent bytes. A limit of 0 would stop a TLS transport for
+        # good: it pauses at the limit, and not only above it.
+        transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self.options.max_connections:
             transport.write(REFUSED)
             transport.close()

@@ -56,7 +56,9 @@ def test_everything_is_computed_on_the_device(
     assert there.manifest["calibration"]["device"] == NAME
     assert verify(there.output).status == PROVEN
     errors = [run.manifest["summary"]["error"] for run in (here, there)]
-    assert errors[1] == pytest.approx(errors[0], rel=0.02)
+    # AWQ's scales differ in their last bits, and error feedback then takes other codes: with fewer tokens
+    # than inputs, as here, many are about as good.
+    assert errors[1] == pytest.approx(errors[0], rel=0.1 if method == "awq" else 0.02)
 
 
 @pytest.mark.parametrize("family", ["gemma-3", "qwen3-moe"])
