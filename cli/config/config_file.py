@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -23,6 +23,9 @@ from ..options.groups import shown_name
 
 SAME = {"model_option": "model"}
 """Parameters that are another spelling of one."""
+
+KEPT = ("bool", "null", "merge")
+"""What YAML may read a bare word as."""
 
 
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
@@ -119,10 +122,10 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
     from ...quant.base.errors import BadInput
 
     try:
-        document = yaml.safe_load(path.read_bytes())
+        document = yaml.load(path.read_bytes(), Loader=_loader())  # a safe one
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
         raise BadInput(f"--config {path}: not YAML{line}") from error
@@ -131,6 +134,20 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
     if not isinstance(document, dict):
         raise BadInput(f"--config {path}: give one option a line, such as port: 8000")
     return document
+
+
+def _loader() -> Any:
+    """YAML's safe loader, with numbers and times as they are written: click converts them, and a key such as
+    0123 or 12:34:56 is a text."""
+    import yaml
+
+    class AsWritten(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+            first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in KEPT]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    return AsWritten
 
 
 def _value(parameter: Any, value: Any, is_on: bool) -> Any:
@@ -149,11 +166,11 @@ def _value(parameter: Any, value: Any, is_on: bool) -> Any:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if not isinstance(value, str):
         raise ValueError(
             "give a number or a text; YAML reads on, off, yes and no without quotes as switches"
         )
-    return str(value)
+    return value
 
 
 def _overruled(context: typer.Context, shape: Signature) -> dict[str, Any]:

@@ -14,8 +14,9 @@ ANSWER_OPTIONS = (
     "attention_sinks",
     "cpu_activations",
     "dtype",
+    "kv_budget",
     "kv_cache_dtype",
-    "loras",
+    "kv_eviction",
     "max_model_len",
     "seed",
     "window",
@@ -33,12 +34,17 @@ def digest_of(model: Path, config: EngineConfig, for_app: Mapping[str, Any]) -> 
         model: a folder or a GGUF file.
         for_app: served name, chat template and parsers.
     """
+    options = {name: getattr(config, name) for name in ANSWER_OPTIONS}
+    loras = {name: _files(Path(folder)) for name, folder in config.loras.items()}
+    facts = {"files": _files(model), "loras": loras, "options": options, **for_app}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes in bytes and times in nanoseconds of a checkpoint's files."""
     paths = sorted(model.iterdir()) if model.is_dir() else [model]
-    files = [
+    return [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in paths
         if path.is_file()
     ]
-    options = {name: getattr(config, name) for name in ANSWER_OPTIONS}
-    facts = {"files": files, "options": options, **for_app}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -85,12 +85,14 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop.start()
         watching = asyncio.ensure_future(reloader.watch())
-        yield
-        watching.cancel()
-        loop.stop()
-        service.close()
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
+        try:
+            yield
+        finally:
+            watching.cancel()
+            loop.stop()
+            service.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     # No outbound requests: FastAPI's interactive docs load scripts from a CDN, and its telemetry could
     # be enabled by an environment variable.

@@ -96,7 +96,12 @@ class Service:
             )
 
     def adapter(self, name: str | None) -> str | None:
-        """The LoRA adapter that a request for the model `name` uses; None for the base model."""
+        """The LoRA adapter that a request for the model `name` uses; None for the base model.
+
+        Raises:
+            ApiError: it was unloaded since the request was checked.
+        """
+        self.check_model(name)
         return name if name in self.adapters else None
 
     async def params(self, request: Request, body: GenerationRequest) -> SamplingParams:

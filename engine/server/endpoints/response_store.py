@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +19,16 @@ MAX_BYTES = 64 << 20
 class StoredResponse:
     """A response, and the conversation up to it without instructions."""
 
-    tenant: Tenant
     turns: Sequence[dict[str, Any]]
     document: dict[str, Any]
     num_bytes: int
 
 
 class ResponseStore:
-    """Responses by id. The oldest are dropped first; each tenant sees its own."""
+    """Responses by tenant and id, which a client may choose. The oldest are dropped first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[tuple[Tenant, str], StoredResponse] = OrderedDict()
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
@@ -37,16 +37,24 @@ class ResponseStore:
     ) -> None:
         """Store a response."""
         size = len(json.dumps([turns, document]))
-        self._drop(document["id"])
-        self._responses[document["id"]] = StoredResponse(tenant, turns, document, size)
+        place = (tenant, document["id"])
+        self._drop(place)
+        self._responses[place] = StoredResponse(turns, document, size)
         self._num_bytes += size
         while self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._responses)))
 
+    def prefix(self, tenant: Tenant, request_id: str) -> str:
+        """What a response's id has before the request's: more than `resp_` where that id is taken, for a
+        client may send one `X-Request-Id` with several turns."""
+        if (tenant, f"resp_{request_id}") not in self._responses:
+            return "resp_"
+        return f"resp_{uuid.uuid4().hex[:16]}_"
+
     def get(self, tenant: Tenant, response_id: str) -> StoredResponse:
         """A response; ApiError 404 where there is none of that id, or no longer."""
-        stored = self._responses.get(response_id)
-        if stored is None or stored.tenant != tenant:
+        stored = self._responses.get((tenant, response_id))
+        if stored is None:
             raise ApiError(
                 404,
                 f"no response {response_id!r}: it was not stored, or is no longer",
@@ -58,8 +66,8 @@ class ResponseStore:
     def delete(self, tenant: Tenant, response_id: str) -> None:
         """Drop a response; raises as `get`."""
         self.get(tenant, response_id)
-        self._drop(response_id)
+        self._drop((tenant, response_id))
 
-    def _drop(self, response_id: str) -> None:
-        if (stored := self._responses.pop(response_id, None)) is not None:
+    def _drop(self, place: tuple[Tenant, str]) -> None:
+        if (stored := self._responses.pop(place, None)) is not None:
             self._num_bytes -= stored.num_bytes

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ...scheduling.outputs import Completion, RequestOutput
 from ..middleware.tenant import tenant_of
+from ..observability.request_record import record_of
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.errors import ApiError
@@ -267,7 +268,7 @@ def responses_router(service: Service) -> APIRouter:
             chat,
             conversation.params,
             [conversation.token_ids],
-            "resp_",
+            store.prefix(tenant, chat.request_id or record_of(request).request_id),
             lambda context: ItemResponse(context, body, service.text, conversation.form, keep),
             arrival_seconds,
         )

@@ -59,7 +59,6 @@ class OutputStream:
             output = await self._outputs.get()
             if isinstance(output, ApiError):
                 raise output
-            self.last_outputs[output.request_id, output.index] = output
             self._num_unfinished -= output.finish_reason is not None
             yield output
 
@@ -68,6 +67,10 @@ class OutputStream:
         return self._num_unfinished == 0
 
     def push(self, output: RequestOutput | ApiError) -> None:
+        if not isinstance(
+            output, ApiError
+        ):  # tokens are counted though a client takes none of them
+            self.last_outputs[output.request_id, output.index] = output
         self._outputs.put_nowait(output)
 
     def close(self) -> None:

@@ -49,7 +49,6 @@ class RequestRecord:
         principal: whose API key it came with; None before that is known.
         response_id: the `id` of the response, with which the engine's request ids begin.
         stream: the engine's outputs; None for requests that generate nothing.
-        prompt_tokens: those of requests without a stream.
         trace_id: of the request's span, hexadecimal.
     """
 
@@ -64,7 +63,6 @@ class RequestRecord:
     model: str | None = None
     params: SamplingParams | None = None
     stream: OutputStream | None = None
-    prompt_tokens: int = 0
     reservation: Reservation | None = None
     trace_id: str | None = None
 
@@ -84,26 +82,17 @@ class RequestRecord:
         if self.principal is not None:
             self.reservation = self.principal.limits.reserve(num_tokens, at_least=at_least)
 
-    def charge(self, num_tokens: int) -> None:
-        """The prompt tokens of a request that generates nothing.
-
-        Raises:
-            TooMany: the key has too few tokens per minute left.
-        """
-        self.reserve(num_tokens, at_least=num_tokens)
-        self.prompt_tokens = num_tokens
-
     def begin(
-        self, response_id: str, model: str, params: SamplingParams, stream: OutputStream
+        self, response_id: str, model: str, params: SamplingParams | None, stream: OutputStream
     ) -> None:
-        """The engine has the request."""
+        """The engine has the request; one that is pooled has no sampling parameters."""
         self.response_id, self.model, self.params = response_id, model, params
         self.stream = stream
 
     def totals(self) -> Totals:
         """Tokens and latencies so far, from the last output of each sequence."""
         if self.stream is None:
-            return Totals(prompt_tokens=self.prompt_tokens)
+            return Totals()
         outputs = [*self.stream.last_outputs.values()]
         prompt_tokens = sum(len(job.token_ids) for job in self.stream.jobs)
         if not outputs:

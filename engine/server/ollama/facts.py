@@ -30,7 +30,7 @@ class ModelFacts:
 
     def listed(self) -> list[dict[str, Any]]:
         """The entries of `/api/tags`."""
-        folders = {self._service.model_name: self._engine.folder, **self._engine.config.loras}
+        folders = {self._service.model_name: self._engine.folder, **self._service.adapters}
         return [self._entry(name, folder) for name, folder in folders.items()]
 
     def shown(self) -> dict[str, Any]:
@@ -55,6 +55,7 @@ class ModelFacts:
 
     def _entry(self, name: str, folder: Path) -> dict[str, Any]:
         paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+        # An adapter that is loaded is served on when its folder is deleted.
         files = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
         return {
             "name": name,
@@ -109,4 +110,5 @@ def _short(count: int) -> str:
 
 
 def _changed(folder: Path) -> str:
-    return datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat().replace("+00:00", "Z")
+    seconds = folder.stat().st_mtime if folder.exists() else 0
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -82,11 +82,13 @@ class OllamaService:
         try:
             if body.raw or (text.template_source == "plain" and not body.system):
                 asked = body.raw_request(self._max_model_len)
+                self._service.check(asked)
                 params = await self._service.params(request, asked)
                 (token_ids,) = await text.encode([body.prompt])
                 conversation = Conversation(params, token_ids, OutputFormat())
             else:
                 asked = body.chat_request(self._max_model_len)
+                self._service.check(asked)
                 conversation = await prepare(self._service, request, asked)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error

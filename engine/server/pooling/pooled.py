@@ -67,7 +67,7 @@ async def pool(
     record = record_of(request)
     response_id = f"{id_prefix}{body.request_id or record.request_id}"
     num_tokens = sum(map(len, prompts))
-    record.charge(num_tokens)
+    record.reserve(num_tokens, at_least=num_tokens)
     jobs = [
         Job(
             f"{response_id}/{uuid.uuid4().hex}/{index}",
@@ -84,6 +84,7 @@ async def pool(
     ]
     response = PooledResponse(response_id, name, num_tokens)
     stream = await service.loop.submit(jobs)
+    record.begin(response_id, name, None, stream)
     try:
         if await unless_disconnected(request, _collect(stream, response)) is None:
             raise ApiError(CLIENT_GONE, "the client has left")

@@ -43,8 +43,8 @@ class ServerOptions:
         log_format: `text`, or `json` for one object a line.
         otlp_traces_endpoint: OTLP/HTTP URL that gets a span for each request; None for no traces.
         tls: certificate and key; None for plain HTTP.
-        admin_api_key: the key, beside `api_keys` or one of them, that alone may change what is served and see
-            metrics; None lets all of `api_keys`.
+        admin_api_key: the key, beside `api_keys` or one of them, that may change what is served and see
+            metrics, beside the admins of the key file; None lets all of `api_keys`.
         lora_folders: folders below which adapters may be loaded at runtime; empty for no loading.
         script: texts that conversations must generate, for tests of agents.
     """

@@ -85,6 +85,12 @@ def test_the_environment_wins(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve(FILE)[1].api_keys == ("env",)
 
 
+def test_texts_are_as_they_are_written(serve) -> None:
+    _, options, serving = serve("api-key: [0123, 12:34:56]\nserved-model-name: 1_000")
+    assert options.api_keys == ("0123", "12:34:56")
+    assert serving.served_model_name == "1_000"
+
+
 def test_switches_have_both_names(serve) -> None:
     assert serve("no-enable-prefix-caching: true")[0].enable_prefix_caching is False
     assert serve("no-prefix-caching: true")[0].enable_prefix_caching is False

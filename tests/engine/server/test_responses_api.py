@@ -188,6 +188,16 @@ def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> Non
     assert answer.usage is not None and answer.usage.input_tokens == num_tokens(served, text)
 
 
+def test_turns_with_one_request_id_are_kept_apart() -> None:
+    store, tenant, other = ResponseStore(), Tenant(), Tenant(1)
+    assert store.prefix(tenant, "x") == "resp_"
+    store.put(tenant, [], {"id": "resp_x"})
+    assert store.prefix(tenant, "x") not in ("resp_", store.prefix(tenant, "x"))
+    assert store.prefix(other, "x") == "resp_"
+    store.put(other, [{"role": "user", "content": "b"}], {"id": "resp_x"})
+    assert store.get(tenant, "resp_x").turns == [] != store.get(other, "resp_x").turns
+
+
 def test_the_store_drops_the_oldest() -> None:
     store, tenant = ResponseStore(max_bytes=3000), Tenant()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""The record of a request that generates nothing: its prompt counts for the key's limits and usage."""
+"""The record of a request: what it reserves of its key's limits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from llmopt.engine.server.protocol.errors import TooMany
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 
-def test_a_prompt_alone_is_charged() -> None:
+def test_what_a_request_reserves_others_wait_for() -> None:
     keys = KeyRing(ServerOptions(api_keys=("k",), tpm_per_key=100))
     first, second = (
         RequestRecord("id", "POST", "/v1/embeddings", "", principal=keys.find(b"k"))
         for _ in range(2)
     )
-    first.charge(60)
+    first.reserve(60, at_least=60)
     with pytest.raises(TooMany):
-        second.charge(60)
-    assert (first.totals().prompt_tokens, second.totals().prompt_tokens) == (60, 0)
+        second.reserve(60, at_least=60)
     assert first.reservation is not None and second.reservation is None
     first.reservation.settle(60)  # all of it was used
     with pytest.raises(TooMany):
-        second.charge(60)
+        second.reserve(60, at_least=60)
     assert (first.key, RequestRecord("id", "GET", "/", "").key) == ("api-key-1", None)
