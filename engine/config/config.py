@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 def _device(name: str) -> str | None:
-    kind, _, index = name.partition(":")
-    is_known = kind in DEVICES and (not index or (kind != "mps" and index.isdecimal()))
+    is_known = name in DEVICES or re.fullmatch(r"(cuda|cpu):[0-9]+", name)
     return None if is_known else f"choose {', '.join(DEVICES)} or cuda:N"
 
 

@@ -155,7 +155,8 @@ class Compactor:
         self._pending.append(
             Compaction(request.sequence_id, table, num_slots, tuple(kept), self.rule.budget)
         )
-        self._pool.free([block_id for block_id in before if block_id not in set(kept)])
+        held = set(kept)
+        self._pool.free([block_id for block_id in before if block_id not in held])
         request.block_ids = kept
         request.num_evicted_tokens += num_slots - self.rule.budget
         self.num_kept_tokens += self.rule.budget

@@ -27,13 +27,12 @@ class Scheduler:
 
     * Running sequences come first, each with at least one token; waiting ones share the rest of the budget,
       in the order of their ranks, and the head of the queue is never overtaken.
-    * A waiting sequence is admitted only if blocks for all its known tokens are free, and takes them all, so
-      that its own next chunk does not preempt it. Behind a window it takes as many as it will ever hold.
-    * When a running sequence cannot grow, the last in rank is preempted: its blocks are freed, it keeps its
-      tokens and its place in the queue, and is recomputed later, or swapped in from the swap space.
-    * Where the model has constant state, a running sequence has a state slot beside its blocks. It is
-      admitted if one is free, and goes on from a cached prefix where a checkpoint of the state is.
-    * `add` refuses a request that could never fit, not even alone.
+    * A waiting sequence is admitted only if blocks for all its known tokens are free, and takes them all;
+      behind a window as many as it will ever hold.
+    * When a running sequence cannot grow, the last in rank is preempted: it keeps tokens and place in the
+      queue, and is recomputed later, or swapped in from the swap space.
+    * Where the model has constant state, a running sequence has a state slot beside its blocks, and goes on
+      from a cached prefix where a checkpoint of the state is.
     """
 
     def __init__(
@@ -115,11 +114,9 @@ class Scheduler:
         count, longest = request.num_prompt_tokens, self.config.max_model_len
         if count > longest:
             raise BadInput(f"{count} prompt tokens exceed the context length of {longest} tokens")
+        capacity = self.pool.num_usable * self.config.block_size
         if self.config.max_blocks(count) > self.pool.num_usable:
-            capacity = self.pool.num_usable * self.config.block_size
-            raise BadInput(
-                f"{count} prompt tokens can never fit in the KV cache of {capacity} tokens"
-            )
+            raise BadInput(f"{count} prompt tokens can never fit in the KV cache of {capacity}")
 
     def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
         """End a sequence now. An unknown or finished id is no error: the client may be late."""
@@ -187,29 +184,24 @@ class Scheduler:
     ) -> list[Token]:
         """Process the sampled tokens of a step, `num_samples` for each row that samples.
 
-        A row of one sample may have several tokens: the accepted draft tokens and the bonus token.
-        `draft_depths` are the speculative positions of the rows' drafts.
-        Sequences that ended since are skipped. Returns the tokens in row order; a sequence whose
-        token was its last is finished, its blocks freed.
+        A row of one sample may have several tokens: accepted drafts, at the positions `draft_depths`, and the
+        bonus token. Returns the tokens in row order; a sequence whose token was its last is finished.
 
-        Plans are processed in the order in which they were scheduled. One more may have been scheduled
-        since, unless this one `blocks_next_step`: steps run in order, so a block that is freed here is not
-        written by its next owner before the in-flight step has read it.
+        Plans are processed in their order. One more may have been scheduled since, unless this one
+        `blocks_next_step`: steps run in order, so a block freed here is read before its next owner writes.
         """
+        # Compactions come before copies: none may write to a block that a fork or an end here frees.
+        for row in plan.rows:
+            request = self.request_of(row)
+            self.states.end_save(row.checkpoint, request, row.end)
+            if (
+                request is not None and request.status is RequestStatus.RUNNING
+            ):  # not preempted since
+                self._keep(request, row)
         tokens: list[Token] = []
         for index, row in enumerate(plan.rows):
-            request = self.request_of(row)
-            if request is None:
-                self.states.end_save(row.checkpoint, None, row.end)
+            if (request := self.request_of(row)) is None:
                 continue
-            if request.status is RequestStatus.RUNNING:  # else it was preempted since
-                # Blocks that were compacted hold other tokens for each head.
-                if not request.num_evicted_tokens:
-                    self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
-                self._evict_behind_window(request)
-                if row.compacts and not self.compactor.compact(request):
-                    self._preempt(request)
-            self.states.end_save(row.checkpoint, request, row.end)
             if not row.num_samples:
                 if request.pooling is not None and row.end == request.num_prompt_tokens:
                     request.times.first_token = request.times.last_token = now
@@ -221,11 +213,19 @@ class Scheduler:
             if row.num_samples == 1:
                 tokens += self._append_accepted(request, index, token_ids, eos, now)
                 continue
-            family = [request, *self._fork(request, len(token_ids) - 1)]
+            family = (request, *self._fork(request, len(token_ids) - 1))
             for sample, (member, token_id) in enumerate(zip(family, token_ids, strict=True)):
                 tokens.append(Token(member, token_id, index, sample))
                 self._append(member, token_id, eos, now)
         return tokens
+
+    def _keep(self, request: Request, row: ScheduledRow) -> None:
+        """Put a step's blocks into the prefix cache; evict what window or budget have no place for."""
+        if not request.num_evicted_tokens:  # else each head has other tokens in them
+            self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
+        self._evict_behind_window(request)
+        if row.compacts and not self.compactor.compact(request):
+            self._preempt(request)
 
     def request_of(self, row: ScheduledRow) -> Request | None:
         """The sequence of a row, unless it ended since; another one may have its id by now."""
@@ -484,8 +484,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free a sequence's blocks and state slot; all of them are freed here.
 
-        A pending copy may write to one of them. It does no harm: copies come before the step writes, and the
-        next owner of the block writes each slot before reading it.
+        A pending copy may write to one of them. It does no harm: compactions were planned before, copies come
+        before the step writes, and the next owner of the block writes each slot before reading it.
         """
         self.pool.free(request.held_block_ids)
         self.states.free(request.state_slot)

@@ -26,6 +26,8 @@ _SPECIAL = {
     "sep_token": "seperator",  # the key's own spelling
     "mask_token": "mask",
 }
+# Of a SentencePiece vocabulary that does not say them.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Of Phi 3, white space after these stays; after the other matched tokens it goes.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -90,13 +92,14 @@ class _Keys:
         return value
 
     def special(self, kind: str) -> str | None:
-        """The text of a special token; None where the file names none."""
-        number = self._metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        """The text of a special token; None where the file names none, or one that there is not."""
+        default = _SENTENCEPIECE_IDS.get(kind) if self.model == "llama" else None
+        number = self._metadata.get(f"tokenizer.ggml.{kind}_token_id", default)
         if number is None:
             return None
-        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+        if not isinstance(number, int):
             raise BadInput(f"{self.path}: tokenizer.ggml.{kind}_token_id is {number!r}, no token's")
-        return self.tokens[number]
+        return self.tokens[number] if 0 <= number < len(self.tokens) else None
 
     def _pre(self) -> str:
         name = self.text("tokenizer.ggml.pre") or "default"

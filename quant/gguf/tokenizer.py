@@ -108,7 +108,7 @@ def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
     steps = steps.get("pretokenizers", [steps])
     expressions = [expression for step in steps for expression in _expressions(step)]
     name = None
-    if steps[-1].get("type") == "ByteLevel" and None not in expressions:
+    if steps and steps[-1].get("type") == "ByteLevel" and None not in expressions:
         ignores_merges = bool(content["model"].get("ignore_merges"))
         name = name_of(map(str, expressions), ignores_merges=ignores_merges)
     if name is None:
@@ -123,6 +123,8 @@ def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
 def _expressions(step: dict[str, Any]) -> tuple[str | None, ...]:
     """The expressions by which a step of a tokenizer.json cuts a text; None is one that cannot be said so."""
     match step:
+        case {"invert": True}:
+            return (None,)
         case {"type": "Split", "pattern": {"Regex": str(expression)}, "behavior": "Isolated"}:
             return (expression,)
         case {"type": "Digits"}:

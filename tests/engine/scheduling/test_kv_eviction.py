@@ -41,6 +41,23 @@ def test_a_prompt_over_the_budget_is_compacted_and_its_blocks_are_free() -> None
     assert len(request.block_ids) == 5, "snapkv keeps the output"
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_no_copy_of_a_fork_writes_over_what_is_kept(max_tokens: int) -> None:
+    here = world("snapkv")
+    here.add("a", [1, 2, 3], max_tokens=max_tokens, ignore_eos=True, n=2)
+    here.add("b", [1] * 5, max_tokens=4, ignore_eos=True)
+    num_copies = num_compactions = 0
+    while here.scheduler.has_unfinished():
+        plan, _ = here.step()
+        kept = {block_id for one in plan.compactions for block_id in one.destination}
+        assert not kept & {block_id for copy in plan.copies.within for block_id in copy}
+        num_copies, num_compactions = (
+            num_copies + len(plan.copies.within),
+            num_compactions + len(kept),
+        )
+    assert num_copies and num_compactions
+
+
 def test_heavy_hitters_are_bounded_by_the_budget_and_a_block() -> None:
     here = world("h2o")
     request = here.add("a", [1, 2], max_tokens=40, ignore_eos=True)

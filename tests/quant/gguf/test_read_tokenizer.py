@@ -90,6 +90,16 @@ def test_a_text_is_cut_as_llama_cpp_cuts_it(
     assert [piece for piece, _ in cut] == pieces
 
 
+def test_special_ids_that_are_missing_or_no_token_s(tmp_path: Path) -> None:
+    keys = tokenizer_keys(STORIES, 512)
+    names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "unknown")]
+    plain = read_tokenizer(written(tmp_path, keys))
+    silent = read_tokenizer(written(tmp_path, {k: v for k, v in keys.items() if k not in names}))
+    assert silent("Once").input_ids == plain("Once").input_ids
+    odd = read_tokenizer(written(tmp_path, keys | {"tokenizer.ggml.padding_token_id": 2**32 - 1}))
+    assert odd.pad_token is None
+
+
 def raw_text_keys() -> dict[str, Any]:
     """A vocabulary of Gemma 4's kind: raw text, byte tokens, newlines in runs."""
     letters = [
@@ -140,7 +150,7 @@ def test_white_space_after_tokens_of_phi3_goes(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "new-one"}, "pre-tokenizer 'new-one'.*tokenizer.json beside"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is no list of str"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "500 tokens and 2 types: it is damaged"),
-        ({"tokenizer.ggml.bos_token_id": 999}, "bos_token_id is 999"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id is 'x'"),
         ({"tokenizer.ggml.model": "llama"}, "500 tokens and 0 scores: it is damaged"),
     ],
 )
