@@ -193,11 +193,9 @@ class Scheduler:
         # Compactions come before copies: none may write to a block that a fork or an end here frees.
         for row in plan.rows:
             request = self.request_of(row)
-            self.states.end_save(row.checkpoint, request, row.end)
-            if (
-                request is not None and request.status is RequestStatus.RUNNING
-            ):  # not preempted since
+            if request is not None and request.status is RequestStatus.RUNNING:  # else preempted
                 self._keep(request, row)
+            self.states.end_save(row.checkpoint, request, row.end)
         tokens: list[Token] = []
         for index, row in enumerate(plan.rows):
             if (request := self.request_of(row)) is None:
