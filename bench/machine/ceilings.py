@@ -105,6 +105,8 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
         return time.perf_counter() - start
 
     once()

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 
@@ -142,11 +142,12 @@ def _loader() -> Any:
     import yaml
 
     class AsWritten(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
-            first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in KEPT]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
+        pass
 
+    AsWritten.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in KEPT]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     return AsWritten
 
 
