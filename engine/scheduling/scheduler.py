@@ -29,8 +29,8 @@ class Scheduler:
       in the order of their ranks, and the head of the queue is never overtaken.
     * A waiting sequence is admitted only if blocks for all its known tokens are free, and takes them all;
       behind a window as many as it will ever hold.
-    * When a running sequence cannot grow, the last in rank is preempted: it keeps tokens and place in the
-      queue, and is recomputed later, or swapped in from the swap space.
+    * When a running sequence cannot grow or be compacted, the last in rank is preempted: it keeps tokens and
+      place in the queue, and is recomputed later, or swapped in from the swap space.
     * Where the model has constant state, a running sequence has a state slot beside its blocks, and goes on
       from a cached prefix where a checkpoint of the state is.
     """
@@ -222,8 +222,8 @@ class Scheduler:
         if not request.num_evicted_tokens:  # else each head has other tokens in them
             self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
         self._evict_behind_window(request)
-        if row.compacts and not self.compactor.compact(request):
-            self._preempt(request)
+        while row.compacts and request.block_ids and not self.compactor.compact(request):
+            self._preempt(max(self.running, key=lambda running: running.rank))
 
     def request_of(self, row: ScheduledRow) -> Request | None:
         """The sequence of a row, unless it ended since; another one may have its id by now."""

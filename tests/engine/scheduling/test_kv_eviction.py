@@ -125,6 +125,24 @@ def test_a_sequence_that_finds_no_block_to_be_compacted_to_is_preempted() -> Non
     assert here.scheduler.num_preemptions > 0
 
 
+def test_of_two_that_share_a_prompt_the_first_in_rank_is_compacted() -> None:
+    here = World(
+        *(6, 3, True),
+        loop="early",
+        eviction=rule("snapkv", block_size=3),
+        max_model_len=60,
+        max_num_seqs=3,
+        max_num_batched_tokens=3,
+        prefill_chunk_size=1,
+    )
+    prompt = [1, 1, 1, 2, 1, 2, 1, 2, 1, 1, 1]
+    first, second = [here.add(name, prompt, max_tokens=2) for name in "ab"]
+    here.drain(limit=100)
+    for request in (first, second):
+        assert request.token_ids[11:] == foretell(prompt, request.seed, 2)
+    assert first.num_preemptions == 0 < second.num_preemptions
+
+
 @pytest.mark.parametrize(
     ("method", "budget", "size", "line"),
     [
