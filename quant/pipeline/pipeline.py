@@ -171,13 +171,14 @@ def _quantize_layers(
 ) -> None:
     plan, stream = session.plan, session.stream
     first, total = len(journal.layers), stream.num_layers + plan.lm_head
+    if first:
+        done = min(first, stream.num_layers)
+        progress.note(f"going on after layer {done} of {stream.num_layers}")
     if first == total:
         return
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
-    if first:
-        progress.note(f"going on after layer {first} of {stream.num_layers}")
     source = _source(session, journal.hidden_path(first) if first else None, progress)
     progress.start("quantizing", total, "layers")
     progress.advance(first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from llmopt.cli.main import main
 from llmopt.quant.gguf.mix import GGUF_TYPES
+from llmopt.quant.pipeline import pipeline
 from llmopt.recipes import MODELS
 
 from ...support.cli_process import LlmoptProcess
@@ -106,11 +108,25 @@ def test_killed_runs_end_with_the_same_bytes(
     output, resumed = tmp_path / "out", False
     for number in range(max(1, KILLS)):
         kill_at_random(output, model, words, 0.1)
-        if output.exists():  # the run was quicker than the kill
+        if output.exists() and journalled(output) < 0:  # the run was quicker than the kill
             output.rename(tmp_path / f"early-{number}")
-        resumed = journalled(output) > 0
+        resumed = journalled(output) > 0 and not output.exists()
     capsys.readouterr()
     files = finish(output, model, words)
     assert files == expected
     assert ("going on after layer" in capsys.readouterr().err) == resumed
     assert not output.with_name("out.partial").exists()
+
+
+def test_a_run_that_ended_behind_its_last_layer_says_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, words = tmp_path / "out", ("--method", "mxfp4", *FP4)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "write_final_files", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit, match="9"):
+            main(["quantize", TINY, *words, *SMALL, "-o", str(output)])
+    assert journalled(output) == 5
+    capsys.readouterr()
+    finish(output, TINY, words)
+    assert "going on after layer 5 of 5" in capsys.readouterr().err
