@@ -172,6 +172,8 @@ async def run(options: SoakOptions) -> dict[str, Any]:
         parts = Counter(line[7:] for line in lines if line.startswith("fault: "))
         found["faults"]["by_part"] = dict(parts)
         found["checks"]["every fault was injected"] = parts.total() == found["faults"]["faults"]
+        counted = found["faults"]["failed_steps"] == parts.total()
+        found["checks"]["every fault was counted as a failed step"] = counted
         unexpected = [
             line
             for line in lines

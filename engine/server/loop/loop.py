@@ -220,7 +220,7 @@ class EngineLoop:
         for output in outputs:
             if output.finish_reason is not None:
                 self._retry_after.record_finish()
-        if steps.failed_requests:
+        if steps.failed_requests is not None:
             self.metrics.note_failed_step(steps.failed_requests)
             self._post(self._push_all, steps.failed_requests, StepFailed())
         return outputs

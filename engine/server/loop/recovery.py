@@ -26,15 +26,14 @@ class RecoveringSteps:
     """Runs an engine's steps, and aborts the requests of a step that fails.
 
     Attributes:
-        failed_requests: ids of the requests that the last step ended by failing.
-        num_failed: failed steps since the start.
+        failed_requests: ids of the requests that the last step ended by failing, which may be none: those
+            that wait stay in the queue. None: it did not fail.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_in_a_row = 0
-        self.failed_requests: list[str] = []
-        self.num_failed = 0
+        self.failed_requests: list[str] | None = None
 
     def step(self) -> list[RequestOutput]:
         """The outputs of a step; none after a failure.
@@ -42,18 +41,16 @@ class RecoveringSteps:
         Raises:
             Exception: the engine cannot go on: the step's own error.
         """
-        self.failed_requests = []
+        self.failed_requests = None
         try:
             outputs = self._engine.step()
         except _FATAL:
             raise
         except Exception:
-            self.num_failed += 1
             self._num_in_a_row += 1
             if self._num_in_a_row >= MAX_FAILED_STEPS:
                 raise
-            self.failed_requests = self._engine.abort_failed()
-            failed = self.failed_requests
+            self.failed_requests = failed = self._engine.abort_failed()
             named = ", ".join(failed[:MAX_NAMED])
             _log.exception("a step failed, and with it %d requests: %s", len(failed), named)
             return []

@@ -217,6 +217,24 @@ def test_a_failed_step_ends_its_requests_and_not_the_engine(
     assert server.wait_until_idle().kv_blocks_used == 0
 
 
+def test_a_failure_before_any_request_runs_counts_and_the_request_goes_on(
+    fragile_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = fragile_server.engine.scheduler
+    schedule, failures = scheduler.schedule, [RuntimeError("out of luck")]
+
+    def fails_once(now: float) -> StepPlan:
+        if failures:
+            raise failures.pop()
+        return schedule(now)
+
+    monkeypatch.setattr(scheduler, "schedule", fails_once)
+    with fragile_server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        text = http.get("/metrics").text
+    assert 'llmopt_failed_steps_total{engine="0",model_name="tiny"} 1.0' in text
+
+
 def test_a_step_that_hangs_is_seen_by_the_health_probe() -> None:
     engine, resume = make_engine("stories260K"), threading.Event()
     with running(engine, ServerOptions(step_timeout_seconds=1)) as server:
