@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..quant.base.errors import BadInput
+from .base.image_input import NO_IMAGES, Images
 from .base.pooling_params import PoolingParams
 from .base.sampling_params import SamplingParams
 from .build import build_engine
@@ -73,12 +74,14 @@ class Engine:
         cache_salt: bytes = b"",
         lora: str | None = None,
         pooling: PoolingParams | None = None,
+        images: Images = NO_IMAGES,
     ) -> None:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
         is served first under the priority policy. `lora` names an adapter that is loaded. With `pooling`
-        nothing is generated: the only output is a vector of the prompt's hidden states.
+        nothing is generated: the only output is a vector of the prompt's hidden states. `images` are those of
+        a prepared prompt, whose token ids then are the prompt.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
@@ -112,6 +115,7 @@ class Engine:
             cache_salt=adapter_salt(adapter, cache_salt),
             lora=adapter,
             pooling=pooling,
+            images=images,
         )
         self.scheduler.add(request)
         if best_of is not None:

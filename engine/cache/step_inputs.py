@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..base.image_input import NO_IMAGES, Images
 from ..base.transfer import packed
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
 from ..model.layers.attention import StepInputs
@@ -26,6 +27,7 @@ class Run(NamedTuple):
         tree: of the draft tokens at the end, of which the first may be computed already.
         state_slot: of the sequence's constant state.
         num_evicted: tokens before `start` that have no slot any more: positions count them.
+        images: of the sequence's prompt.
     """
 
     start: int
@@ -34,6 +36,7 @@ class Run(NamedTuple):
     tree: Tree | None = None
     state_slot: int = NULL_SLOT
     num_evicted: int = 0
+    images: Images = NO_IMAGES
 
 
 def step_inputs(
@@ -52,7 +55,7 @@ def step_inputs(
     slots: list[int] = []
     multi_token: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
     decodes: list[tuple[int, int, Sequence[int], range]] = []
-    for start, tokens, block_ids, tree, _, num_evicted in runs:
+    for start, tokens, block_ids, tree, _, num_evicted, _ in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
         mask = None

@@ -16,11 +16,13 @@ from ..cache.step_inputs import Run, step_inputs
 from ..model.layers.attention import StepInputs
 from ..model.lora.bank import rows_by_adapter
 from ..model.open import CausalModel
+from ..multimodal.encoder_cache import EncoderCache
 from ..sampling.logprobs import rows_per_slice, sliced_logprobs
 from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler
 from ..scheduling.step_plan import ScheduledRow, StepPlan
 from ..speculation.proposer import Proposer
+from .image_rows import embedded_rows
 from .row_pooling import pooled_rows
 from .step_graphs import StepGraphs
 from .step_layout import StepLayout
@@ -58,6 +60,7 @@ class ModelRunner:
         graphs: StepGraphs,
         by_rejection: bool = False,
         evictor: Evictor | None = None,
+        encoders: EncoderCache | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -68,6 +71,7 @@ class ModelRunner:
         self._proposer = proposer
         self._graphs = graphs
         self.evictor = evictor
+        self.encoders = encoders
         rule = RejectionVerification if by_rejection else CoupledVerification
         self._verification: Verification = rule(self._sampler, eos_token_ids)
 
@@ -179,7 +183,10 @@ class ModelRunner:
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         states = self.cache.states.tensors
-        return step_inputs(runs, self.cache.block_size, self._device, self._dtype, states)
+        inputs = step_inputs(runs, self.cache.block_size, self._device, self._dtype, states)
+        if self.encoders is None:
+            return inputs
+        return replace(inputs, embedded=embedded_rows(runs, self.encoders, self._device))
 
     def _ends(self, layout: StepLayout) -> torch.Tensor:
         """Indices of the hidden states whose logits are needed, int64 [ends]."""

@@ -28,7 +28,8 @@ class SpeculativeRow:
     @property
     def run(self) -> Run:
         row, draft = self.row, self.draft
-        return Run(row.start, [*row.token_ids, *draft.token_ids], row.block_ids, draft.tree)
+        tokens = [*row.token_ids, *draft.token_ids]
+        return Run(row.start, tokens, row.block_ids, draft.tree, images=row.images)
 
     @property
     def path(self) -> list[int]:

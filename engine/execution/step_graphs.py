@@ -109,6 +109,8 @@ class StepGraphs:
         eager = Forward(partial(self._model.forward, inputs, self._caches), is_replay=False)
         if inputs.batch.spans or group is None or inputs.adapters or inputs.scored:
             return eager
+        if inputs.embedded is not None:
+            return eager  # a chunk of one token, of an image
         rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= rows), None)
         if size is None:

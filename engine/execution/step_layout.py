@@ -43,6 +43,7 @@ class StepLayout:
                 row.block_ids,
                 state_slot=row.state_slot,
                 num_evicted=row.num_evicted,
+                images=row.images,
             )
             draft = drafts.get(row.sequence_id)
             if draft is not None:

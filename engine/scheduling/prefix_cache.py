@@ -6,26 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from ..base.image_input import content_key
 from .block_pool import NULL_BLOCK, BlockPool
 from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """The content of a cached block: its tokens, and the hash of everything before them."""
+    """The content of a cached block: its tokens and images, and the hash of everything before them."""
 
     block_id: int
     parent_hash: bytes
     token_ids: tuple[int, ...]
+    image_key: bytes = b""
 
 
-def hash_block(parent_hash: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+def hash_block(
+    parent_hash: bytes, token_ids: Sequence[int], salt: bytes, image_key: bytes = b""
+) -> bytes:
     """The hash of a full block: of its tokens, the hash of its predecessor, and the salt (BLAKE2b, 128 bits).
 
-    The salt separates what must not be shared: adapters, tenants.
+    The salt separates what must not be shared: adapters, tenants. `image_key` says which images its
+    placeholder tokens are, which all have the same id.
     """
     digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
+    digest.update(image_key)
     return digest.digest()
 
 
@@ -65,8 +71,7 @@ class PrefixCache:
         for index in range((request.num_tokens - 1) // self._block_size):
             name = request.block_hashes[index]
             cached = self._by_hash.get(name)
-            tokens = self._tokens(request, index)
-            if cached is None or cached.token_ids != tokens or cached.parent_hash != parent:
+            if cached is None or cached != self._content(request, index, cached.block_id, parent):
                 break
             hits.append(cached.block_id)
             parent = name
@@ -88,7 +93,7 @@ class PrefixCache:
             if name in self._by_hash or block_id in self._hash_of or block_id == NULL_BLOCK:
                 continue
             parent = request.block_hashes[index - 1] if index else b""
-            self._by_hash[name] = CachedBlock(block_id, parent, self._tokens(request, index))
+            self._by_hash[name] = self._content(request, index, block_id, parent)
             self._hash_of[block_id] = name
             self._pool.set_cached(block_id, True)
 
@@ -115,6 +120,16 @@ class PrefixCache:
     def _evict(self, block_id: int) -> None:
         del self._by_hash[self._hash_of.pop(block_id)]
 
+    def _content(
+        self, request: Request, index: int, block_id: int, parent_hash: bytes
+    ) -> CachedBlock:
+        tokens, images = self._tokens(request, index), self._image_key(request, index)
+        return CachedBlock(block_id, parent_hash, tokens, images)
+
+    def _image_key(self, request: Request, index: int) -> bytes:
+        start = index * self._block_size
+        return content_key(request.images, start, start + self._block_size)
+
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self._block_size : (index + 1) * self._block_size])
 
@@ -123,4 +138,5 @@ class PrefixCache:
         chain = request.block_hashes
         for index in range(len(chain), num_tokens // self._block_size):
             parent = chain[-1] if chain else b""
-            chain.append(hash_block(parent, self._tokens(request, index), request.cache_salt))
+            tokens, images = self._tokens(request, index), self._image_key(request, index)
+            chain.append(hash_block(parent, tokens, request.cache_salt, images))

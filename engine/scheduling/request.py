@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .draft_length import Acceptance
@@ -77,6 +78,7 @@ class Request:
     cache_salt: bytes = b""
     lora: str | None = None
     pooling: PoolingParams | None = None
+    images: Images = NO_IMAGES
 
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
@@ -145,6 +147,7 @@ class Request:
             priority=self.priority,
             cache_salt=self.cache_salt,
             lora=self.lora,
+            images=self.images,
             num_cached_tokens=self.num_cached_tokens,
             block_hashes=list(self.block_hashes),
         )

@@ -392,6 +392,7 @@ class Scheduler:
             state_slot=request.state_slot,
             checkpoint=self.states.begin_save(request, end),
             pooling=request.pooling,
+            images=request.images,
         )
         row = self.compactor.mark(request, row)
         request.num_computed_tokens = end

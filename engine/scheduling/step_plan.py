@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .request import NULL_SLOT
@@ -33,6 +34,7 @@ class ScheduledRow(NamedTuple):
             position less these.
         num_scored: last tokens of the row whose attention weights count in the next compaction.
         compacts: the sequence is compacted before its next step.
+        images: of the sequence's prompt.
     """
 
     sequence_id: str
@@ -52,6 +54,7 @@ class ScheduledRow(NamedTuple):
     num_evicted: int = 0
     num_scored: int = 0
     compacts: bool = False
+    images: Images = NO_IMAGES
 
     @property
     def token_ids(self) -> Sequence[int]:

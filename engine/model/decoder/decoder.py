@@ -186,6 +186,8 @@ class Decoder:
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale
+        if inputs.embedded is not None:
+            hidden = inputs.embedded.replace(hidden)
         per_layer = self.weights.per_layer
         per_layer_inputs = None if per_layer is None else per_layer(inputs.token_ids, hidden)
         states = NO_STEP_STATES

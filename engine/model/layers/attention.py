@@ -15,6 +15,7 @@ from ...kernels.elementwise.dispatch import RopeAndCacheKernel, TorchRopeAndCach
 from ...kernels.elementwise.head_norms import HeadNorms
 from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout, Temperature
+from .embedded_rows import EmbeddedRows
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
 from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
@@ -76,6 +77,9 @@ class StepInputs:
         aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
         states: of the sequences of a model with constant state.
         scored: tokens whose attention weights are summed, for KV eviction.
+        embedded: tokens of images, whose embeddings are not the table's.
+        mrope_positions: int64 [3, tokens], time, height and width of models with M-RoPE; None: all are
+            `positions`.
     """
 
     token_ids: torch.Tensor
@@ -86,6 +90,8 @@ class StepInputs:
     aux_hidden_state_layers: tuple[int, ...] = ()
     states: StateBatch = NO_STATES
     scored: Sequence[ScoredSpan] = ()
+    embedded: EmbeddedRows | None = None
+    mrope_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

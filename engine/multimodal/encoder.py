@@ -1,0 +1,119 @@
+"""The vision encoder: a model's tower and projector, transformers' modules, without its language model."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ..base.image_input import ImageInput
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedImage:
+    """Embeddings of one image, a row for each token that takes one.
+
+    Attributes:
+        embeddings: [num_embeddings, hidden], which replace those of the placeholder tokens.
+        deepstack: [num_embeddings, hidden] each, added to the output of the first layers (Qwen3-VL).
+    """
+
+    embeddings: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.embeddings, *self.deepstack))
+
+
+class VisionEncoder:
+    """Computes embeddings by the model's `get_image_features`, images of the same shapes together.
+
+    Args:
+        model: the wrapped model of transformers, with its tower and projector; its language model is unused.
+        hidden_size: width of the language model's embeddings.
+    """
+
+    max_images_per_pass = 8
+    """Bounds the memory of the tower's activations."""
+
+    def __init__(
+        self, model: Any, hidden_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._features = model.get_image_features
+        self._project = getattr(model, "multi_modal_projector", None)
+        self._hidden_size, self._device, self._dtype = hidden_size, device, dtype
+        self._takes = frozenset(inspect.signature(self._features).parameters)
+        self.bytes_held = sum(weight.nbytes for weight in model.parameters())
+
+    def timed_encode(self, images: Sequence[ImageInput]) -> tuple[list[EncodedImage], float]:
+        """`encode`, and the seconds that it took on the device."""
+        began = time.perf_counter()
+        encoded = self.encode(images)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return encoded, time.perf_counter() - began
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        """The embeddings of each image.
+
+        Raises:
+            BadInput: the tower gives another number of embeddings than the image has tokens.
+        """
+        by_shape = sorted(range(len(images)), key=lambda index: _shapes(images[index]))
+        encoded: dict[int, EncodedImage] = {}
+        for _, same in groupby(by_shape, key=lambda index: _shapes(images[index])):
+            indices = list(same)
+            for first in range(0, len(indices), self.max_images_per_pass):
+                group = indices[first : first + self.max_images_per_pass]
+                results = self._encode_together([images[index] for index in group])
+                encoded.update(zip(group, results, strict=True))
+        return [encoded[index] for index in range(len(images))]
+
+    def _encode_together(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        arguments = {
+            name: self._moved(torch.cat([image.tensors[name] for image in images]))
+            for name in images[0].tensors
+            if name in self._takes
+        }
+        output = self._features(**arguments, return_dict=True)
+        counts = [image.num_embeddings for image in images]
+        rows = self._rows(output)
+        if len(rows) != sum(counts):
+            raise BadInput(
+                f"the vision tower gives {len(rows)} embeddings for {sum(counts)} placeholder tokens: "
+                "the checkpoint's processor does not match its model"
+            )
+        deepstack = [
+            part.split(counts) for part in getattr(output, "deepstack_features", None) or ()
+        ]
+        return [
+            EncodedImage(part.clone(), tuple(level[index].clone() for level in deepstack))
+            for index, part in enumerate(rows.split(counts))
+        ]
+
+    def _rows(self, output: Any) -> torch.Tensor:
+        """Embeddings of all images, [tokens, hidden], of what `get_image_features` returned."""
+        features = getattr(output, "pooler_output", output)
+        if features is None:
+            features = output.last_hidden_state
+        if isinstance(features, list | tuple):
+            features = torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
+        features = features.reshape(-1, features.shape[-1])
+        if features.shape[1] != self._hidden_size and self._project is not None:
+            features = self._project(features)  # Llama 4 projects outside `get_image_features`
+        return features.to(self._dtype)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+
+def _shapes(image: ImageInput) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in sorted(image.tensors.items()))

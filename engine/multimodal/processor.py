@@ -1,0 +1,197 @@
+"""The model's own image processor: prompts with images to token ids with placeholders, and pixel tensors.
+
+transformers' processors do the work: they resize, split and normalize, and say which text takes the place of
+an image. They run on Pillow alone, one image at a time, so that what an image becomes does not depend on the
+images beside it, and is known by the hash of its pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...quant.base.errors import BadInput, first_line
+from ..base.image_input import ImageInput, Images
+from .load_processor import load_processor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with its placeholders expanded: what `Engine.add_request` takes."""
+
+    token_ids: list[int]
+    images: Images
+
+
+@dataclass(frozen=True, slots=True)
+class _Pixels:
+    """One processed image: the text in its place, and what the vision tower reads."""
+
+    replacement: str
+    content_hash: bytes
+    tensors: Mapping[str, torch.Tensor]
+
+
+class ImageProcessor:
+    """Expands the placeholders of prompts by the checkpoint's processor.
+
+    Thread-safe: it keeps nothing between calls, so a server may prepare prompts beside the engine.
+
+    Attributes:
+        image_token: the text of one placeholder, as chat templates write it.
+        embedded_id: token id of the positions that take embeddings, `image_token_id` of the config.
+
+    Raises:
+        BadInput: the checkpoint has no processor, or transformers cannot build it.
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], tokenizer: Any, *, trust_remote_code: bool
+    ) -> None:
+        self._folder = folder
+        self._processor = load_processor(folder, tokenizer, trust_remote_code=trust_remote_code)
+        self._tokenizer = tokenizer
+        self.image_token: str = self._processor.image_token
+        self.embedded_id = embedded_token_id(config)
+        identity = {
+            "class": type(self._processor).__qualname__,
+            "image_processor": self._processor.image_processor.to_dict(),
+        }
+        self._identity = json.dumps(identity, sort_keys=True, default=str).encode()
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        images: Sequence[Image],
+        *,
+        add_special_tokens: bool = True,
+    ) -> PreparedPrompt:
+        """Put the images' placeholder tokens into a prompt that has one `image_token` for each of them.
+
+        `add_special_tokens` is for text: false where it is a chat template's.
+
+        Raises:
+            BadInput: other than one placeholder per image, or an image that the processor refuses.
+        """
+        processed = [self._process(image, index) for index, image in enumerate(images)]
+        if isinstance(prompt, str):
+            token_ids = self._expand_text(prompt, processed, add_special_tokens)
+        else:
+            token_ids = self._expand_ids(prompt, processed)
+        return PreparedPrompt(token_ids, self._placed(token_ids, processed) if processed else ())
+
+    def _process(self, image: Image, index: int) -> _Pixels:
+        rgb = image.convert("RGB")
+        processor = self._processor
+        arguments = processor._merge_kwargs(
+            tokenizer_init_kwargs=self._tokenizer.init_kwargs, return_tensors="pt"
+        )["images_kwargs"]
+        try:
+            layout, *_ = processor.prepare_inputs_layout(images=[rgb], text=[self.image_token])
+            outputs, replacements = processor._process_images(layout, **arguments)
+        except Exception as error:  # the processors of transformers may fail in any way
+            width, height = image.size
+            raise BadInput(
+                f"image {index} of {width} x {height} pixels: the model's image processor refuses it: "
+                f"{first_line(error)}"
+            ) from error
+        digest = blake2b(self._identity, digest_size=16)
+        digest.update(repr(rgb.size).encode())
+        digest.update(rgb.tobytes())
+        tensors = {name: torch.as_tensor(v) for name, v in outputs.items() if _is_numeric(v)}
+        return _Pixels(replacements[0], digest.digest(), tensors)
+
+    def _expand_text(
+        self, text: str, processed: Sequence[_Pixels], add_special_tokens: bool
+    ) -> list[int]:
+        pieces = text.split(self.image_token)
+        self._check_count(len(pieces) - 1, len(processed))
+        expanded = pieces[0] + "".join(
+            pixels.replacement + piece for pixels, piece in zip(processed, pieces[1:], strict=True)
+        )
+        return list(self._tokenizer(expanded, add_special_tokens=add_special_tokens).input_ids)
+
+    def _expand_ids(self, prompt: Sequence[int], processed: Sequence[_Pixels]) -> list[int]:
+        placeholder = self._tokenizer.convert_tokens_to_ids(self.image_token)
+        self._check_count(sum(token == placeholder for token in prompt), len(processed))
+        left = iter(processed)
+        token_ids: list[int] = []
+        for token in prompt:
+            token_ids += self._replacement_ids(next(left)) if token == placeholder else [token]
+        return token_ids
+
+    def _replacement_ids(self, pixels: _Pixels) -> list[int]:
+        return list(self._tokenizer(pixels.replacement, add_special_tokens=False).input_ids)
+
+    def _check_count(self, num_placeholders: int, num_images: int) -> None:
+        if num_placeholders != num_images:
+            raise BadInput(
+                f"the prompt has {num_placeholders} placeholders {self.image_token!r} for {num_images} "
+                "images: write one for each image, where it belongs"
+            )
+
+    def _placed(self, token_ids: Sequence[int], processed: Sequence[_Pixels]) -> Images:
+        """The images with their spans, by counting the tokens that take embeddings."""
+        positions = [p for p, token in enumerate(token_ids) if token == self.embedded_id]
+        counts = [self._replacement_ids(each).count(self.embedded_id) for each in processed]
+        if sum(counts) != len(positions) or not all(counts):
+            raise BadInput(
+                f"{self._folder}: the images take {sum(counts)} tokens {self.embedded_id}, the prompt has "
+                f"{len(positions)}: tokenizer and processor contradict each other"
+            )
+        images: list[ImageInput] = []
+        for pixels, count in zip(processed, counts, strict=True):
+            taken, positions = positions[:count], positions[count:]
+            offset, num_tokens = taken[0], taken[-1] + 1 - taken[0]
+            flags = [False] * num_tokens
+            for position in taken:
+                flags[position - offset] = True
+            images.append(
+                ImageInput(
+                    pixels.content_hash,
+                    offset,
+                    num_tokens,
+                    pixels.tensors,
+                    _grid(pixels.tensors),
+                    () if all(flags) else tuple(flags),
+                )
+            )
+        return tuple(images)
+
+
+def embedded_token_id(config: Mapping[str, Any]) -> int:
+    """The token id of positions that take embeddings, from a model's `config.json`.
+
+    Raises:
+        BadInput: the config names none.
+    """
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(config.get(name), int):
+            return config[name]
+    raise BadInput(
+        "config.json names no image_token_id: which tokens take an image's embeddings is unknown"
+    )
+
+
+def _grid(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int, int] | None:
+    """Patches in time, height and width (Qwen's `image_grid_thw`)."""
+    grid = tensors.get("image_grid_thw")
+    if grid is None:
+        return None
+    time, height, width = grid[0].tolist()
+    return time, height, width
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
