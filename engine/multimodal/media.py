@@ -1,0 +1,239 @@
+"""Pictures from data URLs, files and named hosts, under limits that hold before a pixel is decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from PIL import Image, ImageOps
+
+from ...quant.base.errors import BadInput
+from .remote import RemoteMedia
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Of animations the first frame is taken. Vector formats run programs and are refused."""
+NAMED_FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+PROMPT_PIXELS = 4
+"""All images of a prompt may together have this many times the pixels of the largest."""
+
+ImageSource = Image.Image | Path | str | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Limits of the images of a prompt.
+
+    Attributes:
+        allowed_domains: hosts that http(s) URLs may name; none by default.
+        max_images: of a prompt.
+        max_image_bytes: of an image as it is stored or sent.
+        max_image_pixels: of an image, read from its header.
+        fetch_timeout_seconds: for an image from a host, redirects included.
+    """
+
+    allowed_domains: frozenset[str] = frozenset()
+    max_images: int = 16
+    max_image_bytes: int = 16 << 20
+    max_image_pixels: int = 1 << 25
+    fetch_timeout_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        for option, value, minimum in (
+            ("--limit-mm-per-prompt image", self.max_images, 0),
+            ("--max-image-bytes", self.max_image_bytes, 1),
+            ("--max-image-pixels", self.max_image_pixels, 1),
+        ):
+            if value < minimum:
+                raise BadInput(f"{option} {value}: at least {minimum}")
+        if not self.fetch_timeout_seconds > 0:
+            raise BadInput(f"--media-timeout {self.fetch_timeout_seconds:g}: more than 0")
+        for domain in self.allowed_domains:
+            if not domain or domain != domain.strip() or "/" in domain:
+                raise BadInput(
+                    f"--allowed-media-domains {domain!r}: a host name without scheme and path"
+                )
+
+    @property
+    def remote(self) -> RemoteMedia:
+        return RemoteMedia(self.allowed_domains, self.max_image_bytes, self.fetch_timeout_seconds)
+
+    def check_count(self, count: int) -> None:
+        """Raises `BadInput` for a prompt of too many images."""
+        if count > self.max_images:
+            raise BadInput(
+                f"{count} images in a prompt: at most {self.max_images} (--limit-mm-per-prompt)"
+            )
+
+    def check_prompt_pixels(self, num_pixels: int) -> None:
+        """Raises `BadInput` for images that are too large together."""
+        most = PROMPT_PIXELS * self.max_image_pixels
+        if num_pixels > most:
+            raise BadInput(
+                f"the images of a prompt have {num_pixels} pixels: at most {most} "
+                f"({PROMPT_PIXELS} x --max-image-pixels)"
+            )
+
+    def check_pixels(self, width: int, height: int) -> None:
+        """Raises `BadInput` for an image that is too large to decode."""
+        if width * height > self.max_image_pixels:
+            raise BadInput(
+                f"an image of {width} x {height} pixels: at most {self.max_image_pixels} "
+                "(--max-image-pixels)"
+            )
+
+
+def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.Image:
+    """An image of a Python caller, as RGB: a PIL image, encoded bytes, a path, a data URL, or an http(s)
+    URL of an allowed host.
+
+    Raises:
+        BadInput: what is wrong with it.
+    """
+    limits = limits or MediaLimits()
+    if isinstance(source, Image.Image):
+        limits.check_pixels(*source.size)
+        return _rgb(source)
+    if isinstance(source, bytes):
+        return decode_image(source, limits)
+    if isinstance(source, str) and source.partition(":")[0].lower() in ("data", "http", "https"):
+        return load_sent_image(source, limits)
+    return decode_image(_read(Path(source), limits), limits, str(source))
+
+
+def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Image.Image]:
+    """The images of a prompt, each as `load_image` takes it.
+
+    Raises:
+        BadInput: what is wrong with one, or too many images or pixels together.
+    """
+    limits.check_count(len(sources))
+    images: list[Image.Image] = []
+    num_pixels = 0
+    for source in sources:
+        images.append(load_image(source, limits))
+        num_pixels += images[-1].width * images[-1].height
+        limits.check_prompt_pixels(num_pixels)
+    return images
+
+
+def load_sent_image(url: str, limits: MediaLimits) -> Image.Image:
+    """An image of a server's client: by a data URL, or by an http(s) URL of an allowed host; never a path.
+
+    Raises:
+        BadInput: what is wrong with it.
+    """
+    return decode_image(sent_bytes(url, limits), limits)
+
+
+def sent_bytes(url: str, limits: MediaLimits) -> bytes:
+    """The encoded image behind a URL; raises as `load_sent_image`."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return _data_url(url, limits)
+    if scheme in ("http", "https"):
+        return limits.remote.fetch(url)
+    raise BadInput("an image URL is a data: URL, or http(s) of an allowed host")
+
+
+def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> Image.Image:
+    """Decode an image to RGB, transparency on white, turned as its EXIF orientation says.
+
+    Raises:
+        BadInput: another format, more pixels than allowed, or broken.
+    """
+    if len(data) > limits.max_image_bytes:
+        raise _too_long(limits)
+    if (size := _webp_size(data)) is not None:  # its decoder allocates the canvas when it opens
+        limits.check_pixels(*size)
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            limits.check_pixels(*image.size)
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image))
+    except BadInput:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadInput(
+            f"{name} has more pixels than the {limits.max_image_pixels} of --max-image-pixels"
+        ) from error
+    except Image.UnidentifiedImageError as error:
+        kind = "SVG" if b"<svg" in data[:4096].lower() else "no image that is known here"
+        raise BadInput(f"{name} is {kind}: {NAMED_FORMATS} are taken") from error
+    except Exception as error:
+        # Decoders of untrusted bytes raise anything, from OSError to struct.error.
+        raise BadInput(f"{name} is broken or truncated: {_first_line(error)}") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """As transformers' and vLLM's loaders convert it."""
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode in ("RGBA", "LA", "PA"):
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _data_url(url: str, limits: MediaLimits) -> bytes:
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise BadInput("an image's data URL is data:image/...;base64, and the bytes in base64")
+    if len(content) > limits.max_image_bytes * 4 // 3 + 4:
+        raise _too_long(limits)
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadInput(f"an image's data URL is not base64: {_first_line(error)}") from error
+
+
+def _read(path: Path, limits: MediaLimits) -> bytes:
+    if urlsplit(str(path)).scheme == "file":
+        raise BadInput(f"{path}: give the path itself, without file:")
+    try:
+        with path.expanduser().open("rb") as file:
+            data = file.read(limits.max_image_bytes + 1)
+    except OSError as error:
+        raise BadInput(f"cannot read the image {path}: {error.strerror or error}") from error
+    if len(data) > limits.max_image_bytes:
+        raise _too_long(limits)
+    return data
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height in the header of a WebP; None for other formats.
+
+    Source: RFC 9649, sections 2.5 to 2.7.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return None
+    match data[12:16]:
+        case b"VP8X":
+            return (
+                1 + int.from_bytes(data[24:27], "little"),
+                1 + int.from_bytes(data[27:30], "little"),
+            )
+        case b"VP8L":
+            bits = int.from_bytes(data[21:25], "little")
+            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case b"VP8 ":
+            width, height = data[26:28], data[28:30]
+            return (
+                int.from_bytes(width, "little") & 0x3FFF,
+                int.from_bytes(height, "little") & 0x3FFF,
+            )
+    return None
+
+
+def _too_long(limits: MediaLimits) -> BadInput:
+    return BadInput(f"an image has more than {limits.max_image_bytes} bytes (--max-image-bytes)")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

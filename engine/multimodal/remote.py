@@ -1,0 +1,193 @@
+"""HTTP download of media from allowed hosts, connected to the address that was checked."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any
+from urllib.parse import urljoin
+
+import httpcore
+import httpx
+
+from ...quant.base.errors import BadInput
+
+MAX_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TRANSLATED = tuple(IPv6Network(name) for name in ("64:ff9b::/96", "2002::/16", "2001::/32"))
+"""IPv6 addresses that carry an IPv4 address, which may be private."""
+_HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "llmopt")]
+
+Address = IPv4Address | IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMedia:
+    """Downloads from the hosts that `domains` names.
+
+    Every redirect is checked like the first URL. A name is resolved once, and what was checked is what the
+    socket connects to, so that a second answer of the DNS cannot lead elsewhere. Private, loopback and
+    link-local addresses are refused, except where the operator names the address itself.
+    """
+
+    domains: frozenset[str]
+    max_bytes: int
+    timeout_seconds: float
+
+    def fetch(self, url: str) -> bytes:
+        """The bytes behind `url`.
+
+        Raises:
+            BadInput: a host that is not allowed, a private address, an error of the host, too many bytes,
+                or too much time.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        for _ in range(MAX_REDIRECTS + 1):
+            target = self._checked(url)
+            try:
+                answer = self._get(target, deadline)
+            except (httpcore.TimeoutException, TimeoutError) as error:
+                raise BadInput(
+                    f"{target.host} did not send the image within {self.timeout_seconds:g} s"
+                ) from error
+            except (OSError, ssl.SSLError, httpcore.NetworkError, httpcore.ProtocolError) as error:
+                reason = str(error).splitlines() or [type(error).__name__]
+                raise BadInput(f"cannot fetch an image from {target.host}: {reason[0]}") from error
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(str(target), answer)
+        raise BadInput(f"an image's URL has more than {MAX_REDIRECTS} redirects")
+
+    def _checked(self, url: str) -> httpx.URL:
+        """The URL, if its host is allowed."""
+        try:
+            target = httpx.URL(url.strip())
+        except (httpx.InvalidURL, ValueError) as error:
+            raise BadInput(f"an image's URL is not valid: {error}") from error
+        if target.scheme not in ("http", "https") or not target.host or target.userinfo:
+            raise BadInput("an image's URL is http(s)://host/..., without a user")
+        if target.host.rstrip(".") not in {name.lower() for name in self.domains}:
+            raise BadInput(
+                f"images from {target.host} are not allowed: send a data URL, or start the server with "
+                f"--allowed-media-domains {target.host}"
+            )
+        return target
+
+    def _get(self, url: httpx.URL, deadline: float) -> bytes | str:
+        """The body, or the location of a redirect."""
+        backend = _CheckedBackend(self.domains, deadline)
+        with (
+            httpcore.ConnectionPool(network_backend=backend, max_connections=1) as pool,
+            pool.stream("GET", str(url), headers=_HEADERS) as response,
+        ):
+            headers = httpx.Headers(response.headers)
+            if response.status in _REDIRECTS and "location" in headers:
+                return headers["location"]
+            if response.status != 200:
+                raise BadInput(f"{url.host} answers {response.status} to the request for an image")
+            return self._body(response.iter_stream(), headers)
+
+    def _body(self, chunks: Iterable[bytes], headers: httpx.Headers) -> bytes:
+        length = headers.get("content-length", "0")
+        too_long = BadInput(f"an image has more than {self.max_bytes} bytes (--max-image-bytes)")
+        if length.isdecimal() and int(length) > self.max_bytes:
+            raise too_long
+        body = bytearray()
+        for chunk in chunks:
+            body += chunk
+            if len(body) > self.max_bytes:
+                raise too_long
+        return bytes(body)
+
+
+class _CheckedBackend(httpcore.NetworkBackend):
+    """Connects to an address that was checked; what is left until the deadline is every timeout."""
+
+    def __init__(self, domains: frozenset[str], deadline: float) -> None:
+        self._domains = domains
+        self._deadline = deadline
+        self._backend = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Any = None,
+    ) -> httpcore.NetworkStream:
+        address = checked_address(host, port, self._domains)
+        left = _left(self._deadline)
+        stream = self._backend.connect_tcp(str(address), port, timeout=left)
+        return _DeadlineStream(stream, self._deadline)
+
+
+class _DeadlineStream(httpcore.NetworkStream):
+    """A stream whose reads and writes share one deadline: a host that drips bytes does not extend it."""
+
+    def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left(self._deadline))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left(self._deadline))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        left = _left(self._deadline)
+        secured = self._stream.start_tls(ssl_context, server_hostname, left)
+        return _DeadlineStream(secured, self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
+    """An address of `host` to connect to.
+
+    Raises:
+        BadInput: the host is unknown, or one of its addresses is not public.
+    """
+    name = host.strip("[]")
+    try:
+        return _public(ip_address(name), name) if name not in domains else ip_address(name)
+    except ValueError:
+        pass
+    try:
+        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"the host {name} of an image is unknown") from error
+    addresses = [ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]
+    for address in addresses:
+        _public(address, name)
+    return addresses[0]
+
+
+def _public(address: Address, host: str) -> Address:
+    """The address, if it is a public one."""
+    plain = getattr(address, "ipv4_mapped", None) or address
+    is_translated = any(plain in network for network in _TRANSLATED)
+    if not plain.is_global or plain.is_multicast or is_translated:
+        raise BadInput(f"the host {host} of an image has an address that is not public")
+    return address
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
