@@ -37,6 +37,7 @@ from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
+from .multimodal.open import ImageSupport, open_images
 from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -78,6 +79,7 @@ class LoadedModel:
         model: the target model, or the first of its tensor-parallel shards.
         workers: hold the other shards, if there are any.
         draft: the weights of the draft-token proposer, if it has any.
+        images: processor and vision encoder, if it takes images.
     """
 
     folder: Path
@@ -89,6 +91,7 @@ class LoadedModel:
     max_model_len: int
     workers: Workers | None
     draft: Draft | None
+    images: ImageSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +180,26 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_states(config, model.state_layouts)
     check_eviction(config, model)
     draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
+    with explaining_out_of_memory("the vision tower", device):
+        images = open_images(
+            checkpoint,
+            tokenizer,
+            device,
+            dtype,
+            max_cache_bytes=config.encoder_cache_bytes,
+            language_model_only=config.language_model_only,
+        )
     return LoadedModel(
-        folder, device, dtype, tokenizer, eos_token_ids, model, max_model_len, workers, draft
+        folder,
+        device,
+        dtype,
+        tokenizer,
+        eos_token_ids,
+        model,
+        max_model_len,
+        workers,
+        draft,
+        images,
     )
 
 
@@ -261,6 +282,7 @@ def open_runner(
         by_rejection=config.speculation is not None
         and config.speculation.acceptance == "rejection",
         evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
+        encoders=loaded.images.encoders,
     )
 
 
@@ -271,13 +293,17 @@ def engine_memory(
     shards = [loaded.model, *(() if loaded.workers is None else loaded.workers.loaded)]
     per_block = kv_block_bytes(loaded.model.kv_layouts, cache.dtype, cache.block_size)
     return EngineMemory(
-        weight_bytes=sum(shard.bytes_held for shard in shards),
+        weight_bytes=sum(shard.bytes_held for shard in shards) + _tower_bytes(loaded.images),
         kv_cache_bytes=cache.num_bytes * len(shards),
         weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
         kv_bytes_per_token=-(-per_block * len(shards) // cache.block_size),
         draft_bytes=0 if proposer is None else proposer.bytes_held,
         state_bytes=cache.states.num_bytes,
     )
+
+
+def _tower_bytes(images: ImageSupport) -> int:
+    return 0 if images.encoders is None else images.encoders.encoder.bytes_held
 
 
 def _sizes(
@@ -314,7 +340,9 @@ def _kv_cache_budget(
     return profile_kv_cache_budget(
         memory_of(loaded.device),
         config.gpu_memory_utilization,
-        loaded.model.bytes_held + (loaded.draft.bytes_held if loaded.draft else 0),
+        loaded.model.bytes_held
+        + (loaded.draft.bytes_held if loaded.draft else 0)
+        + loaded.images.bytes_held,
         partial(_profile, config, loaded, limits, layout),
         config.tensor_parallel_size,
     )

@@ -17,6 +17,7 @@ from .base.sampling_params import SamplingParams
 from .build import build_engine
 from .cache.kv_cache import stored_name
 from .config.adapters import adapter_salt
+from .config.compatibility import refuse
 from .config.config import EngineConfig
 from .execution.lora_manager import LoraManager
 from .execution.prompt_pass import PromptPass, plan_steps
@@ -49,6 +50,7 @@ class Engine:
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
         self.workers = loaded.workers
+        self.images = loaded.images
         self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
         self._loop: StepLoop = parts.loop
         self.loras = LoraManager(config, loaded.model, parts.scheduler)
@@ -85,11 +87,14 @@ class Engine:
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
-                adapter, a request that can never fit, or a model whose hidden states are not known.
+                adapter, a request that can never fit, a model whose hidden states are not known, or images
+                for a model or with options that do not take them.
         """
         adapter = None if lora is None else self.loras.loaded.key(lora)
         if pooling is not None:
             self._check_pooling(pooling)
+        if images:
+            self._check_images()
         if any(r.request_id == request_id for r in self.scheduler.requests()):
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -367,6 +372,11 @@ class Engine:
         for token in pooling.token_ids:
             if not 0 <= token < self.vocab_size:
                 raise BadInput(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+
+    def _check_images(self) -> None:
+        if self.images.encoders is None:
+            self.images.refuse()
+        refuse({*self.config.features, "images"})
 
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..quant.base.errors import BadInput
+from .base.image_input import NO_IMAGES
 from .base.sampling_params import SamplingParams
 from .beam_search import BeamSearchParams, BeamSearchResult, beam_search
 from .config.config import EngineConfig
 from .config.option import keywords
 from .engine import Engine
+from .multimodal.image_prompt import ImagePrompt, prepare_prompt
 from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ImagePrompt
 
 
 class LLM:
@@ -36,13 +38,17 @@ class LLM:
         *,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
-        """Complete prompts (text or token ids) together; results come in the prompts' order.
+        """Complete prompts together; results come in the prompts' order.
+
+        A prompt is text, token ids, or with images a mapping `{"prompt": text, "images": [...]}` (or
+        "prompt_token_ids"): each image a PIL image, a path or a data URL, and in the text one placeholder
+        for each, as the model's chat template writes it.
 
         `params` and `lora` (an adapter's name) are for all prompts, or sequences with one per prompt.
 
         Raises:
-            BadInput: a prompt that can never fit or an unknown adapter; all prompts are
-                aborted then.
+            BadInput: a prompt that can never fit, an unknown adapter, or an image that cannot be read or
+                that the model does not take; all prompts are aborted then.
         """
         batch = _as_batch(prompts)
         each = _as_params(params, len(batch))
@@ -90,26 +96,34 @@ class LLM:
         Raises:
             BadInput: a prompt that can never fit, or a width that is too large.
         """
-        batch = [
-            self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in _as_batch(prompts)
-        ]
+        batch = []
+        for prompt in _as_batch(prompts):
+            if isinstance(prompt, Mapping):
+                raise BadInput("beam search takes no images: give text or token ids")
+            batch.append(self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt))
         return beam_search(self.engine, batch, params, lora)
 
     def _add(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> GenerationResult:
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        arrival = time.perf_counter()
+        images = NO_IMAGES
+        if isinstance(prompt, Mapping):
+            prepared = prepare_prompt(prompt, self.engine.images)
+            text, token_ids, images = prompt.get("prompt"), prepared.token_ids, prepared.images
+        elif isinstance(prompt, str):
+            text, token_ids = prompt, self.engine.encode(prompt)
+        else:
+            text, token_ids = None, list(prompt)
         self.engine.add_request(
-            request_id, token_ids, params, arrival_seconds=time.perf_counter(), lora=lora
+            request_id, token_ids, params, arrival_seconds=arrival, lora=lora, images=images
         )
         completions = [Completion(index) for index in range(params.n)]
         return GenerationResult(request_id, text, token_ids, completions)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):

@@ -23,17 +23,23 @@ def table() -> str:
             return f"no<sup>{notes[pair]}</sup>"
         return "–" if pair in ALTERNATIVES else "✓"
 
-    header = ["", "turned on by", *(f"{chr(ord('a') + i)}" for i in range(len(keys) - 1))]
+    header = ["", "turned on by", *(letters(place) for place in range(len(keys) - 1))]
     lines = [line(header), line(["---", "---", *[":-:"] * (len(keys) - 1)])]
     for place, key in enumerate(keys):
         cells = [cell(key, other) for other in keys[:place]]
         padded = [*cells, *[""] * (len(keys) - 1 - place)]
-        name = f"**{chr(ord('a') + place)}** {FEATURES[key].name}"
+        name = f"**{letters(place)}** {FEATURES[key].name}"
         lines.append(line([name, FEATURES[key].source, *padded[: len(keys) - 1]]))
     lines += ["", "✓ works together, – alternatives of one option, no: refused at start-up."]
     for pair, reason in REFUSALS.items():
         lines += ["", f"<sup>{notes[pair]}</sup> {refusal_line(pair)}: {reason}."]
     return "\n".join(lines)
+
+
+def letters(place: int) -> str:
+    """a to z, then aa, ab, ..."""
+    before, last = divmod(place, 26)
+    return (chr(ord("a") + before - 1) if before else "") + chr(ord("a") + last)
 
 
 def line(cells: list[str]) -> str:

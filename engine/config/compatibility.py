@@ -58,6 +58,7 @@ FEATURES: Mapping[str, Feature] = {
     "mask": Feature("token masks and processors", "`token_mask`, `logits_processors`"),
     "prompt-logprobs": Feature("logprobs of the prompt", "`prompt_logprobs`"),
     "beams": Feature("beam search", "`LLM.beam_search`"),
+    "images": Feature("images", "`images` of a prompt"),
 }
 
 REFUSALS: Mapping[frozenset[str], str] = {
@@ -112,6 +113,10 @@ REFUSALS: Mapping[frozenset[str], str] = {
     frozenset({"kv-budget", "states"}): "a state has no tokens to evict",
     frozenset({"streams", "states"}): "a state has no window and no sinks",
     frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",
+    **{
+        frozenset({"images", draft}): "the draft has no vision tower and would see placeholders"
+        for draft in ("draft", "eagle")
+    },
     frozenset({"tensor-parallel", "states"}): "states are not divided between devices",
 }
 """Reasons why two features are incompatible."""
@@ -123,6 +128,7 @@ ALTERNATIVES = frozenset(
         frozenset({"completions", "beams"}),
         frozenset({"mask", "beams"}),
         frozenset({"prompt-logprobs", "beams"}),
+        frozenset({"images", "beams"}),
     }
 )
 """Pairs that are alternatives of one option. All other pairs are compatible."""

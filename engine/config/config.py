@@ -240,6 +240,22 @@ class EngineConfig:
             limit=at_least(1),
         ),
     )
+    language_model_only: bool = field(
+        default=False,
+        metadata=option("Leave out the vision tower of an image-text model: it takes text alone."),
+    )
+    encoder_cache_bytes: int = field(
+        default=256 << 20,
+        metadata=option(
+            "Memory for embeddings of images, such as 1GiB, which later steps, prompts and recomputation of "
+            "preempted sequences find by the image's content.",
+            flag="--encoder-cache-memory",
+            word=str,
+            parse=parse_size,
+            limit=at_least(0),
+            show_default="256MiB",
+        ),
+    )
     speculation: SpeculationConfig | None = field(
         default=None, metadata=option("Speculative decoding", config=SpeculationConfig)
     )

@@ -11,9 +11,6 @@ import torch
 from ..base.image_input import ImageInput
 from .encoder import EncodedImage, VisionEncoder
 
-DEFAULT_CACHE_BYTES = 256 << 20
-"""Some 20 images of 1,500 tokens with 4096 channels in bfloat16."""
-
 
 @dataclass(slots=True)
 class EncoderStats:
@@ -36,18 +33,14 @@ class EncoderCache:
         max_bytes: budget of the embeddings that are kept.
     """
 
-    def __init__(self, encoder: VisionEncoder, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._encoder, self._max_bytes = encoder, max_bytes
+    def __init__(self, encoder: VisionEncoder, max_bytes: int) -> None:
+        self.encoder, self.max_bytes = encoder, max_bytes
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self.num_bytes = 0
         self.stats = EncoderStats()
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def encoder(self) -> VisionEncoder:
-        return self._encoder
 
     @torch.inference_mode()
     def embeddings(self, images: Sequence[ImageInput]) -> dict[bytes, EncodedImage]:
@@ -60,7 +53,7 @@ class EncoderCache:
             self._kept.move_to_end(name)
         missing = [image for name, image in wanted.items() if name not in held]
         if missing:
-            encoded, seconds = self._encoder.timed_encode(missing)
+            encoded, seconds = self.encoder.timed_encode(missing)
             self.stats.encode_seconds += seconds
             for image, embeddings in zip(missing, encoded, strict=True):
                 held[image.content_hash] = embeddings
@@ -73,11 +66,11 @@ class EncoderCache:
         self.num_bytes, self.stats = 0, EncoderStats()
 
     def _keep(self, name: bytes, encoded: EncodedImage) -> None:
-        if encoded.num_bytes > self._max_bytes:
+        if encoded.num_bytes > self.max_bytes:
             return
         self._kept[name] = encoded
         self.num_bytes += encoded.num_bytes
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
             self.stats.num_evicted += 1

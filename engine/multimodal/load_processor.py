@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         raise BadInput(
             f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
         )
-    from transformers import AutoImageProcessor
-
     try:
-        image_processor = AutoImageProcessor.from_pretrained(
-            folder, backend="pil", trust_remote_code=trust_remote_code
-        )
+        image_processor = _image_processor(folder, trust_remote_code)
         kind = _processor_class(folder)
         description, _ = kind.get_processor_dict(folder)
         given = {"image_processor": image_processor, "tokenizer": tokenizer}
@@ -41,6 +38,20 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         raise BadInput(
             f"{folder}: transformers cannot build its image processor: {first_line(error)}"
         ) from error
+
+
+def _image_processor(folder: Path, trust_remote_code: bool) -> Any:
+    """transformers' image processor for Pillow, or ours where it has none."""
+    from transformers import AutoImageProcessor, BaseImageProcessor
+
+    from .llama4_processor import Llama4ImageProcessorPil
+
+    description, _ = BaseImageProcessor.get_image_processor_dict(folder)
+    if str(description.get("image_processor_type")).startswith("Llama4ImageProcessor"):
+        return Llama4ImageProcessorPil.from_dict(description)
+    return AutoImageProcessor.from_pretrained(
+        folder, backend="pil", trust_remote_code=trust_remote_code
+    )
 
 
 def _processor_class(folder: Path) -> Any:
@@ -53,10 +64,13 @@ def _processor_class(folder: Path) -> Any:
     )
 
     from ...quant.model.checkpoint import read_json
+    from .pixtral_processor import PixtralProcessor
 
     for name in (*_FILES, "tokenizer_config.json"):
         if (folder / name).is_file():
             named = read_json(folder / name).get("processor_class")
+            if named == "PixtralProcessor":
+                return PixtralProcessor
             if named and (kind := processor_class_from_name(named)) is not None:
                 return kind
     config = AutoConfig.from_pretrained(folder)
@@ -64,11 +78,18 @@ def _processor_class(folder: Path) -> Any:
         raise ValueError(
             f"transformers {transformers.__version__} has no processor for {config.model_type!r}"
         )
-    return PROCESSOR_MAPPING[type(config)]
+    kind = PROCESSOR_MAPPING[type(config)]
+    return PixtralProcessor if kind.__name__ == "PixtralProcessor" else kind
 
 
 def _without_checks(kind: Any) -> Any:
-    """A subclass that accepts None for the parts that read video and audio, which are not loaded."""
+    """A subclass that accepts None for the parts that read video and audio, which are not loaded.
+
+    SmolVLM's class asks for a package that writes the numbers of video frames.
+    """
+    module = sys.modules[kind.__module__]
+    if getattr(module, "num2words", True) is None:
+        vars(module)["num2words"] = str
 
     def accept(self: Any, argument_name: str, argument: Any) -> type:
         return type(argument)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...kernels.attention.paged_attention import AttentionRule
+from ..layers.embedded_rows import EmbeddedRows
 from .packed import PackedForward, PagedAttention
 
 
@@ -38,12 +39,17 @@ class LatentForward(PackedForward):
         self._latents = latent_layers(model)
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, paged: PagedAttention
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedAttention,
+        embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
         for module in self._latents.values():
             module.expand_kv = _unexpanded
         try:
-            return super()._run(tokens, positions, _AbsorbedAttention(paged, self._latents))
+            absorbed = _AbsorbedAttention(paged, self._latents)
+            return super()._run(tokens, positions, absorbed, embedded)
         finally:
             for module in self._latents.values():
                 del module.expand_kv

@@ -26,7 +26,7 @@ def checked_config(checkpoint: Checkpoint) -> Any:
     raw = {k: part for k, part in checkpoint.config.items() if k != "quantization_config"}
     try:
         config = read_config(raw, checkpoint.folder, trust_remote_code=trusted)
-        _model_class(config, trusted)
+        model_class(config, trusted)
     except BadInput as error:
         raise BadInput(f"{checkpoint.folder}: {error}") from error
     if config.is_encoder_decoder:
@@ -54,12 +54,15 @@ def load_model(
     Raises:
         BadInput: weights that are broken, or do not match the config.
     """
+    kind = model_class(config, checkpoint.trust_remote_code)
     if checkpoint.quantization_config is None:
-        return _loaded(checkpoint, config, dtype, checkpoint.folder).to(device).eval()
+        model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
+        return model.to(device).eval()
     weights = QuantizedWeights(checkpoint, dtype)
-    model = _loaded(checkpoint, config, dtype, None, weights.state_dict())
+    model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
     if merged := weights.not_placed(model):
-        model = _loaded(checkpoint, config, dtype, None, weights.state_dict(merged))
+        state_dict = weights.state_dict(merged)
+        model = from_pretrained(kind, checkpoint, config, dtype, None, state_dict)
     weights.place(model, device, input_bits, adapters)
     return model.to(device).eval()
 
@@ -69,7 +72,7 @@ def described(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
 
 
-def _model_class(config: Any, trusted: bool) -> Any:
+def model_class(config: Any, trusted: bool) -> Any:
     """The class of a config with its language head: the auto class where the checkpoint brings its code."""
     auto = auto_class(config, trusted)
     if type(config) not in auto._model_mapping:
@@ -78,26 +81,30 @@ def _model_class(config: Any, trusted: bool) -> Any:
     return kinds[0] if isinstance(kinds, tuple) else kinds
 
 
-def _loaded(
+def from_pretrained(
+    kind: Any,
     checkpoint: Checkpoint,
     config: Any,
     dtype: torch.dtype,
     folder: Any,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
+    """A model of a class with its weights: from `folder`, or else of the `state_dict`.
+
+    Raises:
+        BadInput: weights that are broken, or do not match the config.
+    """
     name = described(checkpoint)
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    trusted = checkpoint.trust_remote_code
-    load: Any = _model_class(config, trusted).from_pretrained
     try:
-        model, report = load(
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             state_dict=state_dict,
             output_loading_info=True,
-            trust_remote_code=trusted,
+            trust_remote_code=checkpoint.trust_remote_code,
         )
     except Exception as error:  # transformers may fail in any way here
         raise BadInput(f"{name} does not load: {first_line(error)}") from error

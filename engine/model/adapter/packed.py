@@ -18,9 +18,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ...kernels.attention.paged_attention import AttentionRule
 from ..layers.attention import LayerCache, StepInputs
+from ..layers.embedded_rows import EmbeddedRows
 from ..spec.spec import KvLayout
 from .masks import LayerMask, layer_mask, recorded_mask
-from .text_model import text_decoder
+from .text_model import text_decoder, token_arguments
 
 PAGED = "llmopt_paged"
 """Name of the paged attention among transformers' attention and mask functions."""
@@ -197,15 +198,20 @@ class PackedForward:
         return tuple(dry.layouts), ()
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        return self._run(inputs.token_ids, inputs.positions, _Step(inputs, caches, self._caches))
+        step = _Step(inputs, caches, self._caches)
+        return self._run(inputs.token_ids, inputs.positions, step, inputs.embedded)
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, paged: PagedAttention
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedAttention,
+        embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
         self._attention.run = paged
         try:
             return self._model(
-                input_ids=tokens[None],
+                **token_arguments(self._model, tokens, embedded),
                 # All ones: without it the mask functions would look for sequences in the positions.
                 attention_mask=torch.ones_like(tokens)[None],
                 position_ids=positions[None],

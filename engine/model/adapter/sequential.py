@@ -7,7 +7,7 @@ added is written back after it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .cache_walk import walk
 from .cached_tensors import CachedTensors
 from .linears import CurrentAdapters
 from .measured_cache import measured_cache
-from .text_model import plain_tokens
+from .text_model import plain_tokens, token_arguments
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """What models call the cache that they take and return."""
@@ -57,6 +57,7 @@ class SequentialForward:
         if inputs.states.tensors and inputs.states.slots is not None:
             slots = inputs.states.slots.tolist()
         scores: list[torch.Tensor] = []
+        arguments = token_arguments(self._model, inputs.token_ids, inputs.embedded)
         for (begin, end, length, table), slot in zip(runs, slots, strict=True):
             self.adapters.take_sequence(inputs.adapters, begin)
             states = [tensor[slot] for tensor in inputs.states.tensors]
@@ -67,21 +68,23 @@ class SequentialForward:
             for first in range(begin, end, step):
                 rows = slice(first, first + step)
                 known = length - (end - rows.stop)
-                logits, cache = self._pass(
-                    inputs.token_ids[None, rows], inputs.positions[None, rows], known, cache
-                )
+                tokens = {name: held[:, rows] for name, held in arguments.items()}
+                logits, cache = self._pass(tokens, inputs.positions[None, rows], known, cache)
                 scores.append(logits)
             self._tensors.store(cache, caches, inputs.slots[begin:end], states, size, length)
         return torch.cat(scores)
 
     def _pass(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, length: int, cache: Any
+        self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor, length: int, cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them."""
+        """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them.
+
+        `tokens` are ids [1, tokens] or embeddings [1, tokens, hidden], by the name of the argument.
+        """
         if cache is None and self._is_given_a_cache:
             cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         arguments = {
-            "input_ids": token_ids,
+            **tokens,
             "position_ids": positions,
             "use_cache": True,
             **dict.fromkeys(_CACHES, cache),
@@ -96,7 +99,7 @@ class SequentialForward:
         """The cache after `length` tokens."""
         device = next(self._model.parameters()).device
         positions = torch.arange(length, device=device)[None]
-        tokens = plain_tokens(self._model, length).to(device)[None]
+        tokens = {"input_ids": plain_tokens(self._model, length).to(device)[None]}
         _, cache = self._pass(tokens, positions, length, empty)
         if cache is None and _CACHES[0] in self._takes:  # it may fill one that it does not return
             self._is_given_a_cache, before = True, self._attributes()

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..layers.embedded_rows import EmbeddedRows
+
 Result = TypeVar("Result")
 
 
@@ -30,6 +32,16 @@ def plain_tokens(model: Any, count: int) -> torch.Tensor:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     plain = [token for token in range(min(vocabulary, 1000)) if token not in special][:count]
     return torch.tensor([plain[index % len(plain)] for index in range(count)])
+
+
+def token_arguments(
+    model: Any, token_ids: torch.Tensor, embedded: EmbeddedRows | None
+) -> dict[str, torch.Tensor]:
+    """What a forward pass takes for its tokens: ids [tokens], or embeddings where some are of images."""
+    if embedded is None:
+        return {"input_ids": token_ids[None]}
+    embeddings = model.get_input_embeddings()(token_ids)
+    return {"inputs_embeds": embedded.replace(embeddings)[None]}
 
 
 def own_pass(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:

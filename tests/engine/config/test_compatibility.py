@@ -173,8 +173,8 @@ def tokens(llm: LLM, names: frozenset[str]) -> list[list[int]]:
 @pytest.mark.parametrize("pair", combinations(FEATURES, 2), ids=" x ".join)
 def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     names = frozenset(pair)
-    if names in SEPARATE or names in ALTERNATIVES:
-        return
+    if names in SEPARATE or names in ALTERNATIVES or "images" in names:
+        return  # images: tests/engine/multimodal/test_image_features.py
     if "tensor-parallel" in names and names not in REFUSALS:
         return  # the next test has the shards of a model
     if refusals := [two for two in REFUSALS if two <= names]:
@@ -212,7 +212,8 @@ def test_every_feature_meets_a_divided_model():
     # Models of transformers' modules: tests/engine/tensor_parallel/test_divided_modules.py; of latents:
     # tests/engine/tensor_parallel/test_tensor_parallel.py.
     refused = {other for pair in REFUSALS if "tensor-parallel" in pair for other in pair}
-    assert met | refused == set(FEATURES) - {"transformers", "latents"}
+    # Images: tests/engine/multimodal/test_image_features.py.
+    assert met | refused == set(FEATURES) - {"transformers", "latents", "images"}
 
 
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():
@@ -220,7 +221,7 @@ def test_what_a_config_asks_for_is_what_turns_a_feature_on():
         of_draft_tokens = {"ngram"} if name == "rejection" else set()
         assert EngineConfig(**options).features == {name, *of_draft_tokens}
     assert EngineConfig().features == frozenset()
-    assert set(FEATURES) == {*ENGINE, *CHECKPOINT, *REQUEST}
+    assert set(FEATURES) == {*ENGINE, *CHECKPOINT, *REQUEST, "images"}
 
 
 def test_more_than_two_are_refused_for_the_pair_that_does_not_go():

@@ -1,0 +1,100 @@
+"""Open what a checkpoint has for images: processor, vision encoder and its cache, or why there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import Checkpoint
+from .encoder_cache import EncoderCache
+from .load_processor import has_processor
+from .load_tower import load_encoder, takes_images
+from .processor import ImageProcessor, PreparedPrompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSupport:
+    """What an engine has for images.
+
+    Attributes:
+        processor, encoders: None without.
+        reason: why there is none.
+    """
+
+    processor: ImageProcessor | None = None
+    encoders: EncoderCache | None = None
+    reason: str = ""
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the tower's weights, and of the embeddings that may be kept."""
+        encoders = self.encoders
+        return 0 if encoders is None else encoders.encoder.bytes_held + encoders.max_bytes
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        images: Sequence[Image],
+        *,
+        add_special_tokens: bool = True,
+    ) -> PreparedPrompt:
+        """`ImageProcessor.prepare`.
+
+        Raises:
+            BadInput: as there, or the model takes no images.
+        """
+        if self.processor is None:
+            self.refuse()
+        return self.processor.prepare(prompt, images, add_special_tokens=add_special_tokens)
+
+    def refuse(self) -> NoReturn:
+        """Raise `BadInput` that says why there are no images."""
+        raise BadInput(f"images are not taken: {self.reason}")
+
+
+def open_images(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_cache_bytes: int,
+    language_model_only: bool = False,
+    input_bits: int = 16,
+) -> ImageSupport:
+    """Load the processor and the vision tower of a checkpoint that takes images.
+
+    Raises:
+        BadInput: weights of the tower that are broken.
+    """
+    folder = checkpoint.folder
+    if not takes_images(checkpoint):
+        return ImageSupport(reason=f"{folder} is a model of text alone")
+    if language_model_only:
+        return ImageSupport(reason="language_model_only is set: leave it out")
+    if not has_processor(folder):
+        return ImageSupport(
+            reason=f"{folder} has no preprocessor_config.json or processor_config.json"
+        )
+    try:
+        processor = ImageProcessor(
+            folder,
+            checkpoint.config,
+            tokenizer,
+            trust_remote_code=checkpoint.trust_remote_code,
+        )
+    except BadInput as error:
+        _log.warning("%s; the model runs on text alone", error)
+        return ImageSupport(reason=str(error))
+    encoder = load_encoder(checkpoint, device, dtype, input_bits)
+    return ImageSupport(processor, EncoderCache(encoder, max_cache_bytes))
