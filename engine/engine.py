@@ -93,12 +93,12 @@ class Engine:
         adapter = None if lora is None else self.loras.loaded.key(lora)
         if pooling is not None:
             self._check_pooling(pooling)
-        if images:
-            self._check_images()
         if any(r.request_id == request_id for r in self.scheduler.requests()):
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(token_ids, params)
+        if images:
+            self._check_images(images, len(token_ids))
         best_of = BestOf(params) if params.num_sequences > params.n else None
         max_tokens = params.max_tokens
         if max_tokens is None:
@@ -373,10 +373,18 @@ class Engine:
             if not 0 <= token < self.vocab_size:
                 raise BadInput(f"token id {token} is outside the vocabulary of {self.vocab_size}")
 
-    def _check_images(self) -> None:
+    def _check_images(self, images: Images, num_tokens: int) -> None:
         if self.images.encoders is None:
             self.images.refuse()
         refuse({*self.config.features, "images"})
+        begin = 0
+        for image in images:
+            if not begin <= image.offset < image.end <= num_tokens:
+                raise BadInput(
+                    f"an image takes the tokens {image.offset} to {image.end} of a prompt of {num_tokens}: "
+                    "spans are in order, do not overlap, and lie in the prompt"
+                )
+            begin = image.end
 
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:

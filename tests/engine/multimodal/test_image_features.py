@@ -59,13 +59,12 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     for name, text in TEXTS.items():
         model = save_image_model(made[name], replace(LLAVA, text=text))
         if name == "plain":
-            linears = ("language_model.layers.0.self_attn.q_proj",)
-            write_adapter(root / "plain" / "adapter", model, linears)
+            write_adapter(root / "plain" / "adapter", model, ("down_proj",))
             scheme = IntScheme(bits=8, group_size=32, symmetric=True)
             write_checkpoint(made["quantized"], model, "compressed-tensors", scheme)
             save_processor(made["quantized"], LLAVA)
     write_medusa(root / "plain" / "medusa", hidden=64, vocab=VOCAB)
-    write_eagle(root / "plain" / "eagle", hidden=64)
+    write_eagle(root / "plain" / "eagle", hidden=64, vocab=VOCAB)
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig(**TEXT)).save_pretrained(root / "plain" / "draft")
     save_processor(root / "plain" / "draft", LLAVA)

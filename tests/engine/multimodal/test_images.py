@@ -84,6 +84,13 @@ def test_a_model_without_its_tower_says_so(folder):
         model.generate({"prompt": PROMPT, "images": [picture(1)]})
 
 
+@pytest.mark.parametrize("spans", [[(1, 16)], [(4, 2), (0, 2)], [(0, 3), (2, 3)], [(0, 0)]])
+def test_spans_outside_the_prompt_are_refused(folder, spans):
+    images = tuple(ImageInput(b"a" * 16, offset, count) for offset, count in spans)
+    with pytest.raises(BadInput, match="spans are in order"):
+        llm(folder).engine.add_request("a", [5] * 8, GREEDY, images=images)
+
+
 def test_beam_search_takes_no_images(folder):
     from llmopt.engine.beam_search import BeamSearchParams
 
