@@ -14,6 +14,7 @@ from ..model.layers.attention import StepInputs
 from ..model.layers.state import StateBatch
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.request import NULL_SLOT
+from ..scheduling.rope_positions import Axes, RopePositions
 from ..scheduling.tree import Tree
 from ..scheduling.window import evicted_places
 
@@ -28,6 +29,8 @@ class Run(NamedTuple):
         state_slot: of the sequence's constant state.
         num_evicted: tokens before `start` that have no slot any more: positions count them.
         images: of the sequence's prompt.
+        rope_positions: of the sequence (M-RoPE).
+        bidirectional_images: positions of the images whose tokens attend to each other; no step cuts them.
     """
 
     start: int
@@ -37,6 +40,27 @@ class Run(NamedTuple):
     state_slot: int = NULL_SLOT
     num_evicted: int = 0
     images: Images = NO_IMAGES
+    rope_positions: RopePositions | None = None
+    bidirectional_images: tuple[range, ...] = ()
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Each token's index in the sequence, by which RoPE rotates text; a tree's are by depth."""
+        start, tree = self.start + self.num_evicted, self.tree
+        end = start + len(self.token_ids)
+        if tree is None or tree.is_chain:
+            return range(start, end)
+        known, depths = end - len(tree.parents), tree.depths
+        return [i if i < known else known - 1 + depths[i - known] for i in range(start, end)]
+
+    @property
+    def seen_images(self) -> tuple[range, ...]:
+        """The bidirectional images that some of these tokens belong to."""
+        end = self.start + len(self.token_ids)
+        images = self.bidirectional_images
+        images = tuple(i for i in images if i.start < end and i.stop > self.start)
+        assert all(image.stop <= end for image in images), "a step cuts an image"
+        return images
 
 
 def step_inputs(
@@ -51,22 +75,14 @@ def step_inputs(
     `states` are the tensors of the state cache.
     """
     token_ids: list[int] = []
-    positions: list[int] = []
     slots: list[int] = []
-    multi_token: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
+    multi_token: list[tuple[Run, int, Sequence[int], range, TreeMask | None]] = []
     decodes: list[tuple[int, int, Sequence[int], range]] = []
-    for start, tokens, block_ids, tree, _, num_evicted, _ in runs:
+    for run in runs:
+        start, tokens, block_ids, tree = run.start, run.token_ids, run.block_ids, run.tree
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
-        mask = None
-        if tree is None or tree.is_chain:
-            positions.extend(range(start + num_evicted, end + num_evicted))
-        else:
-            mask = _tree_mask(tree, device)
-            first, depths = end - len(tree.parents), tree.depths
-            positions.extend(
-                p if p < first else first - 1 + depths[p - first] for p in range(start, end)
-            )
+        mask = None if tree is None or tree.is_chain else _tree_mask(tree, device)
         slots += [
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
         ]
@@ -76,40 +92,76 @@ def step_inputs(
         if len(tokens) == 1 and mask is None:
             decodes.append((begin, end, held, evicted))
         else:
-            multi_token.append((begin, begin + len(tokens), end, held, evicted, mask))
-    width = max((len(held) for _, _, held, _ in decodes), default=0)
-    padded: list[int] = []
-    for _, _, held, _ in decodes:
-        padded += [*held, *[NULL_BLOCK] * (width - len(held))]
-    decode_columns = (
-        [row for row, _, _, _ in decodes],
-        padded,
-        [length for _, length, _, _ in decodes],
-        [len(evicted) * block_size for _, _, _, evicted in decodes],
-    )
-    tables = [held for _, _, _, held, _, _ in multi_token]
+            multi_token.append((run, begin, held, evicted, mask))
+    tables = [held for _, _, held, _, _ in multi_token]
     state_slots = [run.state_slot for run in runs] if states else []
-    columns = [token_ids, positions, slots, state_slots, *decode_columns]
+    columns = [token_ids, *_axes(runs), slots, state_slots, *_decode_columns(decodes, block_size)]
     copied = packed([*columns, *tables], device)
-    tokens, position_ids, slot_mapping, of_states, rows, block_ids, lengths, evicted_spans = copied[
-        : len(columns)
-    ]
+    ids, temporal, height, width, slot_mapping, of_states, *of_decodes = copied[: len(columns)]
     decode = None
     if decodes:
         # All sequences with evicted blocks keep the same number of sink tokens.
         sink_length = max(evicted.start for _, _, _, evicted in decodes) * block_size
+        rows, block_ids, lengths, evicted_spans = of_decodes
         decode = DecodeGroup(rows, block_ids, lengths, evicted_spans, sink_length)
     spans = [
         SequenceSpan(
-            begin, stop, end, table, evicted.start * block_size, len(evicted) * block_size, mask
+            begin,
+            begin + len(run.token_ids),
+            run.start + len(run.token_ids),
+            table,
+            evicted.start * block_size,
+            len(evicted) * block_size,
+            mask,
+            run.seen_images if run.bidirectional_images else (),
         )
-        for (begin, stop, end, _, evicted, mask), table in zip(
+        for (run, begin, _, evicted, mask), table in zip(
             multi_token, copied[len(columns) :], strict=True
         )
     ]
-    batch = AttentionBatch(spans, decode, block_size, dtype)
     return StepInputs(
-        tokens, position_ids, slot_mapping, batch, states=StateBatch(tuple(states), of_states)
+        ids,
+        torch.stack([temporal, height, width]) if height.numel() else temporal,
+        slot_mapping,
+        AttentionBatch(spans, decode, block_size, dtype),
+        states=StateBatch(tuple(states), of_states),
+    )
+
+
+def _axes(runs: Sequence[Run]) -> Axes:
+    """Temporal, height and width positions of a step's tokens; no height and width where all are the same."""
+    positions: list[int] = []
+    grids: list[tuple[int, Axes]] = []
+    for run in runs:
+        if run.rope_positions is None:
+            positions.extend(run.indices)
+            continue
+        axes = run.rope_positions.of(run.indices)
+        if not axes[0] == axes[1] == axes[2]:
+            grids.append((len(positions), axes))
+        positions.extend(axes[0])
+    if not grids:
+        return positions, [], []
+    heights, widths = list(positions), list(positions)
+    for begin, (_, height, width) in grids:
+        heights[begin : begin + len(height)] = height
+        widths[begin : begin + len(width)] = width
+    return positions, heights, widths
+
+
+def _decode_columns(
+    decodes: Sequence[tuple[int, int, Sequence[int], range]], block_size: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Rows, padded block tables, lengths and evicted spans of the sequences with one token."""
+    width = max((len(held) for _, _, held, _ in decodes), default=0)
+    padded: list[int] = []
+    for _, _, held, _ in decodes:
+        padded += [*held, *[NULL_BLOCK] * (width - len(held))]
+    return (
+        [row for row, _, _, _ in decodes],
+        padded,
+        [length for _, length, _, _ in decodes],
+        [len(evicted) * block_size for _, _, _, evicted in decodes],
     )
 
 

@@ -45,7 +45,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """The kernels chosen on `device` for a typical decoder in `dtype`."""
     choices = [
         PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128)),
-        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, has_trees=True)),
+        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, has_masks=True)),
         *(
             operation.explain(RowKernelQuery(device.type, dtype, size))
             for operation, size in (

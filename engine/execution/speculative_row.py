@@ -28,8 +28,15 @@ class SpeculativeRow:
     @property
     def run(self) -> Run:
         row, draft = self.row, self.draft
-        tokens = [*row.token_ids, *draft.token_ids]
-        return Run(row.start, tokens, row.block_ids, draft.tree, images=row.images)
+        return Run(
+            row.start,
+            [*row.token_ids, *draft.token_ids],
+            row.block_ids,
+            draft.tree,
+            rope_positions=row.rope_positions,
+            images=row.images,
+            bidirectional_images=row.bidirectional_images,
+        )
 
     @property
     def path(self) -> list[int]:

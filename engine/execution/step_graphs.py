@@ -110,7 +110,7 @@ class StepGraphs:
         if inputs.batch.spans or group is None or inputs.adapters or inputs.scored:
             return eager
         if inputs.embedded is not None:
-            return eager  # a chunk of one token, of an image
+            return eager  # a chunk of one token, of an image; it may have three positions
         rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= rows), None)
         if size is None:

@@ -44,6 +44,8 @@ class StepLayout:
                 state_slot=row.state_slot,
                 num_evicted=row.num_evicted,
                 images=row.images,
+                rope_positions=row.rope_positions,
+                bidirectional_images=row.bidirectional_images,
             )
             draft = drafts.get(row.sequence_id)
             if draft is not None:

@@ -9,6 +9,7 @@ from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .draft_length import Acceptance
+from .rope_positions import RopePositions
 from .token_view import OUTPUT_PLACEHOLDER, TokenView
 
 Rank = tuple[int, int]
@@ -60,6 +61,10 @@ class Request:
 
     A request with `pooling` samples nothing: it ends when its prompt is computed.
 
+    With M-RoPE, `rope_positions` are those of a prompt with images; None: the indices of its tokens. The
+    tokens of each of `bidirectional_images`, positions in the prompt, attend to each other, so that one step
+    computes what is left of an image.
+
     A smaller `rank` is served first and preempted last; the scheduler assigns it.
     """
 
@@ -79,6 +84,8 @@ class Request:
     lora: str | None = None
     pooling: PoolingParams | None = None
     images: Images = NO_IMAGES
+    rope_positions: RopePositions | None = None
+    bidirectional_images: tuple[range, ...] = ()
 
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
@@ -148,6 +155,8 @@ class Request:
             cache_salt=self.cache_salt,
             lora=self.lora,
             images=self.images,
+            rope_positions=self.rope_positions,
+            bidirectional_images=self.bidirectional_images,
             num_cached_tokens=self.num_cached_tokens,
             block_hashes=list(self.block_hashes),
         )

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...quant.base.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
+from .image_chunks import check_images, uncut
 from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
 from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
 from .state_pool import StatePool
-from .step_plan import BlockCopies, ScheduledRow, StepPlan
+from .step_plan import BlockCopies, ScheduledRow, StepPlan, scheduled_row
 from .stop import stop_token_reason
 from .swap_space import SwapSpace
 from .window import evict_blocks
@@ -25,7 +26,8 @@ class Scheduler:
     A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference.
     Chunked prefill, prefix hits, decode and recomputation after a preemption are this one rule.
 
-    * Running sequences come first, each with at least one token; waiting ones share the rest of the budget,
+    * Running sequences come first, each with at least one token (but for an image that waits to be computed
+      whole, which comes before those after it); waiting ones share the rest of the budget,
       in the order of their ranks, and the head of the queue is never overtaken.
     * A waiting sequence is admitted only if blocks for all its known tokens are free, and takes them all;
       behind a window as many as it will ever hold.
@@ -89,9 +91,10 @@ class Scheduler:
 
         Raises:
             BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
-                priority, which the policy ignores.
+                priority, which the policy ignores, or an image that no step can hold.
         """
         request.rank = rank_of(request, self.config.policy)
+        check_images(request, self.config)
         longest = request.num_prompt_tokens + request.max_tokens
         if request.pooling is not None:
             self._check_pooled(request)
@@ -137,7 +140,8 @@ class Scheduler:
             num_after -= 1
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for one of a smaller rank
-            num_new = self._chunk(request, budget - num_after)
+            if not (num_new := self._chunk(request, budget - num_after, budget)):
+                continue  # it needs more of a step, for an image
             while not self._grow(request, num_new):
                 victim = max(self.running, key=lambda candidate: candidate.rank)
                 budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
@@ -157,9 +161,9 @@ class Scheduler:
             if request.is_complete or not self._admit(request, now):
                 break
             heapq.heappop(self._waiting)
-            num_new = self._chunk(request, budget)
-            scheduled[request.sequence_id] = (request, num_new)
-            budget -= num_new
+            if num_new := self._chunk(request, budget, budget):
+                scheduled[request.sequence_id] = (request, num_new)
+                budget -= num_new
 
         rows = tuple(
             self._row(request, num_new, drafts.get(sequence_id, 0))
@@ -298,11 +302,12 @@ class Scheduler:
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens that `request` may compute now, at least one."""
-        limit = self.config.prefill_chunk_size or budget
-        num_new = max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
-        return self.compactor.end_of_step(request, self.states.chunk(request, num_new))
+    def _chunk(self, request: Request, share: int, budget: int) -> int:
+        """Tokens that `request` may compute now: at least one, but for an image that exceeds the budget."""
+        limit = self.config.prefill_chunk_size or share
+        num_new = max(1, min(request.num_tokens - request.num_computed_tokens, share, limit))
+        num_new = self.compactor.end_of_step(request, self.states.chunk(request, num_new))
+        return uncut(request, num_new, budget)
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
@@ -374,25 +379,9 @@ class Scheduler:
 
     def _row(self, request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
         """The row of a sequence, whose tokens count as computed from now on."""
-        start = request.num_computed_tokens
-        end = start + num_new
-        samples = end == request.num_tokens and request.pooling is None
-        row = ScheduledRow(
-            sequence_id=request.sequence_id,
-            start=start,
-            end=end,
-            tokens=request.view(),
-            block_ids=tuple(request.block_ids),
-            num_samples=request.num_completions if samples else 0,
-            num_prompt_tokens=request.num_prompt_tokens,
-            params=request.params,
-            seed=request.seed,
-            lora=request.lora,
-            num_draft_tokens=num_draft_tokens,
-            state_slot=request.state_slot,
-            checkpoint=self.states.begin_save(request, end),
-            pooling=request.pooling,
-            images=request.images,
+        end = request.num_computed_tokens + num_new
+        row = scheduled_row(
+            request, num_new, num_draft_tokens, self.states.begin_save(request, end)
         )
         row = self.compactor.mark(request, row)
         request.num_computed_tokens = end

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
-from .request import NULL_SLOT
+from .request import NULL_SLOT, Request
+from .rope_positions import RopePositions
 from .token_view import TokenView
 
 
@@ -35,6 +36,7 @@ class ScheduledRow(NamedTuple):
         num_scored: last tokens of the row whose attention weights count in the next compaction.
         compacts: the sequence is compacted before its next step.
         images: of the sequence's prompt.
+        rope_positions, bidirectional_images: of the sequence.
     """
 
     sequence_id: str
@@ -55,6 +57,8 @@ class ScheduledRow(NamedTuple):
     num_scored: int = 0
     compacts: bool = False
     images: Images = NO_IMAGES
+    rope_positions: RopePositions | None = None
+    bidirectional_images: tuple[range, ...] = ()
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -85,6 +89,33 @@ class ScheduledRow(NamedTuple):
         if not self.tokens.has_placeholder:
             return self
         return self._replace(tokens=self.tokens.resolved(sampled[self.sequence_id][0]))
+
+
+def scheduled_row(
+    request: Request, num_new: int, num_draft_tokens: int, checkpoint: int
+) -> ScheduledRow:
+    """The row of the next `num_new` tokens of a sequence, which samples if it computes the last known one."""
+    end = request.num_computed_tokens + num_new
+    samples = end == request.num_tokens and request.pooling is None
+    return ScheduledRow(
+        sequence_id=request.sequence_id,
+        start=request.num_computed_tokens,
+        end=end,
+        tokens=request.view(),
+        block_ids=tuple(request.block_ids),
+        num_samples=request.num_completions if samples else 0,
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=request.params,
+        seed=request.seed,
+        lora=request.lora,
+        num_draft_tokens=num_draft_tokens,
+        state_slot=request.state_slot,
+        checkpoint=checkpoint,
+        pooling=request.pooling,
+        images=request.images,
+        rope_positions=request.rope_positions,
+        bidirectional_images=request.bidirectional_images,
+    )
 
 
 Copies = tuple[tuple[int, int], ...]

@@ -187,7 +187,7 @@ class EagleHead:
     ) -> torch.Tensor:
         """Hidden states at the tokens, [tokens, hidden], from those `before` them; fills the KV cache."""
         weights, positions = self._weights, inputs.positions
-        attend = self._attend[inputs.batch.has_trees]
+        attend = self._attend.of(inputs.batch)
         step = Step(inputs, positions, self._rotary_embedding.of(positions), attend)
         tokens = functional.embedding(inputs.token_ids, weights.embedding)
         hidden, read = weights.input_fusion(tokens, before)

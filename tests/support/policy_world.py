@@ -141,6 +141,7 @@ class World:
         n: int = 1,
         priority: int = 0,
         salt: bytes = b"",
+        images: tuple[range, ...] = (),
         **params,
     ) -> Request:
         request = Request(
@@ -157,6 +158,7 @@ class World:
             priority=priority,
             num_completions=n,
             cache_salt=salt,
+            bidirectional_images=images,
         )
         self.scheduler.add(request)
         self._salts[request_id] = salt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,25 +16,29 @@ from .paged_tensor import PagedTensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelQuery:
-    """Kernel query of paged attention: device, dtype, head sizes, tree attention.
+    """Kernel query of paged attention: device, dtype, head sizes, masks.
 
     Attributes:
         dtype: of the queries.
         key_dim, value_dim: elements of a head.
-        has_trees: whether draft tokens of a step form token trees.
+        has_masks: whether tokens attend to others than those before them: draft tokens that form token trees,
+            images that see all of themselves.
     """
 
     device: str
     dtype: torch.dtype
     key_dim: int
     value_dim: int
-    has_trees: bool = False
+    has_masks: bool = False
 
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
         heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
-        trees = ", token trees" if self.has_trees else ""
-        return f"heads of {heads} in {self.dtype} on {self.device}{trees}"
+        masks = ", token trees or images" if self.has_masks else ""
+        return f"heads of {heads} in {self.dtype} on {self.device}{masks}"
+
+
+_ONLY_CAUSAL = "it does not support tree attention, nor bidirectional attention within an image"
 
 
 def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
@@ -45,14 +50,14 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.key_dim % HEAD_CHANNELS or kernel_query.value_dim % HEAD_CHANNELS:
         return f"it is for heads of multiples of {HEAD_CHANNELS}"
-    if kernel_query.has_trees:
-        return "it does not support tree attention"
+    if kernel_query.has_masks:
+        return _ONLY_CAUSAL
     return None
 
 
 def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.has_trees:
-        return "it does not support tree attention"
+    if kernel_query.has_masks:
+        return _ONLY_CAUSAL
     return refuses_rows(kernel_query.device, kernel_query.dtype)
 
 
@@ -80,16 +85,51 @@ PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
 )
 
 
+class AttentionKernels(NamedTuple):
+    """The kernels for a decoder's heads: of causal attention, and with masks."""
+
+    causal: AttentionKernel
+    masked: AttentionKernel
+
+    def of(self, batch: AttentionBatch) -> AttentionKernel:
+        """The kernel of a step."""
+        if batch.has_trees:
+            return self.masked
+        return self._attend_images if batch.has_images else self.causal
+
+    def _attend_images(
+        self,
+        queries: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        batch: AttentionBatch,
+        rule: AttentionRule,
+        sink_queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Masked attention of the sequences with images, causal attention of the others, whose results so do
+        not depend on an image in the batch."""
+        if not rule.bidirectional:
+            return self.causal(queries, keys, values, batch, rule, sink_queries)
+        images, others = batch.parts
+        masked = self.masked(queries, keys, values, images, rule, sink_queries)
+        if not others.spans and others.decode is None:
+            return masked
+        out = self.causal(queries, keys, values, others, rule, sink_queries)
+        for span in images.spans:
+            out[span.begin : span.end] = masked[span.begin : span.end]
+        return out
+
+
 def attention_kernels(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
-) -> tuple[AttentionKernel, AttentionKernel]:
-    """The kernels for a decoder's heads: of steps without token trees, and of steps with tree attention."""
+) -> AttentionKernels:
+    """The kernels for a decoder's heads."""
 
-    def choose(has_trees: bool) -> AttentionKernel:
-        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, has_trees)
+    def choose(has_masks: bool) -> AttentionKernel:
+        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, has_masks)
         return PAGED_ATTENTION.select(kernel_query).run
 
-    return choose(False), choose(True)
+    return AttentionKernels(choose(False), choose(True))
 
 
 def reads_in_place(kernel: AttentionKernel) -> bool:

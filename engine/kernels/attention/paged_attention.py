@@ -5,13 +5,15 @@ differ; both are dequantized to the queries' dtype. A batch is a flat run of tok
 A token attends to its past: every position up to its own, or the last `window` of them and the
 `num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk` (Llama 4). A block table may omit
 evicted blocks. Draft tokens may form a token tree (tree attention): several share a position, and each
-attends to the known tokens and to its ancestors in the tree.
+attends to the known tokens and to its ancestors in the tree. The tokens of an image may also attend to its
+later ones (bidirectional attention).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,6 +35,7 @@ class AttentionRule:
         chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
         softcap: logit softcapping, `cap * tanh(score / cap)` (Gemma 2).
         sinks: [heads], learned sink logits: a score per head in the softmax that weighs no value (gpt-oss).
+        bidirectional: tokens of one image attend to each other, within the window (Gemma 3).
     """
 
     scale: float
@@ -41,6 +44,7 @@ class AttentionRule:
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    bidirectional: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -72,6 +76,8 @@ class SequenceSpan:
             the first `sink_length`.
         tree: of the last tokens so far, where they are a tree of draft tokens; a draft token's slot then
             follows from its index, and its position from its depth.
+        images: positions of the images that some of these tokens belong to, all of which they see in layers
+            that are bidirectional; what is not in the cache of them is among these tokens.
     """
 
     begin: int
@@ -81,6 +87,7 @@ class SequenceSpan:
     sink_length: int = 0
     evicted_span: int = 0
     tree: TreeMask | None = None
+    images: tuple[range, ...] = ()
 
     @property
     def num_held(self) -> int:
@@ -120,13 +127,28 @@ class AttentionBatch:
         self.decode = decode
         self.block_size = block_size
         self._dtype = dtype
-        self._masks: dict[tuple[int, int | None, int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
         self._kernel_metadata: Any = None
 
     @property
     def has_trees(self) -> bool:
         """Whether draft tokens of a sequence form a token tree."""
         return any(span.tree is not None for span in self.spans)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some tokens see later ones of their image, in layers with bidirectional attention."""
+        return any(span.images for span in self.spans)
+
+    @cached_property
+    def parts(self) -> tuple[AttentionBatch, AttentionBatch]:
+        """The spans with images, and the rest of the batch."""
+        images = [span for span in self.spans if span.images]
+        others = [span for span in self.spans if not span.images]
+        return (
+            AttentionBatch(images, None, self.block_size, self._dtype),
+            AttentionBatch(others, self.decode, self.block_size, self._dtype),
+        )
 
     def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
         """A kernel's metadata of the batch, made once for all layers; a model uses one kernel."""
@@ -137,7 +159,7 @@ class AttentionBatch:
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
-        key = (-1, rule.window, rule.num_sink_tokens, rule.chunk)
+        key = (-1, rule.window, rule.num_sink_tokens, rule.chunk, False)
         if key not in self._masks:
             width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
             slot = torch.arange(width, device=self.decode.rows.device)
@@ -148,7 +170,7 @@ class AttentionBatch:
 
     def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
         """Additive mask of the tokens of span `index`: 0 or -inf, [tokens, num_held]."""
-        key = (index, rule.window, rule.num_sink_tokens, rule.chunk)
+        key = (index, rule.window, rule.num_sink_tokens, rule.chunk, rule.bidirectional)
         if key not in self._masks:
             span = self.spans[index]
             device = span.block_ids.device
@@ -156,23 +178,30 @@ class AttentionBatch:
             position = slot + (slot >= span.sink_length) * span.evicted_span
             first = span.num_cached - (span.end - span.begin)
             query_position = torch.arange(first, span.num_cached, device=device)
+            images = span.images if rule.bidirectional else ()
             if (tree := span.tree) is not None:
                 count = tree.depths.numel()
                 rows = min(count, query_position.numel())
                 draft_positions = tree.depths + (span.num_cached - count - 1)
                 position = torch.cat([position[:-count], draft_positions])
                 query_position = torch.cat([query_position[:-rows], draft_positions[-rows:]])
-                bias = self._bias(position, query_position[:, None], rule)
+                bias = self._bias(position, query_position[:, None], rule, images)
                 bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
                 self._masks[key] = bias
             else:
-                self._masks[key] = self._bias(position, query_position[:, None], rule)
+                self._masks[key] = self._bias(position, query_position[:, None], rule, images)
         return self._masks[key]
 
     def _bias(
-        self, position: torch.Tensor, query_position: torch.Tensor, rule: AttentionRule
+        self,
+        position: torch.Tensor,
+        query_position: torch.Tensor,
+        rule: AttentionRule,
+        images: Sequence[range] = (),
     ) -> torch.Tensor:
         visible = position <= query_position
+        for image in images:
+            visible |= _is_within(position, image) & _is_within(query_position, image)
         if rule.window is not None:
             in_window = position > query_position - rule.window
             visible &= in_window | (position < rule.num_sink_tokens)
@@ -180,6 +209,10 @@ class AttentionBatch:
             visible &= position >= query_position - query_position % rule.chunk
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
         return bias.masked_fill_(~visible, float("-inf"))
+
+
+def _is_within(position: torch.Tensor, image: range) -> torch.Tensor:
+    return (position >= image.start) & (position < image.stop)
 
 
 class AttentionKernel(Protocol):
@@ -227,12 +260,12 @@ def attend_reference(
             number = span.num_cached - (span.end - row)
             query_position = positions[number]
             scores, slots = [], []
-            for other in range(number + 1):
+            for other in range(_num_visible(number, span, rule)):
                 position = positions[other]
                 is_first = position < rule.num_sink_tokens
                 if not is_first and not _is_visible(query_position, position, rule):
                     continue
-                if other not in ancestors.get(number, range(number + 1)):
+                if other not in ancestors.get(number, range(len(positions))):
                     continue
                 slot = other if other < span.sink_length else other - span.evicted_span
                 query = (sink_queries if is_first else queries)[row].float()
@@ -262,6 +295,12 @@ def _positions(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
         for index, row in enumerate(span.tree.ancestors.tolist())
     }
     return [*range(first), *(first - 1 + depth for depth in depths)], ancestors
+
+
+def _num_visible(number: int, span: SequenceSpan, rule: AttentionRule) -> int:
+    """Tokens of a sequence up to the last one that token `number` may attend to."""
+    image = next((image for image in span.images if number in image), None)
+    return number + 1 if image is None or not rule.bidirectional else image.stop
 
 
 def _is_visible(query_position: int, position: int, rule: AttentionRule) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...kernels.attention.dispatch import attention_kernels, reads_in_place
-from ...kernels.attention.paged_attention import AttentionKernel
+from ...kernels.attention.dispatch import AttentionKernels, attention_kernels, reads_in_place
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
 from ...scheduling.window import Window
 from ..layers.altup import AltUpStreams
@@ -27,9 +26,9 @@ from .layer import Layer
 
 
 class LayerKernels(NamedTuple):
-    """Kernels of layers with one KV-cache layout: attention without and with token trees, RoPE + KV write."""
+    """Kernels of layers with one KV-cache layout: attention, RoPE + KV write."""
 
-    attend: tuple[AttentionKernel, AttentionKernel]
+    attend: AttentionKernels
     rope_and_cache: RopeAndCacheKernel
 
 
@@ -168,7 +167,7 @@ class Decoder:
         attention that reads the blocks in place, and no constant state.
         """
         same = all(layer.is_capturable for layer in self.weights.layers)
-        in_place = all(reads_in_place(kernels.attend[False]) for kernels in self._kernels.values())
+        in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
         return same and self.broadcast is None and in_place and not self.state_layouts
 
     @torch.inference_mode()
@@ -198,7 +197,7 @@ class Decoder:
                 inputs,
                 cache_positions,
                 cos_sin,
-                kernels.attend[inputs.batch.has_trees],
+                kernels.attend.of(inputs.batch),
                 sink_cos_sin,
                 kernels.rope_and_cache,
                 per_layer_inputs,

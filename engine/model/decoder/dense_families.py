@@ -9,7 +9,16 @@ from ...planner.model.families import Family
 from ...planner.model.shapes import ModelShape
 from ..spec.names import Names
 from ..spec.spec import NotCovered, Temperature
-from .family import BIASED_ATTENTION, QK_NORM, Choices, Config, DecoderFamily, is_sliding, ropes
+from .family import (
+    BIASED_ATTENTION,
+    QK_NORM,
+    Choices,
+    Config,
+    DecoderFamily,
+    is_sliding,
+    ropes,
+    with_mrope,
+)
 
 _POST_NORMS = Names(
     input_norm="",
@@ -86,6 +95,18 @@ def _glm4(_: ModelShape, config: Config) -> Choices:
     return {**ropes(config), "names": _SANDWICH_NORMS, "rotary_interleaved": True}
 
 
+def _glm4v(shape: ModelShape, config: Config) -> Choices:
+    return with_mrope(_glm4(shape, config), config, (8, 12, 12))
+
+
+def _qwen2_vl(_: ModelShape, config: Config) -> Choices:
+    return with_mrope(ropes(config), config, (16, 24, 24))
+
+
+def _qwen3_vl(_: ModelShape, config: Config) -> Choices:
+    return with_mrope(ropes(config), config, (24, 20, 20), interleave=True)
+
+
 def _ernie(_: ModelShape, config: Config) -> Choices:
     return {**ropes(config), "rotary_interleaved": True}
 
@@ -143,16 +164,16 @@ DENSE_FAMILIES: Mapping[str, DecoderFamily] = {
     "gemma": DecoderFamily(_gemma, BIASED_ATTENTION),
     "glm": DecoderFamily(_glm, Family(qkv_bias="attention_bias")),
     "glm4": DecoderFamily(_glm4, Family(qkv_bias="attention_bias", norms_per_layer=4)),
-    "glm4v_text": DecoderFamily(_glm4, Family(qkv_bias=True, norms_per_layer=4)),
+    "glm4v_text": DecoderFamily(_glm4v, Family(qkv_bias=True, norms_per_layer=4)),
     "granite": DecoderFamily(_granite, _BIASED),
     "hunyuan_v1_dense": DecoderFamily(_hunyuan, QK_NORM),
     "ministral": DecoderFamily(_plain, Family()),
     "ministral3": DecoderFamily(_ministral3, Family(windows=_sliding_where_set)),
     "olmo2": DecoderFamily(_olmo, QK_NORM),
     "olmo3": DecoderFamily(_olmo, QK_NORM),
-    "qwen2_vl_text": DecoderFamily(_plain, Family(qkv_bias=True)),
-    "qwen2_5_vl_text": DecoderFamily(_plain, Family(qkv_bias=True)),
-    "qwen3_vl_text": DecoderFamily(_plain, QK_NORM),
+    "qwen2_vl_text": DecoderFamily(_qwen2_vl, Family(qkv_bias=True)),
+    "qwen2_5_vl_text": DecoderFamily(_qwen2_vl, Family(qkv_bias=True)),
+    "qwen3_vl_text": DecoderFamily(_qwen3_vl, QK_NORM),
     "seed_oss": DecoderFamily(
         _plain,
         Family(qkv_bias="attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),

@@ -138,6 +138,7 @@ def _gemma3(shape: ModelShape, config: Config) -> Choices:
     return {
         **_gemma(shape, config),
         "ropes": _gemma3_ropes(shape, config),
+        "bidirectional": (True,) * shape.num_layers,
         "attention_softcap": config.get("attn_logit_softcapping"),
         "logit_softcap": config.get("final_logit_softcapping"),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...planner.model.families import Family
@@ -64,6 +64,17 @@ def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     factor = (part or {}).get("partial_rotary_factor") or 1.0
     return {"ropes": tuple(specs), "rotary_width": int(head_dim * factor)}
+
+
+def with_mrope(
+    choices: Choices, config: Config, sections: Sequence[int], *, interleave: bool = False
+) -> Choices:
+    """`ropes` as M-RoPE; `sections` are the default of the model type."""
+    given = tuple(config["rope_parameters"].get("mrope_section") or sections)
+    mrope = [
+        replace(rope, sections=given, sections_interleave=interleave) for rope in choices["ropes"]
+    ]
+    return {**choices, "ropes": tuple(mrope)}
 
 
 def dense_between(config: Config) -> list[int]:

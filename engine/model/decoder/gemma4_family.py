@@ -42,6 +42,7 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "names": names,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
+        "bidirectional": _bidirectional(config),
         "embedding_scale": math.sqrt(shape.hidden_size),
         "logit_softcap": config["final_logit_softcapping"],
         "layers": sizes,
@@ -49,6 +50,12 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "per_layer_width": width,
         "per_layer_vocab": config["vocab_size_per_layer_input"] if width else 0,
     }
+
+
+def _bidirectional(config: Config) -> tuple[bool, ...]:
+    """The layers in which the tokens of an image attend to all of it: those with a sliding window, if any."""
+    in_images = config.get("use_bidirectional_attention") == "vision"
+    return tuple(in_images and kind != "full_attention" for kind in config["layer_types"])
 
 
 def _gemma4_layers(shape: ModelShape, config: Config) -> tuple[LayerSizes, ...]:

@@ -300,6 +300,7 @@ class LayerLoader:
             chunk=window if spec.shape.chunked else None,
             softcap=spec.attention_softcap,
             sinks=sinks,
+            bidirectional=bool(spec.bidirectional) and spec.bidirectional[index],
         )
 
     def _shared_attention(self, layer: str, index: int, rotation: Rotation) -> SharedAttention:

@@ -20,6 +20,7 @@ from .family import (
     dense_between,
     experts,
     ropes,
+    with_mrope,
 )
 
 _MIXTRAL_BLOCK = "block_sparse_moe"
@@ -53,7 +54,7 @@ def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
 def _qwen3_vl_moe(shape: ModelShape, config: Config) -> Choices:
     mixture = experts(config, config["moe_intermediate_size"], dense_layers=dense_between(config))
     return {
-        **ropes(config),
+        **with_mrope(ropes(config), config, (24, 20, 20), interleave=True),
         "shape": replace(shape, experts=mixture),
         "names": Names(fused_experts=("gate_up_proj", "down_proj")),
     }
@@ -126,6 +127,10 @@ def _ernie_moe(shape: ModelShape, config: Config) -> Choices:
     }
 
 
+def _glm4v_moe(shape: ModelShape, config: Config) -> Choices:
+    return with_mrope(_glm4_moe(shape, config), config, (8, 12, 12))
+
+
 def _hunyuan_moe(shape: ModelShape, config: Config) -> Choices:
     inner = shape.intermediate_size
     return {
@@ -140,7 +145,7 @@ SPARSE_FAMILIES: Mapping[str, DecoderFamily] = {
     "dots1": DecoderFamily(_dots1, QK_NORM),
     "ernie4_5_moe": DecoderFamily(_ernie_moe, Family()),
     "glm4_moe": DecoderFamily(_glm4_moe, Family(qkv_bias="attention_bias")),
-    "glm4v_moe_text": DecoderFamily(_glm4_moe, Family(qkv_bias="attention_bias")),
+    "glm4v_moe_text": DecoderFamily(_glm4v_moe, Family(qkv_bias="attention_bias")),
     "granitemoe": DecoderFamily(_granitemoe, BIASED_ATTENTION),
     "hunyuan_v1_moe": DecoderFamily(_hunyuan_moe, QK_NORM),
     "minimax_m2": DecoderFamily(_minimax_m2, Family(qk_norm=True)),

@@ -22,6 +22,7 @@ from .family import (
     dense_between,
     experts,
     ropes,
+    with_mrope,
 )
 from .sparse_families import GRANITE_MOE
 
@@ -142,7 +143,8 @@ def _qwen3_next(shape: ModelShape, config: Config) -> Choices:
 
 
 def _qwen3_5(_: ModelShape, config: Config) -> Choices:
-    return _qwen_next(config, by_head=False)
+    choices = _qwen_next(config, by_head=False)
+    return with_mrope(choices, config, (11, 11, 10), interleave=True)
 
 
 def _without_mlp(config: Config) -> Config:
@@ -151,7 +153,7 @@ def _without_mlp(config: Config) -> Config:
 
 
 def _qwen3_5_moe(shape: ModelShape, config: Config) -> Choices:
-    return {**_qwen_next(config, by_head=False), "shape": _qwen_mixture(shape, config)}
+    return {**_qwen3_5(shape, config), "shape": _qwen_mixture(shape, config)}
 
 
 def _granite_hybrid(shape: ModelShape, config: Config) -> Choices:

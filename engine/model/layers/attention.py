@@ -70,7 +70,8 @@ class StepInputs:
     """Input tensors of a step.
 
     Attributes:
-        token_ids, positions: int64 [tokens].
+        token_ids: int64 [tokens].
+        positions: int64 [tokens]; [3, tokens], temporal, height and width, with M-RoPE where they differ.
         slots: int64 [tokens], slot mapping: where each token's keys and values are written.
         batch: attention metadata: block tables, lengths, tree masks.
         adapters: int64, tokens by LoRA adapter name; None: all tokens.
@@ -78,8 +79,6 @@ class StepInputs:
         states: of the sequences of a model with constant state.
         scored: tokens whose attention weights are summed, for KV eviction.
         embedded: tokens of images, whose embeddings are not the table's.
-        mrope_positions: int64 [3, tokens], time, height and width of models with M-RoPE; None: all are
-            `positions`.
     """
 
     token_ids: torch.Tensor
@@ -91,7 +90,6 @@ class StepInputs:
     states: StateBatch = NO_STATES
     scored: Sequence[ScoredSpan] = ()
     embedded: EmbeddedRows | None = None
-    mrope_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.elementwise.rotary import expand_cos_sin
 from ...scheduling.window import Window
-from ..spec.rope import RopeSpec, rope_frequencies, rope_table
+from ..spec.rope import RopeSpec, rope_axes, rope_frequencies, rope_table
 
 CosSin = list[tuple[torch.Tensor, torch.Tensor]]
 """(cos, sin) of each RoPE, in the layout of `apply_rotary_emb`."""
@@ -40,6 +40,10 @@ class RotaryEmbedding:
         self._tables = [
             rope_table(rope, rope.width or width, num_positions, device) for rope in ropes
         ]
+        self._axes = [
+            rope_axes(rope, rope.width or width).to(device) if rope.sections else None
+            for rope in ropes
+        ]
         self._frequencies = [
             (frequencies.to(device, torch.float64), factor)
             for frequencies, factor in (
@@ -49,7 +53,9 @@ class RotaryEmbedding:
         ]
 
     def of(self, positions: torch.Tensor) -> CosSin:
-        """cos and sin of int64 [tokens] positions, for each RoPE."""
+        """cos and sin of int64 [tokens] positions, or [3, tokens] of M-RoPE, for each RoPE."""
+        if positions.dim() == 2:
+            return self._look_up_axes(positions)
         if self._stream is None:
             return self._look_up(positions)
         # At large positions float32 cannot resolve the angles of neighbouring positions.
@@ -77,6 +83,15 @@ class RotaryEmbedding:
             self._factors(cos.index_select(0, positions), sin.index_select(0, positions))
             for cos, sin in self._tables
         ]
+
+    def _look_up_axes(self, positions: torch.Tensor) -> CosSin:
+        """cos and sin of temporal, height and width positions: each pair's of its own axis."""
+        cos_sin: CosSin = []
+        for (cos, sin), axes in zip(self._tables, self._axes, strict=True):
+            assert axes is not None, "a RoPE of one position"
+            rows = positions.index_select(0, axes).T
+            cos_sin.append(self._factors(cos.gather(0, rows), sin.gather(0, rows)))
+        return cos_sin
 
     def _factors(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return expand_cos_sin(cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1))

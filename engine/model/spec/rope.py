@@ -2,6 +2,7 @@
 
 Su et al., "RoFormer" (2021). Context extension: linear interpolation (Chen et al., 2023),
 Llama 3.1's frequency-dependent interpolation, YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024).
+Multimodal RoPE (M-RoPE, Qwen2-VL, arXiv:2409.12191): each pair rotates by one of three positions.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class RopeSpec:
     separate factor, from the short list within the original context and from the long one beyond it.
     Proportional RoPE (Gemma 4) rotates some of the pairs, with the frequencies of all. `width` is the number
     of rotated elements where layers differ; 0: the model's.
+
+    With M-RoPE `sections` are the pairs that rotate by the temporal, the height and the width position, one
+    section after the other or, with `sections_interleave` (Qwen3-VL), in turn as long as a section lasts.
     """
 
     theta: float
@@ -44,6 +48,8 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     width: int = 0
+    sections: tuple[int, ...] = ()
+    sections_interleave: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
@@ -101,6 +107,25 @@ def rope_frequencies(
         frequencies[num_rotated:] = 0.0
         return frequencies / rope.parameters.get("factor", 1.0), 1.0
     return frequencies, 1.0
+
+
+def rope_axes(rope: RopeSpec, width: int) -> torch.Tensor:
+    """The axis of each rotated pair's position, int64 [width / 2]: 0 temporal, 1 height, 2 width (M-RoPE).
+
+    Raises:
+        BadInput: there are more or fewer pairs than the sections have.
+    """
+    if rope.sections_interleave:
+        axes = torch.zeros(width // 2, dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * rope.sections[axis] : 3] = axis
+        return axes
+    if sum(rope.sections) != width // 2:
+        raise BadInput(
+            f"config.json: mrope_section {list(rope.sections)} does not add up to the {width // 2} rotated "
+            "pairs of a head"
+        )
+    return torch.tensor([i % 3 for i, size in enumerate(rope.sections) for _ in range(size)])
 
 
 def rope_table(

@@ -133,6 +133,7 @@ class ModelSpec:
         rotary_interleaved: pairs are (2i, 2i + 1) (GPT-J), not (i, i + width / 2) (NeoX).
         activation: a name of `mlp.ACTIVATIONS`.
         attention_scale: factor on the scores.
+        bidirectional: layers in which the tokens of an image attend to all of it (Gemma 3 and 4); (): none.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
         norm_offset: added to the weight of every norm; 1 in Gemma.
         norm_bias: layer norms have a bias; False in Cohere.
@@ -169,6 +170,7 @@ class ModelSpec:
     attention_scale: float
     activation: str = "silu"
     rotary_interleaved: bool = False
+    bidirectional: tuple[bool, ...] = ()
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: float = 0.0

@@ -38,8 +38,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_attention(config: Mapping[str, Any]) -> None:
-    """Raise `NotCovered` where a token attends to later ones (PaliGemma's prefix)."""
-    if config.get("use_bidirectional_attention"):
+    """Raise `NotCovered` where a token of text attends to later ones (PaliGemma's prefix)."""
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
     if not isinstance(config.get("model_type"), str):
         raise BadInput("config.json: the text model has no model_type")
