@@ -37,6 +37,7 @@ from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
+from .multimodal.image_rules import ImageRules
 from .multimodal.open import ImageSupport, open_images
 from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
@@ -80,6 +81,7 @@ class LoadedModel:
         workers: hold the other shards, if there are any.
         draft: the weights of the draft-token proposer, if it has any.
         images: processor and vision encoder, if it takes images.
+        image_rules: of the target model.
     """
 
     folder: Path
@@ -92,6 +94,7 @@ class LoadedModel:
     workers: Workers | None
     draft: Draft | None
     images: ImageSupport
+    image_rules: ImageRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         workers,
         draft,
         images,
+        ImageRules(model.image_spec, checkpoint.config),
     )
 
 

@@ -50,7 +50,7 @@ class Engine:
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
         self.workers = loaded.workers
-        self.images = loaded.images
+        self.images, self._image_rules = loaded.images, loaded.image_rules
         self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
         self._loop: StepLoop = parts.loop
         self.loras = LoraManager(config, loaded.model, parts.scheduler)
@@ -121,6 +121,8 @@ class Engine:
             lora=adapter,
             pooling=pooling,
             images=images,
+            rope_positions=self._image_rules.rope_positions(token_ids, images),
+            bidirectional_images=self._image_rules.bidirectional(images),
         )
         self.scheduler.add(request)
         if best_of is not None:

@@ -21,7 +21,7 @@ from .layers.attention import LayerCache, StepInputs
 from .layers.state import StateLayout
 from .lora.bank import AdapterBank
 from .parallel.shard import Shard
-from .spec.spec import KvLayout, NotCovered
+from .spec.spec import ImageSpec, KvLayout, NotCovered
 from .spec.streaming import ENDLESS, streaming_spec
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ class CausalModel(Protocol):
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         """Each layer's KV-cache layout."""
+        ...
+
+    @property
+    def image_spec(self) -> ImageSpec:
+        """How it treats the tokens of images."""
         ...
 
     @property

@@ -92,7 +92,8 @@ class VisionEncoder:
                 "the checkpoint's processor does not match its model"
             )
         deepstack = [
-            part.split(counts) for part in getattr(output, "deepstack_features", None) or ()
+            _joined(part).split(counts)
+            for part in getattr(output, "deepstack_features", None) or ()
         ]
         return [
             EncodedImage(part.clone(), tuple(level[index].clone() for level in deepstack))
@@ -104,15 +105,20 @@ class VisionEncoder:
         features = getattr(output, "pooler_output", output)
         if features is None:
             features = output.last_hidden_state
-        if isinstance(features, list | tuple):
-            features = torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
-        features = features.reshape(-1, features.shape[-1])
+        features = _joined(features)
         if features.shape[1] != self._hidden_size and self._project is not None:
             features = self._project(features)  # Llama 4 projects outside `get_image_features`
         return features.to(self._dtype)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+
+def _joined(features: Any) -> torch.Tensor:
+    """Rows [tokens, hidden] of all images, of features that may be a tensor for each."""
+    if isinstance(features, list | tuple):
+        features = torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
+    return features.reshape(-1, features.shape[-1])
 
 
 def _shapes(image: ImageInput) -> tuple[tuple[str, tuple[int, ...]], ...]:

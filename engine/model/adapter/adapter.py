@@ -22,7 +22,7 @@ from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateBatch, StateLayout
 from ..lora.bank import AdapterBank
 from ..parallel.shard import Shard
-from ..spec.spec import KvLayout
+from ..spec.spec import ImageSpec, KvLayout
 from .latent_forward import LatentForward, latent_layers
 from .linears import CurrentAdapters, adapter_sites, projections
 from .load import checked_config, described, load_model
@@ -61,6 +61,7 @@ class TransformersModel:
         may_add_loras: bool = False,
     ) -> None:
         self._name = described(checkpoint)
+        self.image_spec = ImageSpec()
         self.broadcast: Callable[[str, Any], None] | None = None
         config = checked_config(checkpoint)
         self.max_context = _longest(config.get_text_config(decoder=True)) or _longest(config)

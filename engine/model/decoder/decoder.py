@@ -21,7 +21,7 @@ from ..layers.rotary_embedding import RotaryEmbedding
 from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
 from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
-from ..spec.spec import KvLayout, ModelSpec
+from ..spec.spec import ImageSpec, KvLayout, ModelSpec
 from .layer import Layer
 
 
@@ -132,6 +132,11 @@ class Decoder:
         return self.spec.kv_layouts
 
     @property
+    def image_spec(self) -> ImageSpec:
+        """How it treats the tokens of images."""
+        return self.spec.image_spec
+
+    @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """The tensors of a sequence's constant state, over all layers; () without."""
         return tuple(layout for layer in self.weights.layers for layout in layer.state_layouts)
@@ -188,7 +193,9 @@ class Decoder:
         if inputs.embedded is not None:
             hidden = inputs.embedded.replace(hidden)
         per_layer = self.weights.per_layer
-        per_layer_inputs = None if per_layer is None else per_layer(inputs.token_ids, hidden)
+        per_layer_inputs = None
+        if per_layer is not None:
+            per_layer_inputs = per_layer(self._per_layer_ids(inputs), hidden)
         states = NO_STEP_STATES
         if inputs.states.tensors:
             states = StepStates.of(inputs.states, inputs.batch)
@@ -218,6 +225,9 @@ class Decoder:
             place = self._cache_indices[index]
             cache = NO_CACHE if place is None else caches[place]
             hidden, added = layer(hidden, added, steps[self._layouts[index]], cache)
+            if inputs.embedded is not None and index < len(inputs.embedded.deepstack):
+                hidden = hidden if added is None else hidden + added
+                hidden, added = inputs.embedded.add_deepstack(index, hidden), None
         hidden = hidden if added is None else hidden + added
         normed = self.weights.final_norm(hidden if streams is None else streams.merge(hidden))
         if not inputs.aux_hidden_state_layers:
@@ -225,6 +235,13 @@ class Decoder:
         return torch.cat(
             [normed, *(aux_hidden[index] for index in inputs.aux_hidden_state_layers)], dim=-1
         )
+
+    def _per_layer_ids(self, inputs: StepInputs) -> torch.Tensor:
+        """Token ids, int64 [tokens], whose per-layer embeddings a step takes."""
+        pad, embedded = self.spec.per_layer_pad, inputs.embedded
+        if pad is None or embedded is None:
+            return inputs.token_ids
+        return inputs.token_ids.index_fill(0, embedded.rows, pad)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "layers": sizes,
         "value_norm": True,
         "per_layer_width": width,
+        "per_layer_pad": config["pad_token_id"],
         "per_layer_vocab": config["vocab_size_per_layer_input"] if width else 0,
     }
 

@@ -24,3 +24,7 @@ class EmbeddedRows:
     def replace(self, hidden: torch.Tensor) -> torch.Tensor:
         """Token embeddings [tokens, hidden] with those of the images in their places."""
         return hidden.index_copy(0, self.rows, self.embeddings.to(hidden.dtype))
+
+    def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The output [tokens, hidden] of a layer with its level of the deepstack added."""
+        return hidden.index_add(0, self.rows, self.deepstack[layer].to(hidden.dtype))

@@ -124,6 +124,19 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """How a language model treats the tokens of images.
+
+    Attributes:
+        has_mrope: they have positions in time, height and width.
+        is_bidirectional: those of one image attend to each other, in some layers.
+    """
+
+    has_mrope: bool = False
+    is_bidirectional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Spec of a decoder-only transformer. Sizes are in elements, in `shape`.
 
@@ -150,6 +163,7 @@ class ModelSpec:
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
+        per_layer_pad: the token whose row the placeholder tokens of images take; None: each its own.
         altup: alternating updates of several residual streams; None: there is one.
         mlp_beside_experts: layers have an MLP and experts that read the same residual, each between norms of
             its own (Gemma 4).
@@ -189,6 +203,7 @@ class ModelSpec:
     mlp_beside_experts: bool = False
     per_layer_width: int = 0
     per_layer_vocab: int = 0
+    per_layer_pad: int | None = None
     altup: AltUpSpec | None = None
     expert_latent: int = 0
     parallel: bool = False
@@ -197,6 +212,12 @@ class ModelSpec:
     is_classifier: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
     stream: Window | None = None
+
+    @property
+    def image_spec(self) -> ImageSpec:
+        """How it treats the tokens of images."""
+        has_mrope = any(rope is not None and bool(rope.sections) for rope in self.ropes)
+        return ImageSpec(has_mrope, any(self.bidirectional))
 
     @property
     def num_sink_tokens(self) -> int:
