@@ -79,7 +79,7 @@ class ImageRules:
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
         config = read_config(self._raw)
-        kind = MODEL_MAPPING.get(type(config), None)
+        kind: Any = MODEL_MAPPING.get(type(config), None)
         if kind is None:
             return None
         model = kind.__new__(kind)

@@ -18,7 +18,7 @@ from llmopt.engine.multimodal.encoder import VisionEncoder
 from llmopt.engine.multimodal.encoder_cache import EncoderCache
 from llmopt.recipes import MODELS
 
-from .model_families import FAMILIES, SHAPE
+from .model_families import FAMILIES, SHAPE, STATEFUL
 
 IMAGE = 500
 """Token id of a placeholder."""
@@ -76,6 +76,32 @@ IMAGE_MODELS: dict[str, tuple[str, Fields, Fields, Fields]] = {
 """The class of the config, the text model's fields, the vision model's, and fields of its own."""
 
 
+QWEN35_VISION = {**QWEN_VISION, "num_position_embeddings": 16}
+OTHERS: dict[str, tuple[str, Fields, Fields, Fields]] = {
+    "qwen-3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        {
+            **IMAGE_MODELS["qwen-3-vl"][1], "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "mlp_only_layers": [1],
+        },
+        *IMAGE_MODELS["qwen-3-vl"][2:],
+    ),
+    "qwen-3.5": (
+        "Qwen3_5Config",
+        {
+            **STATEFUL["qwen3.5"][1],
+            "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+        },
+        QWEN35_VISION, QWEN_IDS,
+    ),
+    "glm-4v": (
+        "Glm4vConfig", {"rope_parameters": {**MROPE, "mrope_section": [1, 2, 1]}},
+        {**QWEN_VISION, "hidden_size": 64, "image_size": 24}, {"image_token_id": IMAGE, "video_token_id": 501},
+    ),
+}  # fmt: skip
+"""Models that share what makes them differ with one of `IMAGE_MODELS`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Token ids with the images' placeholders in them."""
@@ -86,7 +112,7 @@ class Prompt:
 
 def save_image_model(folder: Path, name: str) -> Any:
     """A random model, saved by transformers, with the bundled tokenizer beside it."""
-    kind, text, vision, fields = IMAGE_MODELS[name]
+    kind, text, vision, fields = (IMAGE_MODELS | OTHERS)[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(
         text_config={**SHAPE, **text}, vision_config=vision, **fields
@@ -106,7 +132,7 @@ def image(name: str, seed: int, height: int = 6, width: int = 6) -> ImageInput:
     """A random image of `height` x `width` patches, of which 2 x 2 make a token."""
     g = torch.Generator().manual_seed(seed)
     num_tokens = height * width // 4
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm")):
         tensors = {
             "pixel_values": torch.randn(height * width, 3 * 2 * 4 * 4, generator=g),
             "image_grid_thw": torch.tensor([[1, height, width]]),

@@ -34,10 +34,7 @@ def prompts_of(name: str) -> list[im.Prompt]:
     return [im.prompt(0, 14), im.prompt(1, 5, small, 7), im.prompt(2, 3, large, 4, small, 6)]
 
 
-@pytest.fixture(scope="module", params=im.IMAGE_MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name = request.param
-    folder = tmp_path_factory.mktemp(name)
+def case_of(name: str, folder: Path) -> Case:
     model = im.save_image_model(folder, name)
     prompts = prompts_of(name)
     return Case(
@@ -45,12 +42,29 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
-def test_logits_are_transformers(case):
+@pytest.fixture(scope="module", params=im.IMAGE_MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_logits_are_transformers(case: Case) -> None:
     engine = case.engine()
     for given in case.prompts:
         expected = im.expected_logits(case.model, given)
         assert expected.std() > 0.1
         torch.testing.assert_close(im.engine_logits(engine, given), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_logits_are_transformers(case):
+    assert_logits_are_transformers(case)
+
+
+@pytest.mark.parametrize("name", im.OTHERS)
+def test_models_that_share_these_mechanisms(tmp_path, name):
+    case = case_of(name, tmp_path)
+    assert_logits_are_transformers(case)
+    engine = case.engine(max_num_batched_tokens=11, max_num_seqs=4)
+    assert im.generated(engine, case.prompts, COUNT) == case.tokens
 
 
 def test_greedy_tokens_of_a_mixed_batch_are_transformers(case):
