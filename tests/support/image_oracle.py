@@ -14,8 +14,10 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.multimodal.encoder import VisionEncoder
 from llmopt.engine.multimodal.encoder_cache import EncoderCache
+from llmopt.engine.multimodal.load_tower import load_encoder
+from llmopt.engine.multimodal.open import ImageSupport
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 
 from .model_families import FAMILIES, SHAPE, STATEFUL
@@ -202,8 +204,8 @@ def expected_tokens(model: Any, given: Prompt, count: int) -> list[int]:
     return ids[0, len(given.token_ids) :].tolist()
 
 
-def image_engine(folder: Path, model: Any, **options: Any) -> Engine:
-    """An engine of the checkpoint, whose vision tower is that of `model`."""
+def image_engine(folder: Path, **options: Any) -> Engine:
+    """An engine of the checkpoint with its vision tower, for images that are processed already."""
     fixed = {
         "dtype": "float32",
         "device": "cpu",
@@ -213,7 +215,9 @@ def image_engine(folder: Path, model: Any, **options: Any) -> Engine:
     }
     engine = Engine(EngineConfig(folder, max_model_len=128, **{**fixed, **options}))
     cpu = torch.device("cpu")
-    engine.runner.encoders = EncoderCache(VisionEncoder(model.model, 64, cpu, torch.float32))
+    encoders = EncoderCache(load_encoder(Checkpoint(folder), cpu, torch.float32), 1 << 12)
+    engine.images = ImageSupport(encoders=encoders)
+    engine.runner.encoders = encoders
     return engine
 
 

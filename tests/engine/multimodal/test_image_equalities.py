@@ -25,7 +25,7 @@ class Case(NamedTuple):
     tokens: list[list[int]]
 
     def engine(self, **options: Any) -> Engine:
-        return im.image_engine(self.folder, self.model, **options)
+        return im.image_engine(self.folder, **options)
 
 
 def prompts_of(name: str) -> list[im.Prompt]:
@@ -120,8 +120,8 @@ def test_an_image_that_no_step_holds_is_refused(case):
 
 def test_images_without_text_between_them(tmp_path):
     name = "qwen-2.5-vl"
-    model = im.save_image_model(tmp_path, name)
+    im.save_image_model(tmp_path, name)
     given = im.prompt(0, 3, im.image(name, 1), im.image(name, 2), 2)
-    engine = im.image_engine(tmp_path, model)
+    engine = im.image_engine(tmp_path)
     with pytest.raises(BadInput, match="2 images: transformers cannot place them"):
         engine.add_request("0", given.token_ids, SamplingParams(max_tokens=4), images=given.images)
