@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,14 @@ import typer
 from .options.common import Json
 from .options.engine import EngineOptions
 from .options.groups import with_groups
+from .options.serve.media import MediaOptions
 from .options.serving import ServedModelOptions
 
 if TYPE_CHECKING:
     from ..engine.batch.answers import AnswerJournal
     from ..engine.batch.batch_file import BatchFile
     from ..engine.config.config import EngineConfig
+    from ..engine.multimodal.media import MediaLimits
 
 
 @with_groups
@@ -24,6 +27,7 @@ def batch(
     file: Annotated[Path, typer.Argument(help="JSON lines of custom_id, method, url and body.")],
     served: ServedModelOptions,
     engine: EngineOptions,
+    media: MediaOptions,
     model: Annotated[
         str | None,
         typer.Option(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
@@ -52,6 +56,7 @@ def batch(
     asked = model or DEFAULT_MODEL
     config = EngineConfig(model=asked, **engine.keywords())
     for_app = {"model_name": served.served_name(asked), **served.for_app()}
+    limits = media.limits()
     names = [served.served_name(asked), *config.loras]
     requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
     target = output or file.with_suffix(".out.jsonl")
@@ -63,7 +68,7 @@ def batch(
         num_resumed, began = len(answers), time.monotonic()
         num_tokens = 0
         if num_resumed < len(requests.requests):
-            num_tokens = _run(config, for_app, requests, answers)
+            num_tokens = _run(config, for_app, limits, requests, answers)
         answers.finish()
         seconds = time.monotonic() - began
         num_failed = answers.num_failed
@@ -74,6 +79,7 @@ def batch(
 def _run(
     config: EngineConfig,
     for_app: dict[str, str | None],
+    limits: MediaLimits,
     requests: BatchFile,
     answers: AnswerJournal,
 ) -> int:
@@ -88,7 +94,8 @@ def _run(
     from ..engine.server.app import create_app
 
     opened = Engine(config)
-    app = create_app(opened, options=OPTIONS, **for_app)  # type: ignore[arg-type]
+    options = replace(OPTIONS, media=limits)
+    app = create_app(opened, options=options, **for_app)  # type: ignore[arg-type]
     progress = TerminalProgress()
     run = BatchRun(app, requests, answers, progress)
     progress.start("batch", len(requests.requests) - len(answers), "requests")

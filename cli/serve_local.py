@@ -13,6 +13,7 @@ from .options.common import ModelOptions
 from .options.engine import EngineOptions
 from .options.groups import with_groups
 from .options.protection import ProtectionOptions
+from .options.serve.media import MediaOptions
 from .options.serve.operation import OperationOptions
 from .options.serving import HandoverOptions, ServingOptions
 
@@ -36,6 +37,7 @@ def serve_local(
     engine: EngineOptions,
     protection: ProtectionOptions,
     operation: OperationOptions,
+    media: MediaOptions,
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from ..engine.config.config import EngineConfig
@@ -49,7 +51,7 @@ def serve_local(
         return
     handover.refuse_handover_options(asked)
     options = protection.server_options(is_loopback=is_loopback(serving.host))
-    options = operation.added_to(options)
+    options = replace(operation.added_to(options), media=media.limits())
     config = EngineConfig(model=name, **engine.keywords())
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)

@@ -104,6 +104,8 @@ _TRANSLATIONS: Mapping[str, Translate] = {
     "ssl_cert_reqs": as_is("--ssl-cert-reqs"),
     "enable_ssl_refresh": _switch("enable-ssl-refresh"),
     "otlp_traces_endpoint": as_is("--otlp-traces-endpoint"),
+    "allowed_media_domains": lambda names: ["--allowed-media-domains", *names],
+    "limit_mm_per_prompt": as_is("--limit-mm-per-prompt"),
     "max_header": lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
 }
 _SPECULATION = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -61,6 +61,10 @@ class MediaLimits:
     @property
     def remote(self) -> RemoteMedia:
         return RemoteMedia(self.allowed_domains, self.max_image_bytes, self.fetch_timeout_seconds)
+
+    def with_max_images(self, count: int | None) -> MediaLimits:
+        """These limits with another number of images; None leaves it."""
+        return self if count is None else replace(self, max_images=count)
 
     def check_count(self, count: int) -> None:
         """Raises `BadInput` for a prompt of too many images."""

@@ -79,6 +79,7 @@ def create_app(
         reasoning_parser,
         options.script,
         pooling_type,
+        options.media,
     )
 
     @asynccontextmanager

@@ -121,6 +121,7 @@ def chat_router(service: Service) -> APIRouter:
             "chatcmpl-",
             lambda context: Choices(context, shape),
             arrival_seconds,
+            images=conversation.images,
         )
 
     return router

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fastapi import Request
 
+from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import SamplingParams
+from ...multimodal.processor import PreparedPrompt
 from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat
-from ..protocol.chat_protocol import ChatRequest
+from ..protocol.chat_protocol import ChatRequest, Message, Tool
 from ..protocol.errors import ApiError
 from ..protocol.scripted_output import scripted_text
 from ..protocol.structure import Constraint
@@ -29,6 +33,30 @@ class Conversation:
     params: SamplingParams
     token_ids: list[int]
     form: OutputFormat
+    images: Images = NO_IMAGES
+
+
+async def render(
+    service: Service,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    template_options: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> PreparedPrompt:
+    """The prompt of a conversation, with the placeholder tokens of its images.
+
+    Raises:
+        ApiError, BadInput: what the model's template refuses, or images that cannot be taken.
+    """
+    text, urls = service.text, [url for message in messages for url in message.image_urls]
+    given, asks = (messages, tools, template_options), add_generation_prompt
+    if not urls:
+        token_ids = await text.encode_chat(*given, add_generation_prompt=asks)
+        return PreparedPrompt(token_ids, NO_IMAGES)
+    service.images.check(len(urls))
+    rendered = await text.render_chat(*given, add_generation_prompt=asks)
+    return await service.images.prepare(rendered, urls)
 
 
 async def prepare(service: Service, request: Request, body: ChatRequest) -> Conversation:
@@ -40,7 +68,8 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
     text = service.text
     tools = _tool_format(body, text)
     params = await service.params(request, body)
-    token_ids = await text.encode_chat(body.messages, body.usable_tools, body.template_options)
+    prompt = await render(service, body.messages, body.usable_tools, body.template_options)
+    token_ids = prompt.token_ids
     # An output that a grammar constrains from its first token has no reasoning.
     constraint = body.constraint()
     may_reason = constraint is None or constraint.kind == "structural_tag"
@@ -59,7 +88,7 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
         params = await _scripted(service, params, token_ids)
-    return Conversation(params, token_ids, form)
+    return Conversation(params, token_ids, form, prompt.images)
 
 
 async def _scripted(

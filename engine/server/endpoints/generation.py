@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import SamplingParams
 from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
 from ..loop.loop import EngineLoop
@@ -25,6 +26,7 @@ from ..protocol.errors import ApiError
 from ..protocol.protocol import GenerationRequest, StreamOptions
 from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
+from ..text.images import PromptImages
 from ..text.pooling_tasks import PoolingTasks
 from ..text.text import Tokenization
 from .usage import Usage
@@ -71,12 +73,14 @@ class Service:
     adapters: dict[str, Path]
     created: int
     max_model_len: int
+    images: PromptImages
     script: tuple[ScriptedText, ...] = ()
     pooling: PoolingTasks = field(default_factory=PoolingTasks)
 
     def close(self) -> None:
         """Shut down the worker threads."""
         self.text.close()
+        self.images.close()
         self.constrainer.close()
 
     def check(self, body: GenerationRequest) -> None:
@@ -129,8 +133,10 @@ class Service:
         generation: Callable[[ResponseContext], Generation],
         arrival_seconds: float,
         media_type: str = "text/event-stream",
+        images: Images = NO_IMAGES,
     ) -> Response:
-        """Generate for `prompts`; `body.stream` selects a stream or a single document.
+        """Generate for `prompts`; `body.stream` selects a stream or a single document. `images` are those of
+        the only prompt.
 
         The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
         that every request has.
@@ -153,6 +159,7 @@ class Service:
                 body.priority or 0,
                 tenant.cache_salt(body.cache_salt),
                 tenant.key,
+                images=images,
             )
             for index, token_ids in enumerate(prompts)
         ]

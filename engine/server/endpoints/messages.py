@@ -18,7 +18,7 @@ from ..protocol.chat_protocol import ChatRequest
 from ..protocol.errors import ApiError, anthropic_error
 from ..protocol.messages_protocol import MessagesRequest, Prompt
 from ..protocol.protocol import StreamOptions
-from .conversation import prepare
+from .conversation import prepare, render
 from .generation import ResponseContext, Service, server_sent
 from .usage import Usage
 
@@ -183,6 +183,7 @@ def messages_router(service: Service) -> APIRouter:
             "msg_",
             lambda context: MessageResponse(context, conversation.form, thinks=body.thinks),
             arrival_seconds,
+            images=conversation.images,
         )
 
     @router.post("/v1/messages/count_tokens")
@@ -190,9 +191,7 @@ def messages_router(service: Service) -> APIRouter:
         """Count the tokens of a prompt."""
         chat = _chat(body)
         service.check_model(body.model)
-        token_ids = await service.text.encode_chat(
-            chat.messages, chat.usable_tools, chat.template_options
-        )
-        return {"input_tokens": len(token_ids)}
+        prompt = await render(service, chat.messages, chat.usable_tools, chat.template_options)
+        return {"input_tokens": len(prompt.token_ids)}
 
     return router

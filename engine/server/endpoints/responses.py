@@ -271,6 +271,7 @@ def responses_router(service: Service) -> APIRouter:
             store.prefix(tenant, chat.request_id or record_of(request).request_id),
             lambda context: ItemResponse(context, body, service.text, conversation.form, keep),
             arrival_seconds,
+            images=conversation.images,
         )
 
     @router.get("/v1/responses/{response_id}")

@@ -7,11 +7,13 @@ import time
 from fastapi import APIRouter
 
 from ...engine import Engine
+from ...multimodal.media import MediaLimits
 from ..loop.loop import EngineLoop
 from ..parsing.formats import tool_format
 from ..parsing.reasoning import reasoning_format
 from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
+from ..text.images import PromptImages
 from ..text.pooling_tasks import pooling_tasks
 from ..text.text import Tokenization
 from .abort import abort_router
@@ -32,6 +34,7 @@ def open_service(
     reasoning_parser: str | None = None,
     script: tuple[ScriptedText, ...] = (),
     pooling_type: str | None = None,
+    media: MediaLimits | None = None,
 ) -> Service:
     """Create the state shared by the endpoints.
 
@@ -39,6 +42,7 @@ def open_service(
         BadInput: an unknown parser.
     """
     tools = None if tool_call_parser is None else tool_format(tool_call_parser)
+    images = PromptImages(engine.images, media or MediaLimits())
     reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
     return Service(
         loop,
@@ -49,12 +53,14 @@ def open_service(
             chat_template,
             tools,
             reasoning,
+            takes_images=images.are_taken,
         ),
         Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
         model_name,
         adapters=dict(engine.config.loras),
         created=int(time.time()),
         max_model_len=engine.max_model_len,
+        images=images,
         script=script,
         pooling=pooling_tasks(engine, model_name, pooling_type),
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, model_validator
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError
 from ..protocol.protocol import TokenId
+from .conversation import render
 from .generation import Service
 
 
@@ -52,12 +53,14 @@ def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIR
                 [body.prompt], add_special_tokens=body.add_special_tokens
             )
         else:
-            tokens = await service.text.encode_chat(
+            prompt = await render(
+                service,
                 body.messages,
                 body.tools or (),
                 body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
             )
+            tokens = prompt.token_ids
         names = [service.text.token(token).name for token in tokens]
         return {
             "count": len(tokens),

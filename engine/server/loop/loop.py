@@ -285,6 +285,7 @@ class EngineLoop:
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     pooling=job.pooling,
+                    images=job.images,
                 )
             except Exception:
                 for added in jobs[:index]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from ...base.image_input import NO_IMAGES, Images
 from ...base.pooling_params import PoolingParams
 from ...base.sampling_params import SamplingParams
 from ...scheduling.outputs import RequestOutput
@@ -26,6 +27,7 @@ class Job:
     cache_salt: bytes = b""
     key: int = 0
     pooling: PoolingParams | None = None
+    images: Images = NO_IMAGES
 
 
 class OutputStream:

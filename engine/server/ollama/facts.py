@@ -39,6 +39,7 @@ class ModelFacts:
         capabilities = ["embedding"] if self._has_pooling else ["completion"]
         capabilities += ["tools"] if text.takes_tools and text.tool_format else []
         capabilities += ["thinking"] if text.reasoning_format else []
+        capabilities += ["vision"] if self._service.images.are_taken else []
         return {
             "modelfile": "",
             "parameters": "",

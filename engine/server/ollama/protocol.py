@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...base.sampling_params import SamplingParams
 from ..protocol.chat_protocol import MAX_MESSAGES, ChatRequest
+from ..protocol.content import image_part
 from ..protocol.errors import ApiError
 from ..protocol.protocol import GenerationRequest, TokenId, unsupported
 
 _log = logging.getLogger(__name__)
 
-_UNSUPPORTED = ("images", "logprobs", "suffix", "template", "top_logprobs")
+_UNSUPPORTED = ("logprobs", "suffix", "template", "top_logprobs")
 
 
 class Options(BaseModel):
@@ -141,23 +142,29 @@ class OllamaMessage(BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
     def for_chat(self) -> dict[str, Any]:
         """The message as the chat endpoint takes it."""
-        if self.images:
-            raise ApiError(400, "messages: images are not supported: text only", param="messages")
         return {
             "role": self.role,
-            "content": self.content,
+            "content": _with_images(self.content, self.images),
             "reasoning_content": self.thinking,
             "tool_calls": [call.for_chat() for call in self.tool_calls or ()] or None,
             "name": self.tool_name,
             "tool_call_id": self.tool_call_id,
         }
+
+
+def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """A text with images before it, in base64, as a message's content."""
+    if not images:
+        return text
+    parts = [image_part(f"data:image/*;base64,{data}") for data in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 class OllamaChat(OllamaRequest):
@@ -179,11 +186,22 @@ class OllamaGenerate(OllamaRequest):
     system: str | None = None
     raw: bool = False
     context: list[TokenId] | None = None
+    images: list[str] | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.images and (self.raw or self.context):
+            raise ApiError(
+                400,
+                "images: only through the chat template: not with raw or context",
+                param="images",
+            )
 
     def chat_request(self, max_model_len: int) -> ChatRequest:
         """The prompt as a user's message; raises as `chat`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": self.prompt}]
+        content = _with_images(self.prompt, self.images)
+        messages = [*system, {"role": "user", "content": content}]
         return self.chat(messages, max_model_len, None)
 
     def raw_request(self, max_model_len: int) -> RawRequest:

@@ -80,7 +80,8 @@ class OllamaService:
         """Through the chat template as a user's message, or as it is: raw, or without a template."""
         text = self._service.text
         try:
-            if body.raw or (text.template_source == "plain" and not body.system):
+            is_plain = text.template_source == "plain" and not (body.system or body.images)
+            if body.raw or is_plain:
                 asked = body.raw_request(self._max_model_len)
                 self._service.check(asked)
                 params = await self._service.params(request, asked)
@@ -123,6 +124,7 @@ class OllamaService:
             ),
             arrival_seconds,
             MEDIA_TYPE,
+            conversation.images,
         )
 
 
@@ -146,7 +148,7 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
         """Answer a prompt."""
         arrival_seconds = time.perf_counter()
         ollama.check(body)
-        if not body.prompt and not body.context:
+        if not (body.prompt or body.context or body.images):
             return _loaded(body, {"response": ""})
         return await ollama.generate(body, request, arrival_seconds)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...base.sampling_params import SamplingParams
+from .content import Part, joined_text, read_parts
 from .errors import ApiError
 from .protocol import GenerationRequest
 from .structure import Constraint
@@ -44,7 +45,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation: text, tool calls, or a tool's result."""
+    """A message of a conversation: text, images, tool calls, or a tool's result."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -54,16 +55,21 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    parts: tuple[Part, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def _text_only(cls, value: Any) -> Any:
+    def _texts_and_images(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("need an object with role and content")
-        content = _joined_text(value.get("content"))
+        content = value.get("content")
+        parts = read_parts(content)
+        if parts is not None:
+            content = joined_text(parts)
         if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")
-        return {**value, "content": content}
+        has_image = any(part.image_url for part in parts or ())
+        return {**value, "content": content, "parts": parts if has_image else ()}
 
     @model_validator(mode="after")
     def _calls_are_the_assistants(self) -> Message:
@@ -71,12 +77,20 @@ class Message(BaseModel):
             raise ValueError(f"a message of role {self.role!r} has no tool_calls")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as the chat template receives it."""
+    @property
+    def image_urls(self) -> list[str]:
+        """Of its images, in their order."""
+        return [part.image_url for part in self.parts if part.image_url]
+
+    def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
+        """The message as the chat template receives it; a text as a list of one part where `as_parts`."""
+        content: Any = self.content or ""
+        if self.parts or as_parts:
+            content = [part.for_template() for part in self.parts or (Part(content),)]
         # Few templates know OpenAI's newer name for the role.
         fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": content,
         }
         if self.tool_calls:
             fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -84,17 +98,6 @@ class Message(BaseModel):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         return fields
-
-
-def _joined_text(content: Any) -> Any:
-    """Join the text parts of a message's content."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content parts of type {kind!r} are not supported: text only")
-    return "".join(part["text"] for part in content)
 
 
 class Function(BaseModel):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
+from .content import image_part
 from .errors import ApiError
 
 Content = str | list[dict[str, Any]]
@@ -154,19 +155,25 @@ class MessagesRequest(Prompt):
 
 
 def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
-    """A turn as chat messages: results of tools are messages of their own, before the user's text."""
+    """A turn as chat messages: results of tools are messages of their own, before the user's text, and the
+    images of results are the user's."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     messages: list[dict[str, Any]] = []
-    message: dict[str, Any] = {"role": turn.role, "content": None}
+    message: dict[str, Any] = {"role": turn.role}
+    parts: list[dict[str, Any]] = []
     for block in turn.content:
         kind = block.get("type")
         if kind == "text" and isinstance(block.get("text"), str):
-            message["content"] = (message["content"] or "") + block["text"]
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image" and turn.role == "user":
+            parts.append(_image(block))
         elif kind == "tool_use" and turn.role == "assistant":
             message.setdefault("tool_calls", []).append(_tool_use(block))
         elif kind == "tool_result" and turn.role == "user":
-            messages.append(_tool_result(block))
+            content, images = _texts_and_images(block.get("content") or "")
+            messages.append(_tool_result(block, content))
+            parts += images
         elif kind == "thinking" and turn.role == "assistant":
             before = message.get("reasoning_content") or ""
             message["reasoning_content"] = before + str(block.get("thinking", ""))
@@ -176,9 +183,35 @@ def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
                 f"messages: content blocks of type {kind!r} are not supported from the {turn.role}",
                 param="messages",
             )
-    if message["content"] is not None or len(message) > 2 or not messages:
-        messages.append({**message, "content": message["content"] or ""})
+    if parts or len(message) > 1 or not messages:
+        messages.append({**message, "content": parts})
     return messages
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    """An image block as a content part.
+
+    Raises:
+        ApiError: a source of another type.
+    """
+    source = block.get("source")
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return image_part(f"data:{kind};base64,{data}")
+        case {"type": "url", "url": str(url)}:
+            return image_part(url)
+    raise ApiError(
+        400, "messages: the source of an image is of type base64 or url", param="messages"
+    )
+
+
+def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a content and its images."""
+    blocks = content if isinstance(content, list) else [content]
+    is_image = [isinstance(block, dict) and block.get("type") == "image" for block in blocks]
+    images = [_image(block) for block, it_is in zip(blocks, is_image, strict=True) if it_is]
+    texts = [block for block, it_is in zip(blocks, is_image, strict=True) if not it_is]
+    return _text(texts if images or isinstance(content, list) else content), images
 
 
 def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +220,7 @@ def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
-def _tool_result(block: dict[str, Any]) -> dict[str, Any]:
-    content = _text(block.get("content") or "")
+def _tool_result(block: dict[str, Any], content: str) -> dict[str, Any]:
     if block.get("is_error"):
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}

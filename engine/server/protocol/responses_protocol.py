@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...base.sampling_params import SamplingParams
 from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
+from .content import image_part
 from .errors import ApiError
 from .protocol import GenerationRequest, unsupported
 from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
@@ -212,7 +213,7 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Append an input item; reasoning and calls belong to the assistant's message around them."""
     kind = item.get("type", "message")
     if kind == "message":
-        role, content = item.get("role"), _text(item.get("content"))
+        role, content = item.get("role"), _content(item.get("content"))
         if role == "assistant" and turns and turns[-1].get("content", "") is None:
             turns[-1]["content"] = content
         else:
@@ -227,8 +228,12 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(turns).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _text(item.get("output"))
-        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        output, images = _apart(item.get("output"))
+        turns.append(
+            {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(output)}
+        )
+        if images:  # templates read a tool's text alone
+            turns.append({"role": "user", "content": images})
     else:
         raise ApiError(400, f"input: items of type {kind!r} are not supported", param="input")
 
@@ -238,6 +243,38 @@ def _assistant(turns: list[dict[str, Any]]) -> dict[str, Any]:
     if not turns or turns[-1]["role"] != "assistant":
         turns.append({"role": "assistant", "content": None})
     return turns[-1]
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """A message's content: its text, or parts where there are images."""
+    if not _apart(content)[1]:
+        return _text(content)
+    return [
+        _image(part) if _is_image(part) else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
+
+
+def _apart(content: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A content without its images, and these."""
+    if not isinstance(content, list):
+        return content, []
+    images = [_image(part) for part in content if _is_image(part)]
+    return [part for part in content if not _is_image(part)], images
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(part: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(part.get("image_url"), str):
+        raise ApiError(
+            400,
+            "input: content parts of type 'input_image' need image_url: no files are stored here",
+            param="input",
+        )
+    return image_part(part["image_url"])
 
 
 def _text(content: Any) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ....quant.base.errors import BadInput
+from ...multimodal.media import MediaLimits
 from ..reload.tls import TlsOptions
 from .scripted_output import ScriptedText
 
@@ -47,6 +48,7 @@ class ServerOptions:
             metrics, beside the admins of the key file; None lets all of `api_keys`.
         lora_folders: folders below which adapters may be loaded at runtime; empty for no loading.
         script: texts that conversations must generate, for tests of agents.
+        media: limits of images that clients send, and hosts that they may name.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class ServerOptions:
     admin_api_key: str | None = None
     lora_folders: tuple[Path, ...] = ()
     script: tuple[ScriptedText, ...] = ()
+    media: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
         admin = self.admin_api_key

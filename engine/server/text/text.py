@@ -60,6 +60,8 @@ class Tokenization:
         chat_template: str | None = None,
         tool_format: ToolFormat | None = None,
         reasoning_format: ReasoningFormat | None = None,
+        *,
+        takes_images: bool = False,
     ) -> None:
         """`max_model_len` bounds the characters of a prompt before tokenization. `chat_template` overrides
         the model's, `tool_format` and `reasoning_format` those detected from the template. `stop_texts` are
@@ -78,6 +80,8 @@ class Tokenization:
         self._prefix_id = self._encode_text("a")[-1]
         self._prefix_text = self._decode([self._prefix_id])
         self._texts: dict[int, TokenText] = {}
+        # Templates of some image-text models read lists of parts alone.
+        self._as_parts = takes_images and not self._renders_text()
         self.stop_texts = tuple(self._decode([token]) for token in end_token_ids)
 
     @property
@@ -164,6 +168,28 @@ class Tokenization:
         options["add_generation_prompt"] = add_generation_prompt
         return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
 
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation with images, a placeholder for each.
+
+        Raises:
+            BadInput: as `encode_chat`, or a model without a chat template.
+        """
+        if self.template_source == "plain":
+            raise BadInput(
+                "messages: the model has no chat template, which says where images stand; give one with "
+                "--chat-template"
+            )
+        options = dict(template_options or {})
+        options["add_generation_prompt"] = add_generation_prompt
+        return await self._on_worker(lambda: self._checked_chat(messages, tools, options))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids to text, as in a completion."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -234,10 +260,24 @@ class Tokenization:
     def _encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
     ) -> list[int]:
+        text = self._render_chat(messages, tools, options)
+        # The model's template renders special tokens itself.
+        return self._encode_text(text, add_special_tokens=self.template_source == "plain")
+
+    def _checked_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
+        text = self._render_chat(messages, tools, options)
+        self._check_text(text)
+        return text
+
+    def _render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
         is_plain = self.template_source == "plain"
         try:
-            text = self._tokenizer.apply_chat_template(
-                [message.for_template() for message in messages],
+            return self._tokenizer.apply_chat_template(
+                [message.for_template(as_parts=self._as_parts) for message in messages],
                 **{
                     **options,
                     "tools": [tool.for_template() for tool in tools] or None,
@@ -250,8 +290,15 @@ class Tokenization:
         except Exception as error:
             # A template may raise anything; its input is only the client's messages.
             raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
-        # The model's template renders special tokens itself.
-        return self._encode_text(text, add_special_tokens=is_plain)
+
+    def _renders_text(self) -> bool:
+        """Whether the chat template takes the content of a message as a text."""
+        probe = "probe"
+        try:
+            turns = [{"role": "user", "content": probe}]
+            return probe in self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template may raise anything
+            return False
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,6 +1,7 @@
 // The chat: sends the conversation, streams the completions, and aborts them.
 
 import { events, refusal, request } from "./api.js";
+import { collectPictures, thumbnail } from "./pictures.js";
 import { decimal, seconds } from "./text.js";
 
 const SAMPLES = ["Once upon a time there was a fox", "Tell me a story about a big red ball", "Why was Lily happy?"];
@@ -10,6 +11,9 @@ const byId = (id) => document.getElementById(id);
 export function startChat(mine) {
   const messages = [];
   let running = null;
+  const pictures = collectPictures(byId("form"), byId("message"), byId("chooser"), byId("tray"), (problem) => {
+    byId("picture-problem").textContent = problem;
+  });
 
   for (const text of SAMPLES) {
     const button = document.createElement("button");
@@ -21,9 +25,9 @@ export function startChat(mine) {
   byId("form").onsubmit = (event) => {
     event.preventDefault();
     const text = byId("message").value.trim();
-    if (text && !running) {
+    if ((text || pictures.count) && !running) {
       byId("message").value = "";
-      send(text);
+      send(text, pictures.take());
     }
   };
   byId("message").onkeydown = (event) => {
@@ -44,12 +48,12 @@ export function startChat(mine) {
     byId("message").focus();
   };
 
-  async function send(text) {
+  async function send(text, urls = []) {
     if (running) return;
     running = new AbortController();
     setBusy(true);
-    messages.push({ role: "user", content: text });
-    addTurn("user", "You").append(paragraph(text));
+    messages.push({ role: "user", content: content(text, urls) });
+    addTurn("user", "You").append(...shown(text, urls));
     const turn = addTurn("assistant", byId("model").value || "Model");
     const reply = { texts: [], began: performance.now(), first: null, tokens: 0, usage: null, ended: "" };
     const meta = document.createElement("p");
@@ -68,7 +72,9 @@ export function startChat(mine) {
     for (const part of turn.querySelectorAll(".live")) part.classList.remove("live");
     meta.textContent = summary(reply);
     turn.append(meta);
-    messages.push({ role: "assistant", content: reply.texts[0] ?? "" });
+    // A message that was refused is no part of the conversation: it would be refused again with the next.
+    if (reply.ended === "failed" && !reply.texts.length) messages.pop();
+    else messages.push({ role: "assistant", content: reply.texts[0] ?? "" });
     byId("announce").textContent = `Response ${reply.ended || "complete"}: ${reply.texts[0] ?? ""}`;
     running = null;
     setBusy(false);
@@ -119,6 +125,20 @@ export function startChat(mine) {
     }
     throw new Error("the connection closed before the response was complete");
   }
+}
+
+function content(text, urls) {
+  if (!urls.length) return text;
+  const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...images, { type: "text", text }];
+}
+
+function shown(text, urls) {
+  if (!urls.length) return [paragraph(text)];
+  const row = document.createElement("div");
+  row.className = "pictures";
+  row.append(...urls.map(thumbnail));
+  return text ? [row, paragraph(text)] : [row];
 }
 
 function summary(reply) {

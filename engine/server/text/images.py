@@ -1,0 +1,107 @@
+"""Images of conversations: fetched, decoded and prepared off the event loop, few prompts at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ....quant.base.errors import BadInput
+from ...multimodal.media import MediaLimits, decode_image, sent_bytes
+from ..protocol.errors import ApiError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ...multimodal.processor import PreparedPrompt
+
+NUM_FETCHES = 32
+"""Downloads at a time: they wait for hosts."""
+NUM_DECODES = 2
+"""Prompts at a time whose images are decoded: with the pixels of a prompt that bounds memory."""
+
+
+class PromptProcessor(Protocol):
+    """What an engine has for images (`ImageSupport`)."""
+
+    @property
+    def processor(self) -> Any:
+        """None if the model takes no images."""
+        ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def prepare(
+        self, prompt: str, images: Sequence[Image], *, add_special_tokens: bool = True
+    ) -> PreparedPrompt: ...
+
+
+class PromptImages:
+    """Makes prompts of rendered texts and the URLs of their images.
+
+    Args:
+        support: of the engine.
+        limits: of what clients may send.
+    """
+
+    def __init__(self, support: PromptProcessor, limits: MediaLimits) -> None:
+        self._support, self._limits = support, limits
+        self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="llmopt-media")
+        self._decoding = ThreadPoolExecutor(NUM_DECODES, thread_name_prefix="llmopt-images")
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the model takes images."""
+        return self._support.processor is not None
+
+    def check(self, num_images: int) -> None:
+        """Refuse a prompt by the number of its images.
+
+        Raises:
+            ApiError: the model takes no images.
+            BadInput: too many.
+        """
+        if not self.are_taken:
+            reason = f"messages: images are not taken: {self._support.reason}"
+            raise ApiError(400, reason, param="messages", code="unsupported_model")
+        self._limits.check_count(num_images)
+
+    async def prepare(self, text: str, urls: Sequence[str]) -> PreparedPrompt:
+        """The prompt of a rendered conversation, whose placeholders are in the order of `urls`.
+
+        Raises:
+            BadInput: an image that cannot be had or decoded, or that the model's processor refuses.
+        """
+        # An error cancels nothing: the fetches that have begun end at their deadline.
+        sent = await asyncio.gather(*(self._fetch(url) for url in urls))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decoding, self._prepare, text, sent)
+
+    async def _fetch(self, url: str) -> bytes:
+        fetching = asyncio.get_running_loop().run_in_executor(
+            self._fetching, sent_bytes, url, self._limits
+        )
+        if url[:5].lower() == "data:":
+            return await fetching
+        # Resolving a name has no timeout of its own.
+        seconds = self._limits.fetch_timeout_seconds
+        try:
+            return await asyncio.wait_for(fetching, seconds + 0.5)
+        except TimeoutError as error:
+            raise BadInput(f"an image did not arrive within {seconds:g} s") from error
+
+    def _prepare(self, text: str, sent: Sequence[bytes]) -> PreparedPrompt:
+        images: list[Image] = []
+        num_pixels = 0
+        for data in sent:
+            images.append(decode_image(data, self._limits))
+            num_pixels += images[-1].width * images[-1].height
+            self._limits.check_prompt_pixels(num_pixels)
+        return self._support.prepare(text, images, add_special_tokens=False)
+
+    def close(self) -> None:
+        """Shut down the worker threads."""
+        for pool in (self._fetching, self._decoding):
+            pool.shutdown(wait=False, cancel_futures=True)
