@@ -62,6 +62,10 @@ class ServedOptions:
         int | None,
         typer.Option(help="Output tokens, as part of the context. Default: a quarter."),
     ] = None
+    images: Annotated[
+        str | None,
+        typer.Option(help="Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none."),
+    ] = None
     kv_dtype: Annotated[
         str | None,
         typer.Option(

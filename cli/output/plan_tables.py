@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from ...engine.planner.device.speed import StepTime
+    from ...engine.planner.images.image_load import ImageLoad
     from ...engine.planner.model.shapes import ModelShape
     from ...engine.planner.plan.plan import DevicePlan, Plan
 
@@ -41,6 +42,19 @@ def show_plan(plan: Plan, console: Console) -> None:
     for line in (*_speculation(plan), *_costs(plan)):
         console.print(Text(line))
     console.print(Text("\n".join(_notes(plan)), style="dim"))
+
+
+def _image_lines(load: ImageLoad, seconds: float | None, gpu: str) -> list[str]:
+    """Tokens of a prompt's images, and memory and time of their encoder."""
+    lines = [
+        f"{load.num_tokens:,} tokens  ({load.count} of {load.width}x{load.height}: "
+        f"{load.tokens.num_tokens:,} each, {load.tokens.formula})",
+        f"encoder: {format_gib(load.weight_bytes)} weights, {format_gib(load.activation_bytes)} "
+        f"activations, {format_gib(load.embedding_bytes)} embeddings",
+    ]
+    if seconds is not None:
+        lines.append(f"{1e3 * seconds:,.4g} ms to encode them on {gpu}, before the prefill")
+    return lines
 
 
 def show_engines(answer: dict[str, Any], console: Console) -> None:
@@ -116,6 +130,8 @@ def _facts(plan: Plan) -> Table:
             f"the end of the prompt on; {format_gib(evicted.prompt_kv_bytes)} until then)",
         )
         one = evicted.kv_bytes
+    if (load := work.images) is not None:
+        row("images", *_image_lines(load, first.encode_seconds, first.gpu))
     if work.sequences > 1:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
     row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))

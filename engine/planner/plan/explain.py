@@ -33,6 +33,7 @@ def explain(plan: Plan) -> list[Formula]:
         *_weights(plan),
         *_cache(plan),
         *_memory(plan, plan.devices[0]),
+        *_images(plan, plan.devices[0]),
         *_speed(plan, plan.devices[0]),
         *_gains(plan, plan.devices[0]),
     ]
@@ -191,6 +192,33 @@ def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
     if not experts.dense_layers:
         return formula, routed
     return f"max({formula}, 3 x intermediate / tp)", f"max({routed}, {dense})"
+
+
+def _images(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+    load = plan.workload.images
+    if load is None:
+        return
+    yield Formula(
+        "image tokens",
+        "images x tokens of one",
+        f"{load.count} x {load.tokens.num_tokens} ({load.tokens.formula})",
+        f"{load.num_tokens:,}",
+    )
+    yield Formula(
+        "encode, compute",
+        "images x (2 x (tower x patches + projector x tokens) + 4 x layers x hidden x patches^2 / tiles)",
+        f"{load.count} x (2 x ({load.vision_parameters:,} x {load.tokens.num_patches:,} + "
+        f"{load.projector_parameters:,} x {load.tokens.num_tokens:,}) + 4 x {load.layers} x "
+        f"{load.hidden_size} x {load.tokens.num_patches:,}^2 / {load.tokens.num_tiles})",
+        f"{load.flops / 1e12:,.4g} TFLOP",
+    )
+    if device.encode_seconds is not None:
+        yield Formula(
+            "encode",
+            "max(FLOP / (peak x MFU), weights / (bandwidth x MBU)) + launches",
+            f"{load.flops / 1e12:,.4g} TFLOP on {device.gpu}",
+            _time(device.encode_seconds),
+        )
 
 
 def _speed(plan: Plan, device: DevicePlan) -> Iterator[Formula]:

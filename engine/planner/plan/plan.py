@@ -43,6 +43,7 @@ class SpeculationGain:
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
+    `encode_seconds` is the time of a prompt's images in the vision encoder, before its prefill.
 
     `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
     the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
@@ -70,6 +71,7 @@ class DevicePlan:
     speculation: SpeculationGain | None
     cost: Cost | None
     evicted: EvictedCache | None = None
+    encode_seconds: float | None = None
 
     @property
     def gpu(self) -> str:
@@ -197,6 +199,9 @@ def _on_device(
         speculation=_speculation(deployment, device, workload, setup, decode),
         cost=_cost(deployment, device, workload, setup, reserve, decode),
         evicted=solver.evicted(deployment, reserve),
+        encode_seconds=None
+        if workload.images is None or not fits
+        else workload.images.encode_seconds(device, setup.efficiency),
     )
 
 

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 from ..device.speed import StepTime
+from ..images.image_load import ImageLoad
 from ..memory.memory import Deployment
 from ..model.checkpoint_file import checkpoint_file_bytes
 from ..model.engine_rules import RULES, CacheKnobs
@@ -65,6 +66,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "engines": engines_as_dict(plan, first, element),
         **_device_dict(first),
         "kv_eviction": _eviction_dict(first),
+        "images": _images_dict(work.images),
         "kv_bytes_per_rank": count * max(stages),
         "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
         "efficiency": asdict(plan.efficiency),
@@ -84,6 +86,26 @@ def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
         "kv_bytes_per_sequence": evicted.kv_bytes,
         "kv_bytes_of_prompt": evicted.prompt_kv_bytes,
         "max_concurrent_sequences": plan.max_concurrent_sequences,
+    }
+
+
+def _images_dict(load: ImageLoad | None) -> dict[str, Any] | None:
+    """The images of each prompt and their encoder; `ttft_ms` of a device is behind its `encode_ms`."""
+    if load is None:
+        return None
+    return {
+        "count": load.count,
+        "width": load.width,
+        "height": load.height,
+        "tokens_per_image": load.tokens.num_tokens,
+        "tokens": load.num_tokens,
+        "patches_per_image": load.tokens.num_patches,
+        "tiles_per_image": load.tokens.num_tiles,
+        "rule": load.tokens.formula,
+        "encoder_weight_bytes": load.weight_bytes,
+        "encoder_activation_bytes": load.activation_bytes,
+        "embedding_bytes": load.embedding_bytes,
+        "encode_flops": load.flops,
     }
 
 
@@ -159,6 +181,7 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
             "kv_tokens": cache.num_tokens,
             "kv_bytes": cache.num_bytes,
         },
+        "encode_ms": None if plan.encode_seconds is None else round(1e3 * plan.encode_seconds, 3),
         "ttft_ms": _milliseconds(plan.prefill),
         "ttft_bound_ms": _milliseconds(plan.prefill_bound),
         "ttft_limit": plan.prefill and plan.prefill.bound,

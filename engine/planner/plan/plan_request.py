@@ -12,10 +12,12 @@ from ..device.devices import Device, choose_devices
 from ..device.host import host_dtype
 from ..device.money import Prices
 from ..device.speed import Efficiency
+from ..images.image_load import image_load
 from ..memory.cache_size import DEFAULT_BLOCK_SIZE
 from ..model.catalog import PlannedModel, find_model
 from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, recipe_for
+from ..probe.image_tokens import probed_image_tokens
 from .measured import read_run
 from .plan import Plan, make_plan
 from .setup import Setup, Workload
@@ -35,6 +37,7 @@ class PlanRequest:
     sequences: int = 1
     output_tokens: int | None = None
     kv_dtype: str | None = None
+    images: str | None = None
     gpus: tuple[str, ...] = ()
     gpu_memory: str | None = None
     tp: int | None = None
@@ -77,6 +80,7 @@ def plan_for(ask: PlanRequest) -> Plan:
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
+        None if ask.images is None else image_load(model, ask.images, probed_image_tokens),
     )
     setup = Setup(
         tp=ask.tp,

@@ -9,6 +9,7 @@ from ...scheduling.kv_eviction import KvEviction
 from ..device.devices import Device
 from ..device.money import Prices
 from ..device.speed import DEFAULT_EFFICIENCY, Efficiency
+from ..images.image_load import ImageLoad
 from ..memory.cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, KvCacheBudget
 from ..memory.memory import Reserve
 from ..model.engine_rules import engine_rule
@@ -22,7 +23,8 @@ OUTPUT_FRACTION = 0.25
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
-    `output_tokens` are output. With `eviction` a budget of them stays in the KV cache."""
+    `output_tokens` are output. With `eviction` a budget of them stays in the KV cache. `images` are part of
+    every prompt."""
 
     context: int
     sequences: int = 1
@@ -30,6 +32,7 @@ class Workload:
     block_size: int = 16
     output_tokens: int | None = None
     eviction: KvEviction | None = None
+    images: ImageLoad | None = None
 
     def __post_init__(self) -> None:
         kv_dtype(self.kv_dtype)
@@ -42,6 +45,11 @@ class Workload:
             raise BadInput(
                 f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
                 "output, at least a token of each"
+            )
+        if self.images is not None and self.images.num_tokens > self.prompt_tokens:
+            raise BadInput(
+                f"--images: {self.images.num_tokens} tokens, and a prompt of {self.prompt_tokens}: give a "
+                "longer --ctx, or fewer --output-tokens"
             )
 
     @property

@@ -1,0 +1,1 @@
+"""What images cost: tokens by resolution, encoder memory and time."""
