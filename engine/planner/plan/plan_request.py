@@ -13,11 +13,11 @@ from ..device.host import host_dtype
 from ..device.money import Prices
 from ..device.speed import Efficiency
 from ..images.image_load import image_load
+from ..images.processor_probe import probed_image_tokens
 from ..memory.cache_size import DEFAULT_BLOCK_SIZE
 from ..model.catalog import PlannedModel, find_model
 from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, recipe_for
-from ..probe.image_tokens import probed_image_tokens
 from .measured import read_run
 from .plan import Plan, make_plan
 from .setup import Setup, Workload

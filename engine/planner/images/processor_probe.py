@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..images.token_rules import ImageTokens
+from .token_rules import ImageTokens
 
 
 def probed_image_tokens(folder: Path, width: int, height: int) -> ImageTokens | None:
