@@ -57,6 +57,7 @@ def quantize(
         overrides=tuple(linears.overrides or ()),
         ignore=tuple(linears.ignore or ()),
         lm_head=linears.lm_head,
+        vision=linears.vision,
         target_bpw=bpw,
         target_bytes=None if size is None else parse_bytes(size),
         kv_cache=search.kv_cache,

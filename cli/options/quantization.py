@@ -106,6 +106,10 @@ class LinearOptions:
     lm_head: Annotated[
         bool, typer.Option("--quantize-lm-head", help="Quantize the output projection too.")
     ] = False
+    vision: Annotated[
+        bool,
+        typer.Option("--quantize-vision", help="Quantize the vision tower and the projector too."),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +212,9 @@ class CalibrationOptions:
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="A .txt, .jsonl or .json file or a hub dataset id; conversations get the chat template. "
-            "Default: bundled text (code, dialogue, prose, 40 languages)."
+            help="A .txt, .jsonl or .json file or a hub dataset id; conversations get the chat template; "
+            "rows may have `images`, a list of paths. Default: bundled text (code, dialogue, prose, 40 "
+            "languages), for models that read images bundled pictures before it."
         ),
     ] = None
     num_samples: Annotated[

@@ -20,11 +20,12 @@ MIB = 2**20
 def show_preflight(answer: Preflight, console: Console) -> None:
     """Print predicted sizes, memory, time and compatible loaders."""
     modules = Table(box=box.SIMPLE_HEAD, title="quantization of the linears")
+    parts = sorted({kind.part for kind in answer.kinds})
     for column in ("module", "count", "scheme", "MiB", "bits / weight"):
         modules.add_column(column, justify="left" if column in ("module", "becomes") else "right")
     for kind in answer.kinds:
         modules.add_row(
-            kind.name,
+            kind.name if len(parts) == 1 else f"{kind.part}: {kind.name}",
             str(kind.count),
             kind.scheme or "not quantized",
             f"{kind.bytes / MIB:.2f}",
@@ -63,6 +64,8 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
         console.print(f"{title}; {summary['num_modules']} linears", soft_wrap=True)
     else:
         console.print(_errors(title, manifest["modules"]))
+    if manifest.get("parts"):
+        console.print(_parts(manifest["parts"]))
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]
     lines = [
         *_mean_error(summary),
@@ -90,6 +93,35 @@ def _errors(title: str, modules: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _parts(parts: list[dict[str, Any]]) -> Table:
+    """Linears, bits, bytes and errors of the text, the vision tower and the projector."""
+    table = Table(box=box.SIMPLE_HEAD, title="by part")
+    for column in (
+        "part",
+        "quantized",
+        "plain",
+        "bits / weight",
+        "MiB",
+        "from",
+        "error",
+        "rtn error",
+    ):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for part in parts:
+        bits, error, rtn = (part[name] for name in ("bits_per_weight", "error", "rtn_error"))
+        table.add_row(
+            part["part"],
+            str(part["quantized"]),
+            str(part["plain"]),
+            "-" if bits is None else f"{bits:.2f}",
+            f"{part['bytes'] / MIB:.2f}",
+            f"{part['source_bytes'] / MIB:.2f}",
+            "-" if error is None else f"{error:.3e}",
+            "-" if rtn is None else f"{rtn:.3e}",
+        )
+    return table
+
+
 def _mean_error(summary: dict[str, Any]) -> list[str]:
     """The mean error and its ratio to that of RTN; nothing where it was not measured."""
     if summary["error"] is None:
@@ -102,6 +134,8 @@ def _mean_error(summary: dict[str, Any]) -> list[str]:
 
 def _layer(module: dict[str, Any]) -> str:
     numbers = [part for part in module["module"].split(".") if part.isdigit()]
+    if module.get("part") in ("vision", "projector"):
+        return " ".join([module["part"], *numbers[:1]])
     return numbers[0] if numbers else "head"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
+from .image_inputs import Images
 from .leakage_check import check_leakage, deduplicate, length_histogram
 from .sources import STORIES, Document, plain_text, read_documents
 
@@ -30,6 +31,7 @@ class Calibration:
         documents: how many were used; `duplicates` more were dropped from the whole source.
         with_bos: how many of them begin with the BOS token.
         lengths: histogram of tokens per document.
+        images, held_out_images: of each sample; empty for text alone.
     """
 
     token_ids: torch.Tensor
@@ -42,6 +44,13 @@ class Calibration:
     duplicates: int
     with_bos: int
     lengths: dict[str, int]
+    images: Images = ()
+    held_out_images: Images = ()
+
+    @property
+    def num_images(self) -> int:
+        """Of the calibration and held-out samples."""
+        return sum(each.num_images for each in (*self.images, *self.held_out_images))
 
     @property
     def chat_template(self) -> bool:
@@ -140,7 +149,7 @@ class _Tokenized:
                 enough = self.num_tokens + held_out
             if enough is not None and self.num_tokens >= enough:
                 break
-            ids, templated = _tokenize(document, tokenizer)
+            ids, templated = tokenize(document, tokenizer)
             if ids is None:
                 self.refused += 1
                 continue
@@ -169,7 +178,7 @@ def _cut(token_ids: list[int], num_samples: int, length: int) -> torch.Tensor:
     return torch.tensor(token_ids[: rows * length], dtype=torch.int64).view(rows, length)
 
 
-def _tokenize(document: Document, tokenizer: Any) -> tuple[list[int] | None, bool]:
+def tokenize(document: Document, tokenizer: Any) -> tuple[list[int] | None, bool]:
     """Token ids of a document, and whether the chat template made them; None where it refuses to."""
     from jinja2 import TemplateError
 

@@ -103,7 +103,7 @@ def _from_jsonl(name: str, lines: Iterable[str]) -> Iterator[Document]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise BadInput(f"{where} is not valid JSON: {error}") from error
-        document = _document(row, where)
+        document = document_of(row, where)
         if document:
             yield document
 
@@ -117,12 +117,12 @@ def _from_json(path: Path) -> Iterator[Document]:
     if not isinstance(rows, list):
         raise BadInput(f"{path} holds no array of texts or conversations")
     for number, row in enumerate(rows, start=1):
-        document = _document(row, f"{path} row {number}")
+        document = document_of(row, f"{path} row {number}")
         if document:
             yield document
 
 
-def _document(row: Any, where: str) -> Document:
+def document_of(row: Any, where: str) -> Document:
     """The text or the conversation of one row."""
     if isinstance(row, dict):
         if isinstance(row.get("text"), str):
@@ -155,6 +155,6 @@ def _from_hub(dataset_id: str) -> Iterator[Document]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error
     for number, row in enumerate(rows, start=1):
-        document = _document(row, f"dataset {dataset_id} row {number}")
+        document = document_of(row, f"dataset {dataset_id} row {number}")
         if document:
             yield document

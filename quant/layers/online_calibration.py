@@ -87,16 +87,18 @@ class OnlineCalibration:
         carries_floats = asymmetric or tuning is not None
         self._sequential, self._kv = sequential, kv
         self._stream = stream
-        stream.prepare(calibration.token_ids)
+        samples = calibration.token_ids, calibration.images
+        held_out = calibration.held_out, calibration.held_out_images
+        stream.prepare(*samples)
         if saved is None:
-            self._states = stream.embed(calibration.token_ids)
-            self._held_out = stream.embed(calibration.held_out)
-            self._floats = stream.embed(calibration.token_ids) if carries_floats else None
+            self._states = stream.embed(*samples)
+            self._held_out = stream.embed(*held_out)
+            self._floats = stream.embed(*samples) if carries_floats else None
         else:
             stored = load_file(saved)
-            self._states = States.restored(_CALIBRATION, calibration.token_ids, stored)
-            self._held_out = States.restored(_HELD_OUT, calibration.held_out, stored)
-            floats = States.restored(_FLOAT, calibration.token_ids, stored)
+            self._states = States.restored(_CALIBRATION, samples[0], stored, samples[1])
+            self._held_out = States.restored(_HELD_OUT, held_out[0], stored, held_out[1])
+            floats = States.restored(_FLOAT, samples[0], stored, samples[1])
             self._floats = floats if carries_floats else None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:

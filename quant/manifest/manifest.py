@@ -105,6 +105,7 @@ def build_manifest(
     signature: str,
     source_hashes: dict[str, str],
     modules: list[dict[str, Any]],
+    parts: list[dict[str, Any]],
     files: dict[str, dict[str, Any]],
     summary: Summary,
 ) -> dict[str, Any]:
@@ -138,6 +139,7 @@ def build_manifest(
             "documents_with_bos": calibration.with_bos,
             "duplicates_dropped": calibration.duplicates,
             "tokens_by_document": calibration.lengths,
+            **({"images": calibration.num_images} if calibration.num_images else {}),
             "seed": request.seed,
             "sha256": calibration.sha256,
             "compute": str(plan.compute).removeprefix("torch."),
@@ -145,6 +147,7 @@ def build_manifest(
         },
         "error": _error_formula(plan, request),
         "summary": asdict(summary),
+        **({"parts": parts} if parts else {}),
         "modules": modules,
         "files": files,
     }
@@ -174,6 +177,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "target_bytes": request.target_bytes,
         "kv_cache": request.kv_cache,
         "kv_cache_strategy": request.kv_cache_strategy,
+        "vision": request.vision,
         "rotations": list(request.rotations),
     }
     usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
@@ -182,6 +186,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "revert_worse": False,
         "stored_statistics": False,
         "kv_cache_strategy": "tensor",
+        "vision": False,
         "rotations": [],
     }
     return {name: value for name, value in asked.items() if value != usual[name]}
@@ -214,6 +219,19 @@ def _error_lines(manifest: dict[str, Any]) -> list[str]:
     ]
 
 
+def _part_lines(manifest: dict[str, Any]) -> list[str]:
+    """A row for each part of a model that has more than text."""
+    rows = []
+    for part in manifest.get("parts", ()):
+        error = "" if part["error"] is None else f", mean error {part['error']:.3e}"
+        bits = "" if part["bits_per_weight"] is None else f" at {part['bits_per_weight']:.2f} bits"
+        rows.append(
+            f"| {part['part']} | {part['quantized']} of {part['quantized'] + part['plain']} linears "
+            f"quantized{bits}, {part['bytes']:,} bytes from {part['source_bytes']:,}{error} |"
+        )
+    return rows
+
+
 def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
     """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
@@ -230,6 +248,7 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
         *_error_lines(manifest),
+        *_part_lines(manifest),
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
         f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",

@@ -42,7 +42,7 @@ class Architecture:
 
     def layer_prefix(self, index: int) -> str:
         """Name of a layer in the checkpoint."""
-        return f"{self.prefix}.{index}"
+        return self.meta_model.disk_paths[index]
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:

@@ -28,8 +28,11 @@ class MetaModel:
         model: the whole model, with a vision tower where it has one.
         layers: its decoder layers.
         config: of the decoder.
+        text_path: of the module that holds the decoder layers.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
         weight_map: from tensors on disk to the model's.
+        ends: modules whose call ends a pass: nothing behind them is needed.
+        replaced: tensors that are read in place of the checkpoint's, by name on disk.
         around: a context in which the modules outside the layers load their weights as they are called.
 
     Raises:
@@ -50,17 +53,26 @@ class MetaModel:
             raise BadInput(f"{checkpoint.folder}/config.json is not usable: {reason}") from error
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in patterns]
-        for index, layer in enumerate(self.layers):
-            self._split(f"{self._prefix}.{index}", layer)
+        self.paths = [f"{self._prefix}.{index}" for index in range(len(self.layers))]
+        for path, layer in zip(self.paths, self.layers, strict=True):
+            self._split(path, layer)
         self.sources: dict[str, list[str]] = defaultdict(list)  # by module tensor
         for disk in self.weight_map.targets:
             for name in self.weight_map.all_targets(disk):
                 self.sources[name].append(disk)
         self._tied = _tied_names(self.model)
+        self.text_path = self._prefix.rpartition(".")[0]
         self.disk_prefix = self._disk_prefix()
+        self.disk_paths = [f"{self.disk_prefix}.{index}" for index in range(len(self.layers))]
+        self._finish()
+
+    def _finish(self) -> None:
+        """What depends on which modules the layers are."""
+        self.ends: list[Any] = []
+        self.replaced: Mapping[str, torch.Tensor] = {}
         self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]
         self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
-        self.around = LazyWeights(self.model, self.layers, self._read, checkpoint.folder)
+        self.around = LazyWeights(self.model, self.layers, self._read, self.checkpoint.folder)
 
     def _split(self, path: str, layer: nn.Module) -> None:
         """Split the fused experts of a layer that are stored separately on disk."""
@@ -87,7 +99,7 @@ class MetaModel:
         return prefixes.most_common(1)[0][0]
 
     def _names_in_layer(self, index: int) -> dict[str, str]:
-        start, disk_start = f"{self._prefix}.{index}.", f"{self.disk_prefix}.{index}."
+        start, disk_start = f"{self.paths[index]}.", f"{self.disk_paths[index]}."
         return {
             disk.removeprefix(disk_start): name.removeprefix(start)
             for name, disks in self.sources.items()
@@ -103,7 +115,7 @@ class MetaModel:
 
     def is_tied(self, index: int, name: str) -> bool:
         """Whether a tensor of a layer, by its name in the module, is another module's too."""
-        return f"{self._prefix}.{index}.{name}" in self._tied
+        return f"{self.paths[index]}.{name}" in self._tied
 
     def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a layer's weights in float32; `empty` frees them.
@@ -114,7 +126,7 @@ class MetaModel:
         Raises:
             BadInput: they are not those of this architecture.
         """
-        start, disk_start = f"{self._prefix}.{index}.", f"{self.disk_prefix}.{index}."
+        start, disk_start = f"{self.paths[index]}.", f"{self.disk_paths[index]}."
         layer = self.layers[index]
         held = self._empty.get(index) or layer.state_dict(keep_vars=True)
         on_disk = {disk_start + name: tensor for name, tensor in tensors.items()}
@@ -138,7 +150,7 @@ class MetaModel:
             ignored = any(pattern.search(disk) for pattern in self._ignored)
             if disk.startswith(disk_start) and self._is_surplus(disk, start, held) and not ignored:
                 mine[name.removeprefix(disk_start)] = on_disk[disk]
-        self._load(layer, mine, f"{self.disk_prefix}.{index}")
+        self._load(layer, mine, self.disk_paths[index])
         self._empty.setdefault(index, held)
 
     def _is_surplus(self, disk: str, start: str, held: Mapping[str, Any]) -> bool:
@@ -210,9 +222,12 @@ class MetaModel:
         if not disks:
             raise BadInput(f"{self.checkpoint.folder} has no tensor '{name}'")
         if len(disks) == 1 and self.weight_map.is_direct(disks[0]):
-            return self.checkpoint.tensor(disks[0])
-        state = self.weight_map.converted({disk: self.checkpoint.tensor(disk) for disk in disks})
+            return self._stored(disks[0])
+        state = self.weight_map.converted({disk: self._stored(disk) for disk in disks})
         return state[next(alias for alias in (name, *self._tied.get(name, ())) if alias in state)]
+
+    def _stored(self, disk: str) -> torch.Tensor:
+        return self.replaced[disk] if disk in self.replaced else self.checkpoint.tensor(disk)
 
 
 def _meta_model(checkpoint: Checkpoint) -> Any:

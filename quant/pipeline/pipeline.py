@@ -21,9 +21,7 @@ from ..base.errors import BadInput
 from ..base.memory import PeakMemory, give_back
 from ..base.progress import Progress, Silent
 from ..gguf.imatrix import write_imatrix
-from ..layers.cached_calibration import CachedCalibration
-from ..layers.no_calibration import NoCalibration
-from ..layers.online_calibration import OnlineCalibration, Source, Tuning
+from ..layers.online_calibration import Source
 from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
@@ -36,6 +34,7 @@ from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
 from .session import Session
+from .stages import Stage, source_of, stages_of
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
@@ -169,26 +168,33 @@ def _require_same_work(session: Session) -> None:
 def _quantize_layers(
     session: Session, journal: Journal, progress: Progress, memory: PeakMemory
 ) -> None:
-    plan, stream = session.plan, session.stream
-    first, total = len(journal.layers), stream.num_layers + plan.lm_head
+    plan, stages = session.plan, stages_of(session)
+    last = stages[-1].end
+    first, total = len(journal.layers), last + plan.lm_head
     if first:
-        done = min(first, stream.num_layers)
-        progress.note(f"going on after layer {done} of {stream.num_layers}")
+        progress.note(f"going on after layer {min(first, last)} of {last}")
     if first == total:
         return
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
-    source = _source(session, journal.hidden_path(first) if first else None, progress)
+    stage = next(stage for stage in stages if first < stage.end or stage is stages[-1])
+    saved = journal.hidden_path(first) if first > stage.start else None
+    source = source_of(session, stage, journal, saved, progress)
     progress.start("quantizing", total, "layers")
     progress.advance(first)
     for index in range(first, total):
-        if index < stream.num_layers:
-            work = _quantize_layer(session, source, index)
+        if index == stage.end and stage is not stages[-1]:
+            stage = stages[1]
+            source = source_of(session, stage, journal, None, progress)
+        if index < stage.end:
+            work = _quantize_layer(session, stage, source, index - stage.start)
+            name = f"{stage.shards}-{index - stage.start:05d}.safetensors"
         else:
             work = _quantize_head(session, source)
-        record = _write_layer(plan, journal, index, work)
-        if index + 1 < total:
+            name = "model-head.safetensors"
+        record = _write_layer(plan, journal, index, name, work)
+        if index + 1 < total and (index + 1 != stage.end or stage is stages[-1]):
             source.save(journal.hidden_path(index + 1))
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
@@ -202,28 +208,6 @@ def _quantize_layers(
     progress.finish()
 
 
-def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
-    """Cached statistics, measured now where they are missing, or online calibration."""
-    folder, calibration, plan = session.statistics, session.calibration, session.plan
-    kv = plan.kv_cache is not None
-    if not session.request.errors:
-        return NoCalibration()
-    if folder is None:
-        sequential = plan.method.sequential and plan.options.true_sequential
-        return OnlineCalibration(
-            session.stream,
-            calibration,
-            saved,
-            sequential=sequential,
-            kv=kv,
-            asymmetric=plan.options.asymmetric,
-            tuning=Tuning(session.request.seed, progress.status) if plan.method.blockwise else None,
-        )
-    if not folder.complete:
-        folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)
-    return CachedCalibration(folder, session.stream)
-
-
 def _mean_error(journal: Journal) -> float | None:
     """Mean relative output error of the linears so far; None where it is not measured."""
     errors = [
@@ -234,8 +218,8 @@ def _mean_error(journal: Journal) -> float | None:
     return None if None in errors else sum(errors) / max(1, len(errors))
 
 
-def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLayer:
-    plan, stream = session.plan, session.stream
+def _quantize_layer(session: Session, stage: Stage, source: Source, index: int) -> QuantizedLayer:
+    plan, stream = session.plan, stage.stream
     family, prefix = stream.family(index), stream.prefix(index)
     tensors = stream.tensors(index)
     measured = source.measure(index, tensors)
@@ -249,7 +233,7 @@ def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLa
         revert_worse=session.request.revert_worse,
     )
     ranges = source.finish(index, work)
-    if plan.kv_cache is not None:
+    if plan.kv_cache is not None and not stage.vision:
         measured_ranges = (ranges or KvRanges()).checked(prefix)
         work.others.update(measured_ranges.scales(plan.kv_cache, plan.kv_cache_strategy))
     return work
@@ -269,9 +253,10 @@ def _quantize_head(session: Session, source: Source) -> QuantizedLayer:
     )
 
 
-def _write_layer(plan: Plan, journal: Journal, index: int, work: QuantizedLayer) -> dict[str, Any]:
-    """Write the shards of a layer, one for each format; the record for the journal."""
-    name = f"model-layer-{index:05d}.safetensors" if work.prefix else "model-head.safetensors"
+def _write_layer(
+    plan: Plan, journal: Journal, index: int, name: str, work: QuantizedLayer
+) -> dict[str, Any]:
+    """Write the shards of a layer under `name`, one for each format; the record for the journal."""
     began = time.perf_counter()
     shards = {}
     for number, weight_format in enumerate(plan.formats):

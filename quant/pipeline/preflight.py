@@ -15,6 +15,7 @@ from ..base.scheme import Scheme
 from ..formats.base import WeightFormat
 from ..plan.contents import stored
 from ..plan.loaders import Loader, loaders, loads_in
+from ..plan.parts import TEXT, parts_of
 from ..plan.plan import Plan
 from ..request.selection import TORCH_DTYPES
 from ..tensors.blank import blank_tensor
@@ -28,6 +29,7 @@ class ModuleKind:
 
     Attributes:
         scheme: None: not quantized.
+        part: `text`, `vision` or `projector`.
         bytes: of their tensors in the first format.
     """
 
@@ -36,6 +38,7 @@ class ModuleKind:
     count: int
     weights: int
     bytes: int
+    part: str = TEXT
 
     @property
     def bits_per_weight(self) -> float:
@@ -154,15 +157,18 @@ def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
 
 def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
     """Modules grouped by the last part of their name and their scheme."""
-    groups: dict[tuple[str, str | None], list[tuple[int, int]]] = defaultdict(list)
+    groups: dict[tuple[str, str | None, str], list[tuple[int, int]]] = defaultdict(list)
+    parts = parts_of(plan)
     for module, (out_features, in_features) in plan.modules.items():
-        key = module.rpartition(".")[2], plan.schemes[module].label
+        part = parts[f"{module}.weight"]
+        key = module.rpartition(".")[2], plan.schemes[module].label, part
         groups[key].append((out_features * in_features, sizes[module]))
     for module in plan.unquantized:
         name = f"{module}.weight"
         if name in plan.checkpoint:
             entry = plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)
-            groups[module.rpartition(".")[2], None].append((prod(entry[1]), entry_bytes(entry)))
+            key = module.rpartition(".")[2], None, parts[name]
+            groups[key].append((prod(entry[1]), entry_bytes(entry)))
     return tuple(
         ModuleKind(
             name=name,
@@ -170,8 +176,9 @@ def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
             count=len(members),
             weights=sum(weights for weights, _ in members),
             bytes=sum(size for _, size in members),
+            part=part,
         )
-        for (name, scheme), members in groups.items()
+        for (name, scheme, part), members in groups.items()
     )
 
 

@@ -8,24 +8,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...recipes import DATA
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import scheme_record
-from ..calibration.calibration import Calibration, load_calibration, no_calibration
-from ..calibration.sources import BUNDLED_SAMPLES, bundled_text, is_bundled
+from ..calibration.calibration import Calibration, no_calibration
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
 from ..plan.plan import Plan, QuantizeRequest, make_plan
-from ..request.selection import Shapes
 from ..stream.kv_scales import INT8_CACHE
 from ..stream.layer_stream import LayerStream
-from ..tokenizer.load import load_tokenizer
+from .calibrate import calibration_of
 from .sensitivity import mixed_plan, search_of
 from .session import Session
+from .stages import of_images
 
-BUNDLED_EVALUATION = DATA / "evaluation.txt"
 AUTO, AUTO_METHOD = "auto", "gptq"
 
 
@@ -56,8 +53,12 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
             "note: an int8 KV cache has its scales from the server, per token and head, and none are stored: "
             "serve with --kv-cache-dtype int8_per_token_head (vLLM) or int8 (llmopt)"
         )
-    calibration = _calibration(request, plan, notes) if request.errors else no_calibration()
+    calibration = calibration_of(request, plan, notes) if request.errors else no_calibration()
     stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
+    tower = plan.vision
+    vision = tower and LayerStream(plan.checkpoint, tower, plan.compute, plan.device)
+    if vision is not None and request.errors:
+        of_images(calibration)
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
@@ -89,6 +90,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "imatrix": _digest_of(request.imatrix),
         "rotations": list(request.rotations),
+        "vision": request.vision,
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
     }
@@ -101,43 +103,12 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         signature=_digest(facts),
         statistics=statistics,
         notes=(*plan.notes, *notes),
+        vision=vision,
     )
 
 
 def _digest_of(imatrix: Path | None) -> str | None:
     return sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None
-
-
-def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Calibration:
-    """The calibration and held-out samples; appends notes where the text gives fewer."""
-    usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
-    wanted = usual if request.num_samples is None else request.num_samples
-    asked = wanted // 8 if request.held_out is None else request.held_out
-    calibration = load_calibration(
-        request.calibration or bundled_text(request.model),
-        load_tokenizer(plan.checkpoint.folder, trust_remote_code=request.trust_remote_code),
-        num_samples=wanted,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-        held_out=asked,
-        evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
-    )
-    samples, length = calibration.token_ids.shape
-    if (samples, length) != (wanted, plan.seq_len):
-        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
-    if len(calibration.held_out) < asked:
-        notes.append(
-            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
-        )
-    if calibration.duplicates:
-        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
-    if calibration.refused:
-        notes.append(
-            f"note: {calibration.refused} conversations that the chat template refuses were dropped"
-        )
-    if plan.method.needs_statistics:
-        notes += _few_tokens(plan.modules, calibration.token_ids.numel())
-    return calibration
 
 
 def _searched(
@@ -164,18 +135,6 @@ def _searched(
         folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
     checked = calibration.held_out if len(calibration.held_out) else calibration.token_ids
     return mixed_plan(search, folder, stream, checked, progress)
-
-
-def _few_tokens(modules: Shapes, num_tokens: int) -> list[str]:
-    """A warning where the Gram matrix of a linear's inputs is singular for want of tokens."""
-    short = {name: shape[1] for name, shape in modules.items() if shape[1] > num_tokens}
-    if not short:
-        return []
-    widest = max(short, key=lambda name: short[name])
-    return [
-        f"warning: {len(short)} linears such as {widest} ({short[widest]} inputs) have more inputs than "
-        f"there are calibration tokens ({num_tokens}): take more with --num-samples or another --calibration"
-    ]
 
 
 def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:

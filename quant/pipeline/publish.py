@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..manifest.manifest import (
     to_json,
 )
 from ..model.checkpoint import INDEX_NAME, Checkpoint
+from ..plan.parts import part_reports, with_parts
 from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
 
@@ -39,6 +41,9 @@ _COPIED = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
 
@@ -110,8 +115,9 @@ def _write_format(
     for file_name, content in config_files(config["quantization_config"]).items():
         write_atomically(folder / file_name, to_json(content))
 
-    modules = [module for written in shards for module in written["modules"]]
+    modules = with_parts(plan, [module for written in shards for module in written["modules"]])
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
+    parts = part_reports(plan, modules, stored)
     manifest = build_manifest(
         plan,
         number,
@@ -120,6 +126,7 @@ def _write_format(
         signature=journal.signature,
         source_hashes=source_hashes,
         modules=modules,
+        parts=[asdict(part) for part in parts],
         files=describe_files(folder),
         summary=summarise(
             plan,
@@ -164,6 +171,9 @@ def other_tensors(plan: Plan) -> dict[str, Entry]:
     """The non-layer tensors: embeddings, final norm, and the head unless quantized."""
     layers = range(plan.num_layers)
     prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
+    if plan.vision is not None:
+        units = range(len(plan.vision.layers))
+        prefixes += tuple(f"{plan.vision.layer_prefix(index)}." for index in units)
     if plan.lm_head:
         prefixes += (f"{HEAD}.",)
     checkpoint = plan.checkpoint

@@ -17,6 +17,7 @@ class Session:
     Attributes:
         signature: digest of everything that the result's bytes depend on.
         statistics: folder of cached statistics of the float model; None: online calibration.
+        vision: the layers of the vision tower and projector, where they are quantized too.
         notes: choices made for the user, one line each.
     """
 
@@ -28,3 +29,4 @@ class Session:
     signature: str
     statistics: StatisticsFolder | None
     notes: tuple[str, ...]
+    vision: LayerStream | None = None

@@ -47,6 +47,7 @@ from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import INT8_CACHE, LARGEST, KvStrategy, kv_heads
 from ..stream.layer_stream import compute_dtype
 from .unquantized import model_parameters, unquantized_modules
+from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
@@ -80,6 +81,7 @@ class Plan:
         notes: choices made for the user, one line each.
         search: what method `auto` compared, for the manifest.
         importance: mean squares of the inputs of linears, from an importance matrix's file.
+        vision: the layers of the vision tower and projector, where they are quantized too.
     """
 
     checkpoint: Checkpoint
@@ -101,6 +103,7 @@ class Plan:
     notes: tuple[str, ...]
     search: dict[str, Any] | None = None
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    vision: Architecture | None = None
 
     @property
     def num_layers(self) -> int:
@@ -167,6 +170,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
     method = with_solver(method, solver)
     refuse_knobs(method.name, request.options)
     formats = _formats(request, method)
+    if request.vision:
+        refuse_vision(request, formats)
     if request.gguf_type is not None and all(one.name != "gguf" for one in formats):
         raise BadInput("--gguf-type belongs to --format gguf")
     if blocks_asked(request, formats):
@@ -181,13 +186,21 @@ def make_plan(request: QuantizeRequest) -> Plan:
     for weight_format in formats:
         weight_format.check_scheme(probe)
 
-    checkpoint, architecture, modules, ignored = _selected(request, formats)
+    checkpoint, architecture, modules, ignored, tower = _selected(request, formats)
+    vision = vision_linears(checkpoint, tower).keys()
     parameters = model_parameters(checkpoint)
     if not request.overrides:
-        _check_widths(formats, modules, dict.fromkeys(modules, probe))
+        text = {name: shape for name, shape in modules.items() if name not in vision}
+        _check_widths(formats, text, dict.fromkeys(text, probe))
     overrides = [parse_override(text) for text in request.overrides]
-    options, notes = options_by_module(modules, base, overrides, grouped=method.grouped)
+    options, notes = options_by_module(
+        modules, base, overrides, grouped=method.grouped, follows=vision
+    )
     schemes = {name: method.scheme(one) for name, one in options.items()}
+    misfits = vision_misfits(formats, modules, schemes, vision)
+    notes += misfit_notes(misfits)
+    modules = {name: shape for name, shape in modules.items() if name not in misfits}
+    schemes = {name: schemes[name] for name in modules}
     _check_widths(formats, modules, schemes)
     plan = Plan(
         checkpoint=checkpoint,
@@ -196,7 +209,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         formats=formats,
         modules=modules,
         schemes=schemes,
-        ignored=ignored,
+        ignored=(*ignored, *misfits),
         unquantized=unquantized_modules(checkpoint, modules, parameters),
         parameters=parameters,
         options=request.options,
@@ -207,6 +220,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         kv_cache=_stored_kv_cache(request),
         kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
+        vision=tower,
     )
     check_plan(plan)
     return replace(plan, notes=(*notes, *plan_notes(plan)))
@@ -237,7 +251,7 @@ def _blocks_plan(
     if request.options.act_order == "dynamic":
         raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
     type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
-    checkpoint, architecture, modules, ignored = _selected(request, formats)
+    checkpoint, architecture, modules, ignored, _ = _selected(request, formats)
     parameters = model_parameters(checkpoint)
     shape = shape_of(
         checkpoint.config,
@@ -281,8 +295,9 @@ def _blocks_plan(
 
 def _selected(
     request: QuantizeRequest, formats: Sequence[WeightFormat]
-) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
-    """The source, its layers, the linears to quantize, and the ignored ones."""
+) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...], Architecture | None]:
+    """The source, its layers, the linears to quantize, the ignored ones, and the layers of the vision side
+    where they are quantized too."""
     checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
@@ -297,11 +312,13 @@ def _selected(
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
+    tower = vision_layers(checkpoint, architecture.model_type) if request.vision else None
+    linears |= vision_linears(checkpoint, tower)
     ignored = find_ignored(request.ignore, list(linears))
     modules = {name: shape for name, shape in linears.items() if name not in ignored}
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
-    return checkpoint, architecture, modules, ignored
+    return checkpoint, architecture, modules, ignored, tower
 
 
 def _with_folds(

@@ -43,6 +43,7 @@ class QuantizeRequest:
         evaluation: a file whose texts must not be among the calibration texts; None: the bundled one.
         ignore: regular expressions searched in module names; matching linears are not quantized.
         lm_head: whether the output projection is quantized too.
+        vision: whether the vision tower and the projector are quantized too.
         revert_worse: whether linears or layers with a larger error than RTN fall back to RTN.
         device: where layers are run and solved: `cpu`, `cuda` or `cuda:N`.
         compute: dtype of the GEMMs of the calibration passes, see `layer_stream.compute_dtype`.
@@ -83,6 +84,7 @@ class QuantizeRequest:
     evaluation: str | None = None
     ignore: tuple[str, ...] = ()
     lm_head: bool = False
+    vision: bool = False
     revert_worse: bool = False
     device: str = "cpu"
     compute: str = "auto"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
 from ..methods.base import SchemeOptions
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
@@ -83,9 +83,18 @@ def find_ignored(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]
 
 
 def options_by_module(
-    shapes: Shapes, base: SchemeOptions, overrides: Iterable[Override], *, grouped: bool
+    shapes: Shapes,
+    base: SchemeOptions,
+    overrides: Iterable[Override],
+    *,
+    grouped: bool,
+    follows: Collection[str] = (),
 ) -> tuple[dict[str, SchemeOptions], list[str]]:
     """The options of every module with the group size resolved, and notes about the choice.
+
+    Args:
+        follows: modules that take the group size of the others, or where that does not divide their widths
+            one scale for each output channel.
 
     Raises:
         BadInput: an override without a match, or widths that no usual group size divides.
@@ -102,8 +111,11 @@ def options_by_module(
     open_names = {name: shapes[name] for name, one in options.items() if one.group_size is None}
     if not grouped or not open_names:
         return options, []
-    size, notes = _group_size(open_names)
-    options |= {name: replace(options[name], group_size=size) for name in open_names}
+    leading = {name: shape for name, shape in open_names.items() if name not in follows}
+    size, notes = _group_size(leading or open_names)
+    for name, (_, in_features) in open_names.items():
+        fits = name not in follows or in_features % size == 0
+        options[name] = replace(options[name], group_size=size if fits else PER_CHANNEL)
     return options, notes
 
 

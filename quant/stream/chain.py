@@ -44,6 +44,10 @@ class Walk(Protocol):
         """The states behind a layer, to be filled with what is `read`."""
         ...
 
+    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
+        """Put what a layer returned for some samples into the states behind it."""
+        ...
+
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         """The part of what a layer returned that is carried on, by its name in the states; samples first."""
         ...
@@ -90,6 +94,9 @@ class Chain:
     def following(self, index: int, states: States, *, in_place: bool) -> States:
         hidden = states.tensors[HIDDEN]
         return States(states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)})
+
+    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
+        following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
 
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         result = outcome.result

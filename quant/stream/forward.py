@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,10 +41,19 @@ class Reached(Exception):
 
 
 @torch.no_grad()
-def forward(model: MetaModel, input_ids: torch.Tensor, stub: Stub) -> torch.Tensor | None:
+def forward(
+    model: MetaModel,
+    input_ids: torch.Tensor,
+    stub: Stub,
+    images: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> torch.Tensor | None:
     """Run the model on `[samples, length]` ids with `stub` in place of its layers, up to its output
-    projection, whose input is returned; None if a stub raised `Reached`. Call it inside
-    `MetaModel.around`."""
+    projection, whose input is returned; None if a stub raised `Reached`, or one of `model.ends` was called.
+    Call it inside `MetaModel.around`.
+
+    Args:
+        images: other arguments of the model, such as `pixel_values`.
+    """
     head = model.model.get_output_embeddings()
     read: list[torch.Tensor] = []
 
@@ -53,8 +63,12 @@ def forward(model: MetaModel, input_ids: torch.Tensor, stub: Stub) -> torch.Tens
 
     handle = None if head is None else head.register_forward_pre_hook(at_head)
     try:
-        with _replaced(model.layers, stub), model.around.lookup:
-            model.model(input_ids=input_ids, use_cache=False)
+        with (
+            _replaced(model.layers, stub),
+            _replaced(model.ends, _end),
+            model.around.lookup,
+        ):
+            model.model(input_ids=input_ids, use_cache=False, **images)
     except Reached:
         return read[0] if read else None
     finally:
@@ -72,6 +86,10 @@ def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
+
+
+def _end(_: int, __: Call) -> Any:
+    raise Reached
 
 
 def _forward_of(index: int, stub: Stub) -> Callable[..., Any]:

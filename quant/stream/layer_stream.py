@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.memory import temporaries_kept
+from ..calibration.image_inputs import Images, first_with_images
 from ..methods.base import InputStatistics
 from ..methods.expert_statistics import routers_of
 from ..model.architecture import Architecture
@@ -27,6 +29,7 @@ from .forward import Call
 from .nested import with_tensors
 from .outcome import outcome_of
 from .replay import Replay
+from .sample_replay import SampleReplay, VisionReplay
 from .states import States
 
 TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
@@ -75,17 +78,23 @@ class LayerStream:
         """Linears, routers and folds of a layer."""
         return self.architecture.layers[index]
 
-    def prepare(self, token_ids: torch.Tensor) -> None:
+    def prepare(self, token_ids: torch.Tensor, images: Images = ()) -> None:
         """Find how the layers follow each other, for samples of this length.
 
         Args:
             token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
+            images: of each sample, where some have images; one that has is enough.
 
         Raises:
             BadInput: the layers cannot be run one by one, or the checkpoint lacks what is around them.
         """
-        sample = token_ids[:1]
+        sample, number = token_ids[:1], first_with_images(images)
         with self._around(), torch.no_grad():
+            if number is not None:
+                sample = token_ids[number : number + 1]
+                walk = VisionReplay if self._meta_model.ends else SampleReplay
+                self._prepared = walk(self._meta_model, sample, images[number])
+                return
             self._prepared = chain_of(self._meta_model, sample) or Replay(self._meta_model, sample)
 
     @contextmanager
@@ -109,10 +118,10 @@ class LayerStream:
         assert self._prepared is not None, "prepare comes first"
         return self._prepared
 
-    def embed(self, token_ids: torch.Tensor) -> States:
+    def embed(self, token_ids: torch.Tensor, images: Images = ()) -> States:
         """The states of samples `[samples, length]` that enter the first layer."""
         with self._around(), torch.no_grad():
-            return self._walk.enter(token_ids, self.rows(token_ids))
+            return replace(self._walk.enter(token_ids, self.rows(token_ids)), images=images)
 
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
         """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
@@ -120,6 +129,10 @@ class LayerStream:
         with self._around():
             for rows in self._batches(states):
                 yield self._walk.head_input(states, rows)
+
+    def read_instead(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read these tensors around the layers, by name on disk, in place of the checkpoint's."""
+        self._meta_model.replaced = tensors
 
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight `[vocabulary, hidden]` and bias of the output projection, as stored."""
@@ -176,13 +189,15 @@ class LayerStream:
                     outcome = outcome_of(
                         call, lambda call=call: layer(*call.arguments, **(call.named | overrides))
                     )
-                for name, tensor in walk.read(index, outcome, len(states.token_ids[rows])).items():
-                    following.tensors[name][rows] = tensor
+                walk.keep(index, outcome, following, rows)
         return following
 
     def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a loaded layer returns for some samples, by its name in the states behind it; with gradients
         where they are enabled."""
+        if states.images and len(samples) > 1:
+            each = [self.outputs(index, states, sample) for sample in samples.split(1)]
+            return {name: torch.cat([part[name] for part in each]) for name in each[0]}
         layer = self._layers[index]
         with self._around(), torch.no_grad():
             call = self._walk.call(index, states, samples)

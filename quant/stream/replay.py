@@ -56,7 +56,7 @@ class Replay:
         last: dict[str, int] = {}
         for index, template in self._templates.items():
             for number, leaf in enumerate(template.leaves):
-                changed = _other_than(leaf.blank(1), generator)
+                changed = other_than(leaf.blank(1), generator)
                 if changed is None:
                     continue
                 name = _name(index, number)
@@ -143,6 +143,9 @@ class Replay:
             if (name := _name(index, number)) in self._read_by
         }
 
+    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
+        following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
+
     def head_input(self, states: States, rows: slice) -> torch.Tensor:
         read = forward(
             self._model,
@@ -177,7 +180,7 @@ def _dry_run(model: MetaModel, token_ids: torch.Tensor) -> list[tuple[int, Outco
     return outcomes
 
 
-def _other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+def other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """A tensor of other values; None where there are none, or no values."""
     if not tensor.numel():
         return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..calibration.image_inputs import Images
+
 
 @dataclass(frozen=True, slots=True)
 class States:
@@ -15,11 +17,14 @@ class States:
     Attributes:
         token_ids: int64 `[samples, length]`.
         tensors: `hidden` of a plain chain; else by number of layer and tensor what earlier layers returned.
-            The samples are the first dimension of each.
+            The samples are the first dimension of each; of a vision tower's, their numbers come first in the
+            names.
+        images: of each sample; empty where none has any.
     """
 
     token_ids: torch.Tensor
     tensors: dict[str, torch.Tensor]
+    images: Images = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -30,7 +35,11 @@ class States:
 
     @classmethod
     def restored(
-        cls, name: str, token_ids: torch.Tensor, stored: Mapping[str, torch.Tensor]
+        cls,
+        name: str,
+        token_ids: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        images: Images = (),
     ) -> States:
         """Those that `stored` gave."""
         start = f"{name}."
@@ -41,7 +50,13 @@ class States:
                 for key, tensor in stored.items()
                 if key.startswith(start)
             },
+            images,
         )
+
+    def put(self, rows: slice | torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what is carried for some samples, by name, samples first."""
+        for name, tensor in tensors.items():
+            self.tensors[name][rows] = tensor
 
     def finite(self) -> bool:
         """Whether all floats are; checks minimum and maximum, which takes no copy."""

@@ -12,7 +12,8 @@ import pytest
 from llmopt.quant.calibration.leakage_check import check_leakage, deduplicate
 from llmopt.quant.calibration.sources import MIXED, STORIES, plain_text, read_documents
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.pipeline.prepare import BUNDLED_EVALUATION, prepare
+from llmopt.quant.pipeline.calibrate import BUNDLED_EVALUATION
+from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.request.request import QuantizeRequest
 from llmopt.recipes import DATA, MODELS
 

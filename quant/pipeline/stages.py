@@ -1,0 +1,116 @@
+"""Stages of a run: the vision tower and projector first, where they are quantized, then the language model.
+
+The language model is calibrated on the image features of the quantized tower, read from what was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..base.errors import BadInput
+from ..base.progress import Progress
+from ..calibration.calibration import Calibration
+from ..calibration.image_inputs import with_images
+from ..layers.cached_calibration import CachedCalibration
+from ..layers.no_calibration import NoCalibration
+from ..layers.online_calibration import OnlineCalibration, Source, Tuning
+from ..layers.written_weights import WrittenWeights
+from ..manifest.journal import Journal
+from ..stream.layer_stream import LayerStream
+from .publish import layer_folder, quantization_config
+from .session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers that follow each other in one stream.
+
+    Attributes:
+        start: how many layers earlier stages have.
+        shards: beginning of the names of its shards.
+        vision: whether these are the layers of the vision side.
+    """
+
+    stream: LayerStream
+    start: int
+    shards: str
+    vision: bool
+
+    @property
+    def end(self) -> int:
+        """Number of layers up to its last."""
+        return self.start + self.stream.num_layers
+
+
+def stages_of(session: Session) -> tuple[Stage, ...]:
+    """The stages of a session, in order."""
+    if session.vision is None:
+        return (Stage(session.stream, 0, "model-layer", False),)
+    first = Stage(session.vision, 0, "model-vision", True)
+    return first, Stage(session.stream, first.end, "model-layer", False)
+
+
+def source_of(
+    session: Session, stage: Stage, journal: Journal, saved: Path | None, progress: Progress
+) -> Source:
+    """Cached statistics, measured now where they are missing, or online calibration.
+
+    Args:
+        saved: the states that enter the next layer of the stage; None: it begins.
+    """
+    folder, calibration, plan = session.statistics, session.calibration, session.plan
+    kv = plan.kv_cache is not None and not stage.vision
+    if not session.request.errors:
+        return NoCalibration()
+    if stage.vision:
+        calibration = of_images(calibration)
+    elif stage.start:
+        stage.stream.read_instead(_written(session, stage.start, journal))
+    if folder is None:
+        sequential = plan.method.sequential and plan.options.true_sequential
+        return OnlineCalibration(
+            stage.stream,
+            calibration,
+            saved,
+            sequential=sequential,
+            kv=kv,
+            asymmetric=plan.options.asymmetric,
+            tuning=Tuning(session.request.seed, progress.status) if plan.method.blockwise else None,
+        )
+    if not folder.complete:
+        folder.measure(stage.stream, calibration, progress, head=plan.lm_head, kv=kv)
+    return CachedCalibration(folder, stage.stream)
+
+
+def of_images(calibration: Calibration) -> Calibration:
+    """The samples with images alone, for the tower.
+
+    Raises:
+        BadInput: there are none.
+    """
+    token_ids, images = with_images(calibration.token_ids, calibration.images)
+    held_out, held_out_images = with_images(calibration.held_out, calibration.held_out_images)
+    if not images:
+        raise BadInput(
+            f"--quantize-vision: calibration data {calibration.source} has no images: give image-text "
+            "pairs with --calibration, or leave it out for the bundled pictures"
+        )
+    return replace(
+        calibration,
+        token_ids=token_ids,
+        images=images,
+        held_out=held_out,
+        held_out_images=held_out_images,
+    )
+
+
+def _written(session: Session, layers: int, journal: Journal) -> WrittenWeights:
+    """The weights of the finished vision side, in the first format."""
+    plan = session.plan
+    return WrittenWeights(
+        layer_folder(journal, plan, 0),
+        [record["shards"][plan.format.name] for record in journal.layers[:layers]],
+        plan.format,
+        quantization_config(plan, plan.format),
+    )
