@@ -28,7 +28,9 @@ from .read import checkpoint_format, module_scheme, quantized_modules, tensor_na
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"
 FAILED = "failed"
-_ATTENTION_LINEAR = re.compile(r"\.layers\.(\d+)\.(self_attn\.\w+_proj)\.")
+_ATTENTION_LINEAR = re.compile(
+    r"^(?!.*(?:vision|visual)).*\.layers\.(\d+)\.(self_attn\.\w+_proj)\."
+)
 _DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*(?:proj|fc\d|linear)$")
 
 

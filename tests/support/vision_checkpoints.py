@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.weight_map import WeightMap
+from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.tokenizer.load_processor import load_processor
 from llmopt.recipes import MODELS
 from PIL import Image
 
@@ -188,3 +193,30 @@ def save_pictures(folder: Path) -> tuple[Path, ...]:
         Image.fromarray(noise.to(torch.uint8).numpy()).save(path)
         paths.append(path)
     return tuple(paths)
+
+
+def dequantized_model(source: Path, folder: Path) -> Any:
+    """transformers' float32 model of `source` with the dequantized weights and the norms of `folder`."""
+    quantized, plain = Checkpoint(folder), Checkpoint(source)
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        source, dtype=torch.float32
+    )
+    targets = WeightMap(plain.names, model).targets
+    parameters = dict(model.named_parameters())
+    codes = quantized_modules(quantized)
+    for name in plain.names:
+        module = name.removesuffix(".weight")
+        if module in codes:
+            parameters[targets[name]].data = read_quantized(quantized, module).dequantize()
+        elif targets[name] in parameters:
+            parameters[targets[name]].data = quantized.tensor(name).float()
+    return model.eval()
+
+
+def family_inputs(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """What the tower of a saved family reads of one small picture."""
+    processor = load_processor(folder, load_tokenizer(folder), trust_remote_code=False)
+    picture = Image.open(save_pictures(folder)[0]).convert("RGB")
+    made = processor(text=[FAMILIES[name].placeholder], images=[picture], return_tensors="pt")
+    wanted = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+    return {key: made[key] for key in wanted if key in made}
