@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.quant.convert.dequantized import dequantized_model
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
@@ -30,7 +31,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tests.support.vision_checkpoints import FAMILIES as WRAPPED
-from tests.support.vision_checkpoints import dequantized_model, save_pictures, save_wrapped
+from tests.support.vision_checkpoints import save_pictures, save_wrapped
 from tools.owners import ask
 
 FAMILIES = ("qwen2_5_vl", "idefics3")
@@ -71,9 +72,9 @@ def prompts_of(folder: Path, name: str) -> list[Prompt]:
 
 
 @torch.no_grad()
-def expected(source: Path, folder: Path, prompts: list[Prompt]) -> list[torch.Tensor]:
+def expected(folder: Path, prompts: list[Prompt]) -> list[torch.Tensor]:
     """Log-probabilities of the next token by the dequantized weights, in float32."""
-    model = dequantized_model(source, folder)
+    model = dequantized_model(folder)
     return [model(**prompt.inputs).logits[0, -1].log_softmax(-1) for prompt in prompts]
 
 
@@ -135,7 +136,7 @@ def rows_of(name: str, folder: Path, given: argparse.Namespace) -> list[dict[str
         output = folder / case.replace(" ", "-").replace(",", "")
         request = {"group_size": 64, "num_samples": 4, "seq_len": 512} | fields
         quantize(QuantizeRequest(source, output, **request))
-        wanted[case] = expected(source, output, prompts)
+        wanted[case] = expected(output, prompts)
         if not fields.get("vision"):
             changed = changed_tensors(source, output)
             text = "vision tensors byte-equal" if not changed else f"changed: {changed[0]}"

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.convert.read import quantized_modules, read_quantized
-from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.weight_map import WeightMap
 from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.quant.tokenizer.load_processor import load_processor
 from llmopt.recipes import MODELS
@@ -193,24 +190,6 @@ def save_pictures(folder: Path) -> tuple[Path, ...]:
         Image.fromarray(noise.to(torch.uint8).numpy()).save(path)
         paths.append(path)
     return tuple(paths)
-
-
-def dequantized_model(source: Path, folder: Path) -> Any:
-    """transformers' float32 model of `source` with the dequantized weights and the norms of `folder`."""
-    quantized, plain = Checkpoint(folder), Checkpoint(source)
-    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-        source, dtype=torch.float32
-    )
-    targets = WeightMap(plain.names, model).targets
-    parameters = dict(model.named_parameters())
-    codes = quantized_modules(quantized)
-    for name in plain.names:
-        module = name.removesuffix(".weight")
-        if module in codes:
-            parameters[targets[name]].data = read_quantized(quantized, module).dequantize()
-        elif targets[name] in parameters:
-            parameters[targets[name]].data = quantized.tensor(name).float()
-    return model.eval()
 
 
 def family_inputs(folder: Path, name: str) -> dict[str, torch.Tensor]:

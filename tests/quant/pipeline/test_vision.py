@@ -13,6 +13,7 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
+from llmopt.quant.convert.dequantized import dequantized_model
 from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.manifest.journal import Journal
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from ...support.quant_support import STORIES
-from ...support.vision_checkpoints import dequantized_model, save_pictures, save_wrapped
+from ...support.vision_checkpoints import save_pictures, save_wrapped
 
 NAME = "qwen2_5_vl"
 
@@ -149,7 +150,7 @@ def test_transformers_loads_what_was_computed(model: Path, tmp_path: Path) -> No
     output = quantize(request).output
     logging.getLogger("compressed_tensors").setLevel(logging.ERROR)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(output, dtype=torch.float32).eval()
-    ours = dequantized_model(model, output)
+    ours = dequantized_model(output)
     calibration = prepare(replace(request, output=tmp_path / "again")).calibration
     inputs = {"input_ids": calibration.token_ids[:1], **calibration.images[0].tensors}
     with torch.no_grad():
