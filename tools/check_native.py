@@ -17,7 +17,10 @@ from llmopt.engine.kernels.common.processor import PATHS, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
-TESTS = [f"tests/engine/kernels/test_native_{part}.py" for part in ("linear", "attention", "layer")]
+TESTS = [
+    f"tests/engine/kernels/test_native_{part}.py"
+    for part in ("linear", "lookup", "attention", "layer")
+]
 
 
 def main() -> int:

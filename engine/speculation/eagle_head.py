@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from ..kernels.attention.dispatch import attention_kernels
 from ..model.decoder.decoder import Decoder
 from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
+from ..model.layers.embedding import TokenEmbedding
 from ..model.layers.mlp import Block
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
@@ -105,7 +105,7 @@ class EagleWeights:
         scores: the LM head; None: the target's.
     """
 
-    embedding: torch.Tensor
+    embedding: TokenEmbedding
     aux_hidden_state_layers: tuple[int, ...]
     aux_fusion: Projection | None
     input_fusion: FusedInput | ConcatenatedInput
@@ -189,7 +189,7 @@ class EagleHead:
         weights, positions = self._weights, inputs.positions
         attend = self._attend.of(inputs.batch)
         step = Step(inputs, positions, self._rotary_embedding.of(positions), attend)
-        tokens = functional.embedding(inputs.token_ids, weights.embedding)
+        tokens = weights.embedding(inputs.token_ids)
         hidden, read = weights.input_fusion(tokens, before)
         hidden = hidden + weights.attention(read, step, caches[0])
         return hidden + weights.mlp(weights.mlp_norm(hidden))

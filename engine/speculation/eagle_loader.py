@@ -13,6 +13,7 @@ from ..model.decoder.families import model_spec
 from ..model.decoder.loader import LayerLoader
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.attention import HeadAttention, Rotation
+from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
 from ..model.spec.spec import ModelSpec
@@ -76,12 +77,13 @@ class _Source:
     target: Decoder
     device: torch.device
 
-    def embedding(self) -> torch.Tensor:
+    def embedding(self) -> TokenEmbedding:
         """The head's embedding; the target's where the head has none and the widths agree."""
         shape, shared = self.spec.shape, self.target.weights.embedding
-        if "embed_tokens.weight" not in self.checkpoint and shared.shape[1] == shape.hidden_size:
+        if "embed_tokens.weight" not in self.checkpoint and shared.width == shape.hidden_size:
             return shared
-        return self.reader.tensor("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+        table = self.reader.tensor("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+        return EmbeddingTable(table)
 
     def fc(self, in_features: int) -> Projection:
         """The linear `fc` [hidden, in_features]."""

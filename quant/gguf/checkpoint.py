@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS
+from ..base.scheme import GGUF_BLOCKS, GgufScheme
 from ..formats.gguf import BLOCKS_SUFFIX
 from ..ggml.blocks import dequantize_blocks
 from ..model.checkpoint import Checkpoint, read_json
+from ..tensors.gguf import GgufTensor
 from .architecture import ROPE_FACTORS, config_of, permuted_heads
 from .container import GgufFile, TensorInfo
 from .families import family_of
@@ -101,6 +102,14 @@ class GgufCheckpoint(Checkpoint):
             if f".{linear}." in name:
                 return to_halves(tensor, heads).contiguous()
         return tensor
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        """A matrix as the file has it, in blocks; None: it is in floats there."""
+        info = self._infos.get(name)
+        if info is None or info.type not in GGUF_BLOCKS or len(info.shape) != 2:
+            return None
+        data = torch.from_numpy(self._file.bytes_of(info).copy())
+        return GgufTensor(data.view(info.shape[0], -1), GgufScheme(info.type))
 
     def release(self) -> None:
         """Drop the mapped pages from memory; tensors are copies."""

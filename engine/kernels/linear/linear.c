@@ -22,11 +22,12 @@ typedef struct {
     const Weight *weight;
     const void *x;         /* [rows][x_stride], bfloat16 or float32; or int8 codes (quantized activations) */
     const float *scales;   /* [rows], of int8 codes; else NULL */
-    void *y;               /* [rows][out_features], as x */
+    void *y;               /* [rows][out_features] */
     const float *bias;     /* [out_features] or NULL */
     int64_t rows, x_stride;
-    int64_t is_bf16;
-    int64_t input_dtype;           /* INPUT_... */
+    int64_t is_bf16;       /* of x */
+    int64_t gives_bf16;    /* of y; else float32 */
+    int64_t input_dtype;   /* INPUT_... */
     int64_t threads;
     float levels;          /* int8 inputs: the code of the largest magnitude, 127 or 127.5 */
     float fixed_scale;     /* int8 inputs: the static scale; 0: dynamic, per token */
@@ -289,7 +290,7 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
         for (int i = 0; i < PANEL; i += LANES)
             fstore(values + i, ffma(fload(acc + r * PANEL + i), fset(scale), fload(bias + i)));
         int64_t at = (first + r) * w->out_features + begin;
-        if (!call->is_bf16) {
+        if (!call->gives_bf16) {
             memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
             continue;
         }

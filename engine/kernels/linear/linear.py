@@ -32,6 +32,15 @@ class FusesBias(Protocol):
         ...
 
 
+@runtime_checkable
+class GivesFloat32(Protocol):
+    """A GEMM kernel that can leave its float32 accumulators unrounded, as logits want them."""
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The result for `x [rows, in]` in float32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LinearKernelQuery:
     """Kernel query of an unquantized linear: device, dtype, shape."""

@@ -12,6 +12,7 @@ from ..activations.quantized_activations import QuantizedActivations
 from ..common.build import Native, native
 from ..common.launch import launch
 from .grid import Grid
+from .lookup import lookup_rows
 from .native_pack import PackedWeight
 
 InputDtype = Literal["int8", "bfloat16", "float32"]
@@ -32,6 +33,7 @@ class CallStruct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("x_stride", ctypes.c_int64),
         ("is_bf16", ctypes.c_int64),
+        ("gives_bf16", ctypes.c_int64),
         ("input_dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("levels", ctypes.c_float),
@@ -86,9 +88,9 @@ class PackedLinear:
         self._bias: torch.Tensor | None = None
         self.weight_bytes = self._weight.nbytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [rows, in]` in bfloat16 or float32; the result has the same dtype."""
-        return self._multiply(x, None, x.dtype)
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x [rows, in]` in bfloat16 or float32; the result in `dtype`, by default the same."""
+        return self._multiply(x, None, dtype or x.dtype)
 
     def of_quantized(self, x: QuantizedActivations, dtype: torch.dtype) -> torch.Tensor:
         """The GEMM of quantized activations: int8, one scale per token; the result is in `dtype`."""
@@ -111,6 +113,7 @@ class PackedLinear:
             None if self._bias is None else self._bias.data_ptr(),
             rows,
             x.stride(0),
+            x.dtype is torch.bfloat16,
             dtype is torch.bfloat16,
             self._input_dtype,
             torch.get_num_threads(),
@@ -126,6 +129,10 @@ class PackedLinear:
         """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
         self._bias = bias.to(torch.float32).contiguous()
         self.weight_bytes += self._bias.nbytes
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes or permuted inputs."""
+        return lookup_rows(self._weight, ids, dtype)
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Dequantized weights of some input channels, float32 `[out, columns]`; symmetric 8-bit only."""

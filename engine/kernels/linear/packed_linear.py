@@ -34,6 +34,10 @@ class _Packed:
     def fuse_bias(self, bias: torch.Tensor) -> None:
         self._linear.fuse_bias(bias)
 
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the dequantized weight, [ids, in]."""
+        return self._linear.rows(ids, dtype)
+
 
 class Packed16Linear(_Packed):
     """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation.
@@ -48,7 +52,14 @@ class Packed16Linear(_Packed):
         super().__init__(PackedLinear(grid, input_dtype))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(fake_quantize_inputs(x, self._scheme, self._input_scale))
+        return self._linear(self._rounded(x))
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The result before it is rounded to the inputs' dtype."""
+        return self._linear(self._rounded(x), torch.float32)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return fake_quantize_inputs(x, self._scheme, self._input_scale)
 
 
 class Packed8Linear(_Packed):
@@ -69,6 +80,10 @@ class Packed8Linear(_Packed):
         if isinstance(x, QuantizedActivations):
             return self._linear.of_quantized(x, self._dtype)
         return self._linear(x)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The result before it is rounded to the inputs' dtype."""
+        return self._linear(x, torch.float32)
 
 
 class PackedOutlierLinear(_Packed):

@@ -14,6 +14,7 @@ from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, 
 from ...scheduling.window import Window
 from ..layers.altup import AltUpStreams
 from ..layers.attention import NO_CACHE, LayerCache, Step, StepInputs
+from ..layers.embedding import TokenEmbedding
 from ..layers.norm import Norm
 from ..layers.per_layer_input import PerLayerEmbedding
 from ..layers.projection import LinearSite, Projection
@@ -40,7 +41,7 @@ class DecoderWeights:
     by name below `base`, the prefix of the decoder's tensors, for LoRA.
     """
 
-    embedding: torch.Tensor
+    embedding: TokenEmbedding
     positions: torch.Tensor | None
     layers: Sequence[Layer]
     final_norm: Norm
@@ -187,7 +188,7 @@ class Decoder:
             self._rotary_embedding.of(positions),
             self._rotary_embedding.of_sink_queries(cache_positions),
         )
-        hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
+        hidden = self.weights.embedding(inputs.token_ids)
         if self._scale != 1.0:
             hidden = hidden * self._scale
         if inputs.embedded is not None:
@@ -250,7 +251,7 @@ class Decoder:
         hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
         if self.broadcast is not None:
             self.broadcast("logits", hidden)
-        logits = self.weights.head(hidden).float()
+        logits = self.weights.head.in_float32(hidden)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap

@@ -22,6 +22,7 @@ from ..spec.spec import AltUpSpec, ModelSpec, NotCovered
 from .altup_layer import AltUpLayer
 from .altup_loader import load_altup, load_streams
 from .decoder import DecoderWeights
+from .embedding_loader import load_embedding
 from .expert_loader import load_mixture
 from .latent_loader import load_latent_attention
 from .layer import Attention, DecoderLayer, FeedForwardLayer, Layer, MixerLayer, StateMixer
@@ -101,7 +102,8 @@ class LayerLoader:
     def load(self) -> DecoderWeights:
         reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
         hidden, vocab = shape.hidden_size, shape.vocab_size
-        embedding = reader.tensor(f"{self.base}{names.embedding}.weight", vocab, hidden)
+        table = f"{self.base}{names.embedding}.weight"
+        embedding = load_embedding(reader, table, vocab, hidden, self.dtype, self.shard)
         positions = None
         if names.positions:
             table = f"{self.base}{names.positions}.weight"
@@ -128,7 +130,7 @@ class LayerLoader:
         tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
-            head = Projection([embedding[part]], None, self.dtype)
+            head = embedding.head(part)
         else:
             weight_slice = None if self.shard is None else WeightSlice(rows=((part,),))
             head = reader.projection(

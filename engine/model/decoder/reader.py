@@ -10,9 +10,11 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
 from ....quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
+from ....quant.gguf.checkpoint import GgufCheckpoint
 from ....quant.model.checkpoint import Checkpoint
 from ....quant.tensors.base import QuantizedTensor
 from ...kernels.elementwise.dispatch import RowKernelQuery
+from ...kernels.linear.lookup import LooksUpRows, native_lookup
 from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.projection import LinearSite, Projection
 from ..parallel.shard import Shard
@@ -74,6 +76,22 @@ class CheckpointReader:
         moved = tensor.to(self._device, dtype or self._dtype)
         # A tensor that still aliases the mapped file would keep all of the file in memory.
         return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
+
+    def packed_table(self, name: str, rows: int, width: int) -> Projection | None:
+        """An embedding [rows, width] in ggml's blocks, packed for a kernel that looks up its rows.
+
+        None: the file has it in floats, or no kernel here takes its blocks.
+        """
+        if self._device.type != "cpu" or not isinstance(self._checkpoint, GgufCheckpoint):
+            return None
+        weight = self._checkpoint.blocks(name)
+        if weight is None or weight.shape != (rows, width) or native_lookup().library is None:
+            return None
+        packed = self.stacked([weight], None)
+        if not isinstance(packed.kernel, LooksUpRows):
+            return None
+        self._unread.discard(name)
+        return packed
 
     def vector(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A float vector [size], which may be stored as a row [1, size]."""

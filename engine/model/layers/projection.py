@@ -22,7 +22,13 @@ from ...kernels.activations.quantized_activations import (
     Rows,
     TakesQuantizedInput,
 )
-from ...kernels.linear.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
+from ...kernels.linear.linear import (
+    FusesBias,
+    GivesFloat32,
+    LinearKernel,
+    TorchLinear,
+    prepare_linear,
+)
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
 
 AdapterRows = Mapping[str, torch.Tensor | None]
@@ -104,6 +110,13 @@ class Projection:
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set an epilogue (all-reduce, all-gather): `step` maps every output, possibly in place."""
         self._then = step
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The output in float32, unrounded where the kernel gives it; without adapters."""
+        kernel = self.kernel
+        if isinstance(kernel, GivesFloat32) and self._bias is None:
+            return kernel.in_float32(x)
+        return self(x).float()
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         if isinstance(x, QuantizedActivations):

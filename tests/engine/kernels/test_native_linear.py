@@ -171,6 +171,17 @@ def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
             torch.set_num_threads(1)
 
 
+def test_float32_results_are_the_unrounded_ones(path: str) -> None:
+    weight = weight_of(GgufScheme("Q8_0"), 70, 768)
+    x = inputs_of(5, 768).bfloat16()
+    for bits in (8, 16):
+        kernel = Projection([weight], None, torch.bfloat16, bits)
+        exact = kernel.in_float32(x)
+        assert exact.dtype is torch.float32
+        assert torch.equal(exact.bfloat16(), kernel(x))
+        assert not torch.equal(exact, kernel(x).float())
+
+
 def test_every_path_gives_the_same_bits_for_8_bit_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs_of(9, 1152)
     for scheme in (IntScheme(4, 128, False), IntScheme(8, -1, True), GgufScheme("Q4_0")):
