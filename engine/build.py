@@ -82,6 +82,7 @@ class LoadedModel:
         draft: the weights of the draft-token proposer, if it has any.
         images: processor and vision encoder, if it takes images.
         image_rules: of the target model.
+        activation_bits: of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
     """
 
     folder: Path
@@ -95,6 +96,7 @@ class LoadedModel:
     draft: Draft | None
     images: ImageSupport
     image_rules: ImageRules
+    activation_bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             max_cache_bytes=config.encoder_cache_bytes,
             language_model_only=config.language_model_only,
         )
+    method = (checkpoint.quantization_config or {}).get("quant_method")
     return LoadedModel(
         folder,
         device,
@@ -204,6 +207,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         draft,
         images,
         ImageRules(model.image_spec, checkpoint.config),
+        16 if method is None or device.type != "cpu" else config.activation_bits(method),
     )
 
 

@@ -126,6 +126,7 @@ def open_shards(
         PeerLost: a worker ended while loading.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
+    bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
     def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
         return open_model(
@@ -133,7 +134,7 @@ def open_shards(
             config.max_model_len,
             device,
             dtype,
-            config.cpu_activations,
+            bits,
             config.loras,
             shard,
             config.stream,
@@ -153,7 +154,7 @@ def open_shards(
         device=device,
         dtype=dtype,
         max_model_len=config.max_model_len,
-        input_bits=config.cpu_activations,
+        input_bits=bits,
         loras=config.loras,
         stream=config.stream,
         num_threads=num_threads(config),
