@@ -54,11 +54,16 @@ def read_tokenizer(file: GgufFile) -> Any:
     special = {name: text for name, text in special.items() if text is not None}
     if (around := _around(keys, special)) is not None:
         tokenizer.post_processor = around
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=keys.text("tokenizer.chat_template"),
-        **special,
-    )
+    # transformers deep-copies the tokenizer, through JSON: a second, at 150,000 entries.
+    tokenizer.__deepcopy__ = lambda memo: tokenizer
+    try:
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            chat_template=keys.text("tokenizer.chat_template"),
+            **special,
+        )
+    finally:
+        del tokenizer.__deepcopy__
 
 
 class _Keys:
