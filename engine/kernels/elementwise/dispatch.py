@@ -13,7 +13,14 @@ from ..attention.paged_tensor import PagedTensor
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_rows
 from .head_norms import HeadNorms
-from .native_layer import CHANNELS, NativeNorm, NativeRopeAndCache, NativeSiluGate, native_layer
+from .native_layer import (
+    CHANNELS,
+    NativeGeluTanhGate,
+    NativeNorm,
+    NativeRopeAndCache,
+    NativeSiluGate,
+    native_layer,
+)
 from .rotary import apply_rotary_emb
 
 
@@ -57,6 +64,11 @@ GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU gate (SwiGLU) in torch."""
     return functional.silu(gate) * up
+
+
+def _native_gelu_gate(is_tanh: bool) -> GateKernel:
+    """The kernel of the tanh approximation; of the error function, torch's."""
+    return NativeGeluTanhGate() if is_tanh else _torch_gelu_gate(is_tanh)
 
 
 def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
@@ -175,6 +187,7 @@ GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
     "gelu gate",
     [
         Candidate("triton", _refuses_triton, _triton_gelu_gate),
+        Candidate("native", _refuses, _native_gelu_gate),
         Candidate("torch", lambda _: None, _torch_gelu_gate),
     ],
 )

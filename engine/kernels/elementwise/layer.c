@@ -1,4 +1,4 @@
-/* Elementwise kernels: fused add + RMSNorm, SiLU gate, and fused RoPE + KV-cache write.
+/* Elementwise kernels: fused add + RMSNorm, SiLU and GELU gates, and fused RoPE + KV-cache write.
  *
  * Values are float32 or bfloat16, computed in float32. Rows are independent. Norms and gates round
  * intermediates to the stored dtype where torch's operations do. */
@@ -33,7 +33,7 @@ typedef struct {
     Quantized rounded;
     const void *gate, *up; /* [rows][stride] */
     void *out;             /* as above */
-    int64_t rows, size, stride, is_bf16, threads;
+    int64_t rows, size, stride, is_bf16, is_gelu, threads;
     atomic_long next;
     atomic_int failed;
 } GateCall;
@@ -117,10 +117,17 @@ INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *v
     if (values) quantize_row(&c->rounded, row, c->size, values, largest);
 }
 
-/* x / (1 + e^-x), with e^-|x| on both sides of zero. */
-INLINE fvec silu(fvec x) {
-    fvec none = fset(0.0f), e = exp_not_above_zero(fsub(none, fabs_(x)));
+/* x / (1 + e^-z), where z has the sign of x, with e^-|z| on both sides of zero. */
+INLINE fvec times_sigmoid(fvec x, fvec z) {
+    fvec none = fset(0.0f), e = exp_not_above_zero(fsub(none, fabs_(z)));
     return fdiv(fadd(fmax_(x, none), fmul(fmin_(x, none), e)), fadd(fset(1.0f), e));
+}
+
+/* SiLU; or GELU by its tanh approximation, where (1 + tanh u) / 2 is the sigmoid of 2u. */
+INLINE fvec activation(const GateCall *c, fvec x) {
+    if (!c->is_gelu) return times_sigmoid(x, x);
+    fvec cube = ffma(fmul(fset(0.044715f), fmul(x, x)), x, x);
+    return times_sigmoid(x, fmul(fset(1.5957691216f), cube));
 }
 
 INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *values) {
@@ -139,7 +146,7 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *v
             memcpy(last[0], from, left), memcpy(last[1], other, left);
             from = last[0], other = last[1], to = last[2];
         }
-        fvec opened = as_stored(silu(load(from, 0, is_bf16)), is_bf16);
+        fvec opened = as_stored(activation(c, load(from, 0, is_bf16)), is_bf16);
         fvec v = fmul(opened, load(other, 0, is_bf16));
         if (values) {
             v = as_stored(v, is_bf16);

@@ -51,7 +51,9 @@ _Norm = _struct(
     ("eps", ctypes.c_float),
     is_quantized=True,
 )
-_Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads", is_quantized=True)
+_Gate = _struct(
+    "_Gate", "gate up out", "rows size stride is_bf16 is_gelu threads", is_quantized=True
+)
 _RopeAndCache = _struct(
     "_RopeAndCache",
     "heads cos sin slots keys values",
@@ -135,6 +137,8 @@ class NativeNorm:
 class NativeSiluGate:
     """`silu(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
 
+    _is_gelu = False
+
     def __init__(self) -> None:
         library = native_layer().library
         assert library is not None
@@ -168,9 +172,16 @@ class NativeSiluGate:
             size,
             gate.stride(0),
             gate.dtype is torch.bfloat16,
+            self._is_gelu,
             _threads(rows * size),
         )
         _run(self._function, call)
+
+
+class NativeGeluTanhGate(NativeSiluGate):
+    """`gelu(gate) * up` by the tanh approximation, likewise."""
+
+    _is_gelu = True
 
 
 class NativeRopeAndCache:

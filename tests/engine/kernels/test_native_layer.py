@@ -25,6 +25,7 @@ from llmopt.engine.kernels.elementwise.dispatch import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.elementwise.native_layer import (
+    NativeGeluTanhGate,
     NativeNorm,
     NativeRopeAndCache,
     NativeSiluGate,
@@ -34,6 +35,7 @@ from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
+from torch.nn import functional
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
 pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
@@ -133,6 +135,9 @@ def test_gates(path: str) -> None:
         if not stacked:
             gate = gate.contiguous()
         close(NativeSiluGate()(gate, up), torch_silu_gate(gate, up))
+        opened = functional.gelu(gate.double(), approximate="tanh").to(dtype)
+        expected = opened * up
+        close(NativeGeluTanhGate()(gate, up), expected)
 
     sweep()
 
@@ -143,6 +148,9 @@ def test_gates_far_from_zero(path: str) -> None:
     torch.testing.assert_close(
         got, torch_silu_gate(gate, torch.ones_like(gate)), atol=1e-30, rtol=1e-6
     )
+    got = NativeGeluTanhGate()(gate, torch.ones_like(gate))
+    expected = functional.gelu(gate.double(), approximate="tanh").float()
+    torch.testing.assert_close(got, expected, atol=1e-30, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stored", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
