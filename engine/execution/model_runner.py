@@ -24,7 +24,7 @@ from ..scheduling.step_plan import ScheduledRow, StepPlan
 from ..speculation.proposer import Proposer
 from .image_rows import embedded_rows
 from .row_pooling import pooled_rows
-from .step_graphs import StepGraphs
+from .step_graphs import Forward, StepGraphs
 from .step_layout import StepLayout
 from .step_phases import UNTIMED, StepTimer
 from .step_result import LaunchedStep, SampledTokens, StepResult
@@ -124,8 +124,8 @@ class ModelRunner:
         """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and
         a result with the prompts' logprobs."""
         with timer("prepare_inputs"):
-            forward = self._graphs.prepare(self._inputs(layout, sampled))
-            ends = self._ends(layout) if layout.sampled_rows else None
+            forward = self._prepare(layout, sampled)
+            ends = self._ends(layout)
         result = StepResult(replayed=forward.is_replay)
         with timer("forward"):
             hidden = forward.run()
@@ -133,8 +133,9 @@ class ModelRunner:
             width = self.decoder.hidden_size
             result.pooled = pooled_rows(layout, hidden, width, self.decoder.logits)
             logits = None
-            if ends is not None:
-                logits = self.decoder.logits(hidden.index_select(0, ends))
+            if layout.sampled_rows:
+                states = hidden if ends is None else hidden.index_select(0, ends)
+                logits = self.decoder.logits(states)
         return hidden, logits, result
 
     def _speculate(self, plan: StepPlan, proposer: Proposer, timer: StepTimer) -> StepResult:
@@ -188,9 +189,21 @@ class ModelRunner:
             return inputs
         return replace(inputs, embedded=embedded_rows(runs, self.encoders, self._device))
 
-    def _ends(self, layout: StepLayout) -> torch.Tensor:
-        """Indices of the hidden states whose logits are needed, int64 [ends]."""
-        return packed([layout.ends], self._device)[0]
+    def _prepare(self, layout: StepLayout, sampled: SampledTokens | None) -> Forward:
+        """The forward pass with its inputs in place."""
+        plain = sampled is None and self._proposer is None and self.evictor is None
+        if plain and not any(row.lora for row in layout.rows):
+            forward = self._graphs.prepare_decode(layout.runs)
+            if forward is not None:
+                return forward
+        return self._graphs.prepare(self._inputs(layout, sampled))
+
+    def _ends(self, layout: StepLayout) -> torch.Tensor | None:
+        """Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order."""
+        ends = layout.ends
+        if ends == [*range(layout.num_tokens)]:
+            return None
+        return packed([ends], self._device)[0]
 
     def _begin_draw(
         self,

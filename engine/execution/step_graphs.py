@@ -14,13 +14,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
+from ..cache.step_inputs import Run
 from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
 from ..model.layers.attention import LayerCache, StepInputs
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
+from .decode_inputs import DecodeInputs, is_plain_decode
 
 CPU_SIZES = tuple(range(1, 33))
 """Batch sizes captured on a CPU: beyond, Python's overhead is a small part of a step."""
@@ -77,31 +78,25 @@ class StepGraphs:
         self._model, self._caches = model, caches
         self._sizes = tuple(sizes) if model.is_capturable else ()
         self._capture = capture
-        self._block_size, self._dtype = block_size, dtype
+        self._all_early = device.type == "cuda"
         rows = max(self._sizes, default=0)
-
-        def zeros(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=device)
-
-        self._token_ids, self._positions, self._slots = zeros(rows), zeros(rows), zeros(rows)
-        self._rows = torch.arange(rows, device=device)
-        self._lengths, self._evicted_spans = zeros(rows) + 1, zeros(rows)
-        self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
+        self._static = DecodeInputs(rows, max_blocks, block_size, device, dtype)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture every size now, the largest first, whose memory the others reuse."""
+        """Capture the sizes now, the largest first, whose memory the others reuse.
+
+        On a CPU the largest and powers of two; others at their first use, which takes a step's time or
+        two, where all of them would be a second of every start.
+        """
         try:
             for size in reversed(self._sizes):
-                self._graph(size, 0, aux_hidden_state_layers)
+                if self._all_early or size == self._sizes[-1] or size.bit_count() == 1:
+                    self._graph(size, 0, aux_hidden_state_layers)
         except NotCapturable:
             # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
             self._sizes = ()
-        # Capturing wrote meaningless values to the null block; padding in a table is read, with weight 0.
-        for cache in self._caches:
-            for part in cache.parts:
-                part[NULL_BLOCK].zero_()
 
     def prepare(self, inputs: StepInputs) -> Forward:
         """Choose a graph and fill its static inputs with a step's values, or leave the step eager."""
@@ -112,11 +107,29 @@ class StepGraphs:
         if inputs.embedded is not None:
             return eager  # a chunk of one token, of an image; it may have three positions
         rows = len(inputs.token_ids)
-        size = next((size for size in self._sizes if size >= rows), None)
+        size = self._size_of(rows)
         if size is None:
             return eager
-        self._fill(inputs, group, rows, size)
-        key = size, group.sink_length, inputs.aux_hidden_state_layers
+        self._static.fill(inputs, group, rows, size)
+        return self._replay(rows, size, group.sink_length, inputs.aux_hidden_state_layers)
+
+    def prepare_decode(self, runs: Sequence[Run]) -> Forward | None:
+        """Fill a captured decode step from its runs, without input tensors; None: it is not captured, or
+        not a plain one. Adapters and what else `StepInputs` tells are the caller's to know."""
+        size = self._size_of(len(runs)) if self._static.takes_runs else None
+        if size is None or not is_plain_decode(runs):
+            return None
+        self._static.fill_runs(runs, size)
+        return self._replay(len(runs), size, 0, ())
+
+    def _size_of(self, rows: int) -> int | None:
+        """The smallest size that holds so many rows."""
+        return next((size for size in self._sizes if size >= rows), None)
+
+    def _replay(
+        self, rows: int, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
+    ) -> Forward:
+        key = size, sink_length, aux_hidden_state_layers
         graph = self._graphs.get(key) or self._graph(*key)
         return Forward(lambda: graph.replay()[:rows], is_replay=True)
 
@@ -130,43 +143,15 @@ class StepGraphs:
             # New for each call, because a kernel computes the batch's layout on first use; and kept alive,
             # because the graph may point to it.
             nonlocal inputs
-            inputs = self._inputs(size, sink_length, aux_hidden_state_layers)
+            inputs = self._static.step(size, sink_length, aux_hidden_state_layers)
             return self._model.forward(inputs, self._caches)
 
         graph = self._graphs[size, sink_length, aux_hidden_state_layers] = self._capture(call)
+        # Capturing wrote meaningless values to the null block; padding in a table is read, with weight 0.
+        for cache in self._caches:
+            for part in cache.parts:
+                part[NULL_BLOCK].zero_()
         return graph
-
-    def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
-        """Copy the values of a step; the padding rows see one token, of the null block."""
-        self._token_ids[:rows] = inputs.token_ids
-        self._positions[:rows] = inputs.positions
-        self._slots[:rows] = inputs.slots
-        self._lengths[:rows] = group.lengths
-        self._evicted_spans[:rows] = group.evicted_spans
-        tables = group.block_ids.view(rows, -1)
-        self._tables[:rows, : tables.shape[1]] = tables
-        if rows < size:
-            self._token_ids[rows:size] = 0
-            self._positions[rows:size] = 0
-            self._slots[rows:size] = NULL_BLOCK * self._block_size
-            self._lengths[rows:size] = 1
-            self._evicted_spans[rows:size] = 0
-            self._tables[rows:size, 0] = NULL_BLOCK
-
-    def _inputs(
-        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
-    ) -> StepInputs:
-        """A step of `size` rows on the static inputs."""
-        group = DecodeGroup(
-            self._rows[:size],
-            self._tables[:size].view(-1),
-            self._lengths[:size],
-            self._evicted_spans[:size],
-            sink_length,
-        )
-        batch = AttentionBatch([], group, self._block_size, self._dtype)
-        rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
-        return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
 
 
 class EagerGraph:

@@ -57,6 +57,11 @@ class StepLayout:
         return cls(rows, begins, runs, speculative)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, draft tokens included."""
+        return self.begins[-1] + len(self.runs[-1].token_ids) if self.runs else 0
+
+    @property
     def sampled_rows(self) -> list[ScheduledRow]:
         """The rows that sample."""
         return [row for row in self.rows if row.num_samples]
