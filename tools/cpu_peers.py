@@ -1,7 +1,11 @@
 """CPU speed of this engine beside llama.cpp, vLLM, transformers and OpenVINO, in interleaved rounds.
 
     python tools/cpu_peers.py --models DIR --environments DIR --install --output cpu-peers-1.1B.json
+    python tools/cpu_peers.py --files MODEL.gguf ... --environments DIR --output cpu-peers-files.json
     python tools/cpu_peers.py --show cpu-peers-1.1B.json
+
+With `--files` the models are real GGUF files, ours with its defaults and with 16-bit activations beside
+llama.cpp, and every engine is started `--rounds` times more, for its loading and its first token.
 
 Makes the checkpoints that are missing in `--models` (minutes, the first time), loads every engine in a
 process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`), and then measures a
@@ -21,11 +25,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.roofs import Roofs
+from peers_loading import loads_table, measure_loads
 from quantizer_speed import SHAPES, make_model
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
@@ -62,10 +68,13 @@ class Row:
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
     most: int = 16
+    file: Path | None = None
 
     @property
     def name(self) -> str:
         extra = "".join(f" {key}" for key in self.options if key == "continuous")
+        if self.file is not None and "cpu_activations" in self.options:
+            extra = f" {self.options['cpu_activations']}-bit"
         return f"{self.package} {self.kind or 'bf16'}{extra}"
 
 
@@ -124,6 +133,8 @@ GOALS = (  # ours, theirs (the best of them), case, goal
     ("llmopt Q4_0", ("llamacpp Q4_0", "llamacpp Q4_K_M"), "alone at 2048", 0.9),
     ("llmopt Q4_0", ("llamacpp Q4_0", "llamacpp Q4_K_M"), "batch 8 at 2048", 1.5),
 )
+FILE_GOALS = {"alone": 1.0, "batch 16": 3.0, "prefill 512": 4.0}
+"""Of a real file, with default options, against llama.cpp."""
 SMALL_GOALS = {"alone": 0.9, "batch 16": 1.5}
 """Against llama.cpp at shapes below 1B parameters."""
 
@@ -262,7 +273,7 @@ def show(record: Mapping[str, Any]) -> str:
     lines = [
         f"{record['shape']}, {record['processor']}, {record['threads']} threads, "
         f"{record['rounds']} rounds, read roof {roof / 1e9:.1f} GB/s; tokens/s, lowest to highest; "
-        "llmopt with --cpu-activations 8 but for bf16",
+        + record.get("about", "llmopt with --cpu-activations 8 but for bf16"),
         "",
         "| | " + " | ".join(cases) + " | alone, of the roof |",
         "|---|" + "---|" * (len(cases) + 1),
@@ -295,6 +306,8 @@ def show(record: Mapping[str, Any]) -> str:
             sizes = (max(peaks), memory["weight_bytes"], memory["kv_cache_bytes"], rest)
             shown = " | ".join(f"{size / 2**20:,.0f} MiB" for size in sizes)
             lines.append(f"| {row['name']} | {shown} |")
+    if record.get("loads"):
+        lines += ["", *loads_table(record["loads"])]
     return "\n".join(lines)
 
 
@@ -308,6 +321,28 @@ def goals(shape: str) -> list[tuple[str, tuple[str, ...], str, float]]:
     ]
 
 
+def file_rows(files: Sequence[Path]) -> list[Row]:
+    """Ours with its defaults and with 16-bit activations, and llama.cpp, for each GGUF file."""
+    return [
+        row
+        for file in files
+        for row in (
+            Row("llmopt", file.stem, file=file),
+            Row("llmopt", file.stem, {"cpu_activations": 16}, file=file),
+            Row("llamacpp", file.stem, file=file),
+        )
+    ]
+
+
+def file_goals(files: Sequence[Path]) -> list[tuple[str, tuple[str, ...], str, float]]:
+    """What is asked for of each file."""
+    return [
+        (f"llmopt {file.stem}", (f"llamacpp {file.stem}",), case, goal)
+        for file in files
+        for case, goal in FILE_GOALS.items()
+    ]
+
+
 def write(
     given: argparse.Namespace,
     cases: Sequence[str],
@@ -315,15 +350,22 @@ def write(
     bytes_per_step: Mapping[str, int],
     roofs: Roofs,
     found: Sequence[Mapping[str, Any]],
+    loads: Sequence[Mapping[str, Any]],
 ) -> None:
     """The record of the rounds so far, as JSON where that is wanted, and its tables."""
     ratios = [
         {"ours": ours, "theirs": theirs, "case": case, "goal": goal, **seen}
-        for ours, theirs, case, goal in goals(given.shape)
+        for ours, theirs, case, goal in (
+            file_goals(given.files) if given.files else goals(given.shape)
+        )
         if (seen := ratio(found, ours, theirs, case)) is not None
     ]
     record = {
-        "shape": given.shape,
+        "shape": "real files" if given.files else given.shape,
+        "about": "llmopt with its defaults, or 16-bit activations"
+        if given.files
+        else "llmopt with --cpu-activations 8 but for bf16",
+        "loads": list(loads),
         "processor": cpu_model(),
         "threads": given.threads,
         "rounds": 1 + max(one["round"] for one in found),
@@ -343,6 +385,25 @@ def write(
     print(show(record))
 
 
+def start(given: argparse.Namespace, cases: Sequence[str], row: Row) -> Worker:
+    """A worker that has loaded its checkpoint, made where it is missing."""
+    model = row.file
+    if model is None:
+        model = checkpoint(given.models, given.shape, row.kind)
+        if row.package in ("llamacpp", "openvino"):
+            model = next(model.glob("*.gguf"))
+    options = {
+        "model": str(model),
+        "threads": given.threads,
+        "max_len": max(CASES[case].context + CASES[case].new for case in cases) + 8,
+        "max_seqs": max(CASES[case].batch for case in cases),
+        "cache_bytes": 2**29,
+    }
+    is_ours = row.package in ("llmopt", "transformers")
+    python = given.environments / row.package / "bin" / "python"
+    return Worker(row, Path(sys.executable) if is_ours else python, options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", type=Path, help="folder of the checkpoints")
@@ -350,6 +411,7 @@ def main() -> None:
     parser.add_argument(
         "--show", type=Path, help="print the tables of such a JSON file, and nothing else"
     )
+    parser.add_argument("--files", type=Path, nargs="*", default=[], help="real GGUF files")
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--shape", default="1.1B", choices=SHAPES)
     parser.add_argument("--rows", help="names, separated by commas; default: all")
@@ -362,30 +424,23 @@ def main() -> None:
     if given.show:
         print(show(json.loads(given.show.read_text(encoding="utf-8"))))
         return
-    if given.models is None or given.environments is None:
-        parser.error("a measurement needs --models and --environments")
+    if given.environments is None or (given.models is None and not given.files):
+        parser.error("a measurement needs --environments, and --models or --files")
     if given.install:
         install(given.environments)
     cases = given.cases.split(",")
-    rows = [row for row in ROWS if not given.rows or row.name in given.rows.split(",")]
-    longest = max(CASES[case].context + CASES[case].new for case in cases) + 8
+    rows = [
+        row
+        for row in (file_rows(given.files) if given.files else ROWS)
+        if not given.rows or row.name in given.rows.split(",")
+    ]
+    starts = {row.name: partial(start, given, cases, row) for row in rows}
+    loads = measure_loads(starts, given.rounds) if given.files else []
     workers: list[Worker] = []
     bytes_per_step: dict[str, int] = {}
     try:
         for row in rows:
-            folder = checkpoint(given.models, given.shape, row.kind)
-            is_file = row.package in ("llamacpp", "openvino")
-            options = {
-                "model": str(next(folder.glob("*.gguf")) if is_file else folder),
-                "threads": given.threads,
-                "max_len": longest,
-                "max_seqs": max(CASES[case].batch for case in cases),
-                "cache_bytes": 2**29,
-            }
-            own = Path(sys.executable)
-            python = given.environments / row.package / "bin" / "python"
-            python = own if row.package in ("llmopt", "transformers") else python
-            worker = Worker(row, python, options)
+            worker = starts[row.name]()
             workers.append(worker)
             print(f"loaded {row.name}: {json.dumps(worker.about)}", flush=True)
             if memory := worker.about.get("memory"):
@@ -398,7 +453,7 @@ def main() -> None:
             cases,
             given.rounds,
             roofs,
-            lambda found: write(given, cases, workers, bytes_per_step, roofs, found),
+            lambda found: write(given, cases, workers, bytes_per_step, roofs, found, loads),
         )
     finally:
         for worker in workers:

@@ -22,7 +22,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
             max_model_len=options["max_len"],
             max_num_seqs=options["max_seqs"],
             kv_cache_memory_bytes=options["cache_bytes"],
-            cpu_activations=options.get("cpu_activations", 16),
+            cpu_activations=options.get("cpu_activations"),
             enable_prefix_caching=False,
         )
     )
@@ -39,7 +39,8 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
                 times[int(output.request_id)].extend([now] * len(output.new_token_ids))
         return times
 
-    return run, {"version": "this one", "memory": asdict(engine.memory)}
+    about = {"version": "this one", "memory": asdict(engine.memory)}
+    return run, {**about, "activation_bits": engine.activation_bits}
 
 
 if __name__ == "__main__":

@@ -34,10 +34,18 @@ def serve(opened: Open) -> None:
     try:
         begin = time.perf_counter()
         run, about = opened(options)
-        seconds = time.perf_counter() - begin
-        run(_prompts(2, 16, 0), 3)
-        answer({**about, "load_seconds": seconds})
+        loaded = time.perf_counter()
+        run(_prompts(1, 16, 0), 1)
+        seconds = {
+            "load_seconds": loaded - begin,
+            "first_token_seconds": time.perf_counter() - begin,
+        }
+        answer({**about, **seconds})
+        is_cold = True
         for line in sys.stdin:
+            if is_cold:
+                run(_prompts(2, 16, 0), 3)
+                is_cold = False
             answer(_answer(run, json.loads(line)))
     except Exception as error:  # whatever a package raises is its answer
         answer({"error": f"{type(error).__name__}: {error}"[:300]})
