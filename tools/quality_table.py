@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.quality.marks import write_between
 
 WIDTHS = (2, 3, 4, 8)
-SHARED_GRID = ("rtn", "hqq", "awq", "gptq")
+SHARED_GRID = ("rtn", "hqq", "awq", "gptq", "autoround")
 VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "int8": ({}, {"outlier_threshold": 6.0}),
     "fp8": ({"granularity": "tensor"}, {"granularity": "channel"}, {"granularity": "block"}),

@@ -13,6 +13,7 @@ import torch
 from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration
 from ..methods.base import MethodOptions, ModuleReport
+from ..methods.solvers import solver_name
 from ..plan.contents import stored
 from ..plan.loaders import loaders, loads_in
 from ..plan.plan import Plan, QuantizeRequest
@@ -122,6 +123,7 @@ def build_manifest(
         "signature": signature,
         "source_sha256": source_hashes,
         "method": plan.method.name,
+        "solver": solver_name(plan.method.name, plan.options.solver),
         "format": plan.formats[number].name,
         "scheme": plan.label,
         "options": _options(request),
@@ -238,8 +240,9 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
-        f"Weights of `{manifest['model']}` quantized with the method `{manifest['method']}` of llmopt "
-        f"{manifest['llmopt']} and stored in the format `{manifest['format']}`.",
+        f"Weights of `{manifest['model']}` quantized by llmopt {manifest['llmopt']} with the method "
+        f"`{manifest['method']}`, solver `{manifest['solver']}`, and stored in the format "
+        f"`{manifest['format']}`.",
         "",
         "| | |",
         "|---|---|",

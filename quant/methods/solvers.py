@@ -11,6 +11,7 @@ from .base import LayerProblem, LayerResult, Method, SchemeOptions
 from .gptq import Gptq
 
 _ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
+_SOLVING = ("gptq", "autoround")  # are solvers themselves
 _SMOOTHING = ("awq", "smoothquant")  # round what they smoothed by the solver themselves
 
 
@@ -23,6 +24,11 @@ def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:
     if asked == "gptq":
         return "gptq"
     return "gptq" if asked == "auto" and method == "awq" else "nearest"
+
+
+def solver_name(method: str, solver: str) -> str:
+    """What chooses a method's codes: `nearest`, `gptq` or `autoround`; `solver` is what `solver_of` says."""
+    return method if method in _SOLVING else solver
 
 
 def with_solver(method: Method, solver: str) -> Method:

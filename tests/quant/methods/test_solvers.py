@@ -16,11 +16,12 @@ from llmopt.quant.methods.gptq import Gptq
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.methods.solvers import with_solver
+from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.request.request import QuantizeRequest
 
 from ...support.layer_problems import llama_layer
-from ...support.quant_support import STORIES
+from ...support.quant_support import STORIES, TINY
 
 SOLVED = MethodOptions(solver="gptq")
 SMOOTHING = ("awq", "smoothquant")
@@ -58,6 +59,34 @@ def test_awq_is_solved_by_error_feedback_unless_asked_otherwise(tmp_path: Path) 
     assert solvers == dict.fromkeys(solvers, "nearest") | {"awq": "gptq"}
     nearest = QuantizeRequest(STORIES, tmp_path / "o", options=MethodOptions(solver="nearest"))
     assert make_plan(nearest).options.solver == "nearest"
+
+
+@pytest.mark.parametrize(
+    ("method", "solver", "named"),
+    [
+        ("awq", "auto", "gptq"),
+        ("awq", "nearest", "nearest"),
+        ("rtn", "auto", "nearest"),
+        ("gptq", "auto", "gptq"),
+    ],
+)
+def test_the_solver_that_was_taken_is_recorded(
+    tmp_path: Path, method: str, solver: Any, named: str
+) -> None:
+    """`auto` leaves no trace among the options, which are those that differ from their defaults."""
+    request = QuantizeRequest(
+        TINY,
+        tmp_path / "o",
+        method,
+        group_size=-1,
+        num_samples=2,
+        seq_len=8,
+        format="compressed-tensors",
+        options=MethodOptions(solver=solver),
+    )
+    result = quantize(request)
+    assert result.manifest["solver"] == named
+    assert f"`{method}`, solver `{named}`" in (result.output / "README.md").read_text()
 
 
 def test_a_scaled_layer_is_measured_in_the_unscaled_one() -> None:
