@@ -9,6 +9,7 @@ import torch
 # Rounds multiples of a step to the values of a grid.
 Nearest = Callable[[torch.Tensor], torch.Tensor]
 
+_VALUES = 2**17  # weights per chunk of a search
 _SCALE_SHIFTS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0)
 
 
@@ -91,6 +92,18 @@ def fit_positive(
         best_step = torch.where(better, step, best_step)
         best_codes = torch.where(better, codes, best_codes)
     return best_step.squeeze(-1), best_codes
+
+
+def in_chunks(
+    search: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What a search gives for blocks `[n, runs, width]`, as many at a time as a core's cache holds."""
+    at_once = max(1, _VALUES // x[0].numel())
+    chunks = zip(x.split(at_once), weights.split(at_once), strict=True)
+    parts = [search(*chunk) for chunk in chunks]
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
 def half(values: torch.Tensor) -> torch.Tensor:

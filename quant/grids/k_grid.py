@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..base.scheme import GgufScheme
-from ..ggml.fit import error_weights, extremes_of, whole
+from ..ggml.fit import error_weights, extremes_of, in_chunks, whole
 from ..ggml.k_blocks import WIDTH, pack_affine, pack_signed
 from ..ggml.k_quants import AFFINE, SIGNED
-from ..ggml.k_search import search_affine, search_signed
+from ..ggml.k_search import AffineCodes, SignedCodes, search_affine, search_signed
 from ..ggml.k_small_blocks import pack_q2, pack_q3
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
@@ -36,9 +36,12 @@ class KAffineGrid(ScalarGrid):
             weights = error_weights(blocks, None)
         else:
             weights = importance.expand(values.shape).reshape(blocks.shape)
-        fitted = search_affine(blocks, weights, self._levels, self._scale_levels, rounds=1)
-        parts = fitted.scales, fitted.lows, fitted.heads
-        return tuple(part.view(*values.shape[:2], -1) for part in parts)
+
+        def search(x: torch.Tensor, weights: torch.Tensor) -> AffineCodes:
+            return search_affine(x, weights, self._levels, self._scale_levels, rounds=1)
+
+        scales, _, lows, heads = in_chunks(search, blocks, weights)
+        return tuple(part.view(*values.shape[:2], -1) for part in (scales, lows, heads))
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, lows, heads = parameters
@@ -80,8 +83,12 @@ class KSignedGrid(ScalarGrid):
         else:
             weights = importance.expand(values.shape).reshape(blocks.shape)
         nearest, extremes = whole(self._middle), extremes_of(self._middle)
-        fitted = search_signed(blocks, weights, nearest, extremes, self._scale_middle)
-        parts = fitted.scales, fitted.head.to(torch.float32)
+
+        def search(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
+            return search_signed(x, weights, nearest, extremes, self._scale_middle)
+
+        scales, _, head = in_chunks(search, blocks, weights)
+        parts = scales, head.to(torch.float32)
         return tuple(part.view(*values.shape[:2], -1) for part in parts)
 
     def affine(self, parameters: Parameters) -> Affine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.scheme import GgufScheme
+from ..ggml.fit import in_chunks
 from ..ggml.table_blocks import IQ4_VALUES, fit_nl, fit_xs, nearest_iq4, pack_nl, pack_xs
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
@@ -35,8 +36,8 @@ class TableBlockGrid(ScalarGrid):
             head = fit_nl(runs.squeeze(1), weights.squeeze(1))
             scales = torch.ones_like(head)
         else:
-            fitted = fit_xs(runs, weights)
-            scales, head = fitted.scales, fitted.head.to(torch.float32)
+            scales, _, head = in_chunks(fit_xs, runs, weights)
+            head = head.to(torch.float32)
         return tuple(part.view(*values.shape[:2], -1) for part in (scales, head))
 
     def affine(self, parameters: Parameters) -> Affine:

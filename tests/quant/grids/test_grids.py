@@ -68,6 +68,18 @@ def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme:
                 assert same_bits(again.parts()[name], part), name
 
 
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_XS"])
+def test_a_tall_weight_is_fitted_as_its_rows_are(name: str) -> None:
+    """The search goes through blocks in chunks, whose ends are no rows' ends."""
+    weight = heavy_weight(350, 512).unflatten(1, (2, 256))
+    grid = grid_of(GgufScheme(name), (350, 512), torch.float32)
+    importance = torch.rand(2, 256) + 0.1
+    whole = grid.fit(weight, importance)
+    parts = [grid.fit(rows, importance) for rows in weight.split(100)]
+    for part, rows in zip(whole, zip(*parts, strict=True), strict=True):
+        assert part.shape[0] == 350 and torch.equal(part, torch.cat(rows))
+
+
 @EACH
 def test_columns_are_rounded_as_the_whole_weight_is(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
