@@ -22,18 +22,21 @@ GGUF_TYPES = {
     "Q4_0": 4,
     "IQ4_NL": 4,
     "IQ4_XS": 4,
+    "Q3_K_L": 3,
     "Q3_K_M": 3,
     "Q3_K_S": 3,
+    "IQ3_S": 3,
     "IQ3_XXS": 3,
     "Q2_K": 2,
     "IQ2_S": 2,
+    "IQ2_XS": 2,
     "IQ2_XXS": 2,
 }
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
-NEED_IMATRIX = ("IQ2_XXS", "IQ2_S", "IQ3_XXS")
-"""Types that llama.cpp makes from an imatrix only; IQ3_XXS could do without, at a loss."""
+NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""Types that llama.cpp makes from an imatrix only; those of 3 bits could do without, at a loss."""
 
 
 @dataclass(frozen=True, slots=True)
