@@ -11,6 +11,7 @@ from ..base.memory import temporaries_kept
 from ..base.scheme import IntScheme, Scheme
 from ..grids.grids import refuses_solver
 from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
 from ..tuning.block import Block
 from ..tuning.grid_rounding import GridRounding
 from ..tuning.int_rounding import IntRounding
@@ -43,7 +44,7 @@ class AutoRound:
         plain = {
             name: round_weight(problem, name, weight) for name, weight in problem.weights.items()
         }
-        tuned, reason = _tuned(problem)
+        tuned, reason = _tuned(problem, plain)
         weights: dict[str, QuantizedTensor] = {}
         reports: list[ModuleReport] = []
         for name, rounded in plain.items():
@@ -57,13 +58,15 @@ class AutoRound:
         return LayerResult(weights, {}, reports)
 
 
-def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
-    """The tuned linears, and why the others are not."""
+def _tuned(
+    problem: LayerProblem, plain: dict[str, QuantizedTensor]
+) -> tuple[dict[str, QuantizedTensor], str]:
+    """The tuned linears, from `plain`, those rounded to nearest, and why the others are not."""
     if problem.block is None:
         return {}, _NO_BLOCK
     refusals = {refuses_solver(scheme) for scheme in problem.schemes.values()} - {None}
     names = [name for name, scheme in problem.schemes.items() if refuses_solver(scheme) is None]
-    roundings = {name: _rounding(problem, name) for name in names}
+    roundings = {name: _rounding(problem, name, plain[name]) for name in names}
     if not roundings:
         return {}, str(refusals.pop())
     try:
@@ -74,15 +77,19 @@ def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
     return tuned, str(refusals.pop()) if refusals else _NO_BLOCK
 
 
-def _rounding(problem: LayerProblem, name: str) -> IntRounding | GridRounding:
-    """Integers have tuned ranges too; the ranges of other grids are fitted to the inputs' second moments."""
+def _rounding(
+    problem: LayerProblem, name: str, plain: QuantizedTensor
+) -> IntRounding | GridRounding:
+    """Integers have tuned ranges too, which begin as those of rounding to nearest; the ranges of other grids
+    are fitted to the inputs' second moments."""
     weight, scheme, dtype = (
         problem.weights[name],
         problem.schemes[name],
         problem.scale_dtypes[name],
     )
     if isinstance(scheme, IntScheme):
-        return IntRounding(weight, scheme, dtype)
+        assert isinstance(plain, IntTensor)
+        return IntRounding(weight, scheme, dtype, plain)
     seen = problem.statistics.get(name)
     importance = seen.gram.diagonal() if seen is not None and seen.num_tokens else None
     return GridRounding(weight, linear_grid(problem, name, weight), importance)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
-_RANGED = ("rtn", "gptq", "awq", "smoothquant", "int8")
+_RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
 _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
     "asymmetric": ("gptq", "--asymmetric-calibration"),

@@ -33,9 +33,17 @@ class IntRounding:
     Args:
         weight: float32 `[out, in]`; it is read again in every step.
         scale_dtype: in which the format stores scales.
+        start: the weight rounded to nearest, in whose ranges the descent begins, as far as they are within
+            those of the weights; None: it begins with those of the weights.
     """
 
-    def __init__(self, weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype):
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        scheme: IntScheme,
+        scale_dtype: torch.dtype,
+        start: IntTensor | None = None,
+    ):
         self._shape, self._scheme, self._dtype = weight.shape, scheme, scale_dtype
         size = weight.shape[1] // scheme.num_groups(weight.shape[1])
         self._groups = weight.contiguous().view(-1, size)
@@ -43,7 +51,23 @@ class IntRounding:
         self._low, self._high = low.clamp_(max=0), high.clamp_(min=0)
         self._offset = torch.zeros_like(self._groups)
         self._low_share, self._high_share = torch.ones_like(low), torch.ones_like(high)
+        if start is not None:
+            self._begin(start)
         self._kept = self._offset.clone(), self._low_share.clone(), self._high_share.clone()
+
+    def _begin(self, start: IntTensor) -> None:
+        """Take the ranges of a rounded weight: from its lowest code to its highest."""
+        scales, zeros = (part.to(torch.float32).view(-1) for part in (start.scales, start.zeros))
+        if self._scheme.symmetric:  # both ends alike: the larger one stays so, and sets the scale
+            ends = (torch.maximum(-self._low, self._high),) * 2
+            reached = (scales * self._scheme.middle,) * 2
+        else:
+            ends = self._low, self._high
+            reached = -zeros * scales, (self._scheme.max_code - zeros) * scales
+        for share, end, code in zip(
+            (self._low_share, self._high_share), ends, reached, strict=True
+        ):
+            share.copy_(torch.where(end == 0, 1.0, code / end).clamp_(0, 1))
 
     def keep(self) -> None:
         """Remember the present parameters."""

@@ -96,6 +96,16 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert contents(result.output) == contents(whole)
 
 
+def test_the_descent_begins_in_weighted_ranges(tmp_path: Path) -> None:
+    """One iteration moves nothing: what it measured is where it began."""
+    errors: list[float] = []
+    for ranges in ("weighted", "minmax"):
+        options = MethodOptions(iters=1, ranges=ranges)
+        result = quantize(request(tmp_path / ranges, symmetric=False, options=options))
+        errors.append(result.manifest["summary"]["error"])
+    assert errors[0] < 0.9 * errors[1]
+
+
 def test_the_seed_decides_the_batches(tmp_path: Path) -> None:
     one, other = (
         contents(quantize(request(tmp_path / str(seed), seed=seed)).output) for seed in (0, 1)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import PER_CHANNEL, IntScheme
+from llmopt.quant.grids.grids import grid_of
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tuning.int_rounding import IntRounding
 
 from ...support.layer_problems import heavy_weight
@@ -88,6 +90,24 @@ def test_untuned_and_asymmetric_it_is_round_to_nearest() -> None:
     tuned = IntRounding(weight, scheme, torch.bfloat16).tensor()
     assert torch.equal(tuned.codes, plain.codes)
     assert torch.equal(tuned.scales, plain.scales) and torch.equal(tuned.zeros, plain.zeros)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_descent_begins_in_the_ranges_of_rounding_to_nearest(symmetric: bool) -> None:
+    """Those that a search narrowed; an end that it moved beyond the weights' stays at theirs."""
+    scheme, weight = IntScheme(3, 32, symmetric), heavy_weight(64, 64)
+    weight[5] = 0
+    grid = grid_of(scheme, weight.shape, torch.float32)
+    start = grid.nearest(weight, torch.rand(64) + 0.1)
+    assert isinstance(start, IntTensor)
+    begun = IntRounding(weight, scheme, torch.float32, start).tensor()
+    plain = IntRounding(weight, scheme, torch.float32).tensor()
+    narrow = start.scales < 0.9 * plain.scales.abs()
+    assert narrow.sum() > 20
+    scales = begun.scales.abs()
+    assert (scales <= start.scales * (1 + 1e-5)).all()
+    assert (scales >= start.scales * (1 - 1e-5))[narrow].float().mean() > 0.9
+    assert torch.equal(begun.scales.sign(), plain.scales.sign())
 
 
 def test_symmetric_ranges_reach_the_largest_weight_of_either_sign() -> None:
