@@ -34,7 +34,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import module_scheme, quantized_modules, read_quantized
-from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.base import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
@@ -42,6 +42,7 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.quality.cells import ITERS
 from tools.quality.marks import write_between
 
 WIDTHS = (2, 3, 4, 8)
@@ -51,6 +52,8 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "fp8": ({"granularity": "tensor"}, {"granularity": "channel"}, {"granularity": "block"}),
     "nf4": ({}, {"double_quant": True}),
 }
+RUNS: dict[str, dict[str, Any]] = {"autoround": {"options": MethodOptions(iters=ITERS)}}
+"""What a method's requests say beside its scheme."""
 MARKS = "quality table"
 SAME = ("model", "token_sha256", "calibration_samples")
 """What rows of an earlier run must share to stand beside new ones."""
@@ -91,7 +94,7 @@ def cases(methods: Sequence[str], group_size: int) -> Iterator[Case]:
                     continue  # a width that the method does not have
                 # Only compressed-tensors holds every width of the shared grid.
                 format_name = {"format": "compressed-tensors"} if grid else {}
-                yield Case(method, bits, {**grid, **variant, **format_name})
+                yield Case(method, bits, {**grid, **variant, **format_name, **RUNS.get(method, {})})
 
 
 def measure(case: Case, model: Path, num_samples: int, quality: Any) -> Row:
