@@ -21,7 +21,9 @@ from ..base.scheme import (
     VectorwiseScheme,
 )
 from ..formats.base import WeightFormat
-from ..formats.gguf_integer import gguf_to_int, int_to_gguf
+from ..formats.gguf import as_blocks
+from ..formats.gguf_fp4 import gguf_to_fp4
+from ..formats.gguf_integer import gguf_to_int
 from ..ggml.blocks import quantize_blocks
 from ..grids.codebook_grid import round_to_codebook
 from ..grids.float_grid import round_to_fp8
@@ -34,6 +36,7 @@ from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
+from .fp4_forms import fp4_forms
 
 _GROUPS = (128, 64, 32, PER_CHANNEL)
 # Its reader accepts scales of any dtype, so they are not cast.
@@ -91,9 +94,7 @@ def _exact(
         except BadInput as error:
             reason = reason or str(error)
         else:
-            if target.name == "gguf" and isinstance(stored, IntTensor):
-                stored = int_to_gguf(stored, name=module)
-            return stored, ""
+            return as_blocks(module, stored) if target.name == "gguf" else stored, ""
     return None, reason
 
 
@@ -109,6 +110,10 @@ def _forms(tensor: QuantizedTensor) -> Iterator[QuantizedTensor]:
         yield from _integer_forms(_without_zero_scales(gguf_to_int(tensor)))
     elif isinstance(tensor, IntTensor):
         yield from _integer_forms(tensor)
+    elif isinstance(tensor, GgufTensor) and tensor.scheme.type == "MXFP4":
+        yield from fp4_forms(gguf_to_fp4(tensor))
+    elif isinstance(tensor, Fp4Tensor):
+        yield from fp4_forms(tensor)
     elif isinstance(tensor, Fp8Tensor) and tensor.scheme.granularity == "tensor":
         for granularity in ("channel", "block"):
             scheme = replace(tensor.scheme, granularity=granularity)
@@ -205,6 +210,8 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
         FloatScheme("block"),
     ]
     wanted += by_width if source.bits <= 4 else [*by_width[2:], *by_width[:2]]
+    if isinstance(source, Fp4Scheme):
+        wanted.insert(0, GgufScheme("IQ4_NL"))  # of ggml's types of as many bits it errs least
     for scheme in wanted:
         try:
             _check(module, scheme, tensor, target)

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import GgufScheme, Scheme
+from ..base.scheme import Fp4Scheme, GgufScheme, Scheme
 from ..tensors.base import QuantizedTensor
+from ..tensors.fp4 import Fp4Tensor
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
 from .base import Config, TensorSource
+from .gguf_fp4 import fp4_to_gguf
 from .gguf_integer import block_type_of, int_to_gguf
 
 BLOCKS_SUFFIX = ".gguf_blocks"
 
 
 class GgufFormat:
-    """ggml blocks, and integer weights that convert to blocks exactly (`gguf_integer`)."""
+    """ggml blocks, and weights that convert to blocks exactly (`gguf_integer`, `gguf_fp4`)."""
 
     name = "gguf"
     markers: tuple[str, ...] = (BLOCKS_SUFFIX,)
@@ -31,7 +33,7 @@ class GgufFormat:
         if block_type_of(scheme) is None:
             raise BadInput(
                 f"format gguf cannot hold {scheme.label} weights: choose a block type with "
-                "--gguf-type, or 4- or 8-bit symmetric ones in groups of 32"
+                "--gguf-type, 4- or 8-bit symmetric ones in groups of 32, or mxfp4"
             )
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
@@ -47,11 +49,7 @@ class GgufFormat:
         return torch.float16
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        if isinstance(tensor, IntTensor):
-            tensor = int_to_gguf(tensor, name=module)
-        if not isinstance(tensor, GgufTensor):
-            raise BadInput(f"{module}: format gguf cannot hold {tensor.scheme.label} weights")
-        return {module + BLOCKS_SUFFIX: tensor.data}
+        return {module + BLOCKS_SUFFIX: as_blocks(module, tensor).data}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> GgufTensor:
         scheme, data = self.scheme(config, module), source.tensor(module + BLOCKS_SUFFIX)
@@ -71,6 +69,21 @@ class GgufFormat:
         if not isinstance(types, Mapping) or module not in types:
             raise BadInput(f"the quantization_config gives {module} no GGUF type")
         return GgufScheme(str(types[module]))
+
+
+def as_blocks(module: str, tensor: QuantizedTensor) -> GgufTensor:
+    """The same weight in ggml's blocks.
+
+    Raises:
+        BadInput: no block type holds it without loss.
+    """
+    if isinstance(tensor, IntTensor):
+        return int_to_gguf(tensor, name=module)
+    if isinstance(tensor, Fp4Tensor) and tensor.scheme == Fp4Scheme("mxfp4"):
+        return fp4_to_gguf(tensor)
+    if not isinstance(tensor, GgufTensor):
+        raise BadInput(f"{module}: format gguf cannot hold {tensor.scheme.label} weights")
+    return tensor
 
 
 def _gguf_scheme(scheme: Scheme) -> GgufScheme:

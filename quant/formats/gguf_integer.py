@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, GgufScheme, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Fp4Scheme, GgufScheme, IntScheme, Scheme
 from ..ggml.simple_blocks import WIDTH, read_half, simple_codes
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
@@ -17,6 +17,8 @@ def block_type_of(scheme: Scheme) -> str | None:
     """The block type that stores this scheme losslessly; None: there is none."""
     if isinstance(scheme, GgufScheme):
         return scheme.type
+    if scheme == Fp4Scheme("mxfp4"):
+        return "MXFP4"
     if (
         not isinstance(scheme, IntScheme)
         or not scheme.symmetric

@@ -54,7 +54,9 @@ def fit_nl(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def pack_nl(step: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """IQ4_NL's bytes for steps `[n, 1]` and values of the table `[n, 32]`."""
-    return torch.cat([step.to(torch.float16).view(torch.uint8), _pack(_indices(values))], dim=-1)
+    return torch.cat(
+        [step.to(torch.float16).view(torch.uint8), pack_codes(_indices(values))], dim=-1
+    )
 
 
 def dequantize_iq4_nl(data: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,8 @@ def _indices(scaled: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2)
 
 
-def _pack(codes: torch.Tensor) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `table_codes`: the bytes of 4-bit codes `[n, width]`."""
     nibbles = codes.to(torch.uint8).view(len(codes), -1, 2, 16)
     return (nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)).flatten(1)
 
@@ -144,7 +147,7 @@ def pack_xs(scales: torch.Tensor, values: torch.Tensor, head: torch.Tensor) -> t
     high = ((six >> 4).view(-1, 2, 4) << shifts).sum(dim=-1, dtype=torch.uint8)
     low = (six[:, 0::2] & 15) | ((six[:, 1::2] & 15) << 4)
     halves = head.to(torch.float16).view(torch.uint8)
-    return torch.cat([halves, high, low, _pack(_indices(values))], dim=-1)
+    return torch.cat([halves, high, low, pack_codes(_indices(values))], dim=-1)
 
 
 def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -166,7 +169,7 @@ def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         exponents = torch.where(better, tried, exponents)
         codes = torch.where(better, found, codes)
     codes = torch.where((x < 0) & (codes > 0), codes + 8, codes)
-    return torch.cat([exponents.to(torch.uint8), _pack(codes)], dim=-1)
+    return torch.cat([exponents.to(torch.uint8), pack_codes(codes)], dim=-1)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     IntScheme,
     LookupScheme,
     Scheme,
@@ -34,6 +35,7 @@ from ...support.quant_support import QUICK
 
 SYM, ASYM = IntScheme(4, 32, True), IntScheme(4, 32, False)
 BLOCK = FloatScheme("block", Activations("fp8", "group128"))
+NVFP4, MXFP4 = Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4")
 LOSSLESS: list[tuple[str, Scheme, str, Scheme]] = [
     ("gptq", SYM, "compressed-tensors", SYM),
     ("gptq", SYM, "awq", ASYM),  # every zero code is 8
@@ -47,6 +49,8 @@ LOSSLESS: list[tuple[str, Scheme, str, Scheme]] = [
     ("compressed-tensors", BLOCK, "fp8", BLOCK),
     ("compressed-tensors", FloatScheme("tensor", Activations("fp8", "group128")), "fp8", BLOCK),
     ("fp8", BLOCK, "compressed-tensors", BLOCK),
+    ("compressed-tensors", NVFP4, "modelopt", NVFP4),
+    ("compressed-tensors", MXFP4, "modelopt", NVFP4),
 ]
 
 
