@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from auto_round import AutoRound
+from stopwatch import Stopwatch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     tokens = torch.tensor(task["tokens"])
-    began = time.perf_counter()
+    watch = Stopwatch()
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False
     )
@@ -39,7 +39,7 @@ def main() -> None:
     )
     quantizer.quantize_and_save(output_dir=task["output"], format="auto_gptq")
     answer = {
-        "seconds": time.perf_counter() - began,
+        **watch.seconds(),
         "version": f"auto-round {version('auto-round')}",
     }
     Path(sys.argv[2]).write_text(json.dumps(answer))

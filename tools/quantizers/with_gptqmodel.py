@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from gptqmodel import GPTQModel, QuantizeConfig
+from stopwatch import Stopwatch
 
 
 def main() -> None:
@@ -27,13 +27,13 @@ def main() -> None:
         format=gptq if task["method"] == "gptq" else "gemm",
         device="cpu",
     )
-    began = time.perf_counter()
+    watch = Stopwatch()
     model = GPTQModel.load(task["model"], config, dtype=torch.bfloat16)
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
     model.quantize(rows, batch_size=1)
     model.save(task["output"])
-    seconds = time.perf_counter() - began
-    answer = {"seconds": seconds, "version": f"gptqmodel {version('gptqmodel')}"}
+    seconds = watch.seconds()
+    answer = {**seconds, "version": f"gptqmodel {version('gptqmodel')}"}
     Path(sys.argv[2]).write_text(json.dumps(answer))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from stopwatch import Stopwatch
 from transformers import AutoModelForCausalLM
 
 
@@ -53,7 +53,7 @@ def main() -> None:
             QuantizationModifier(**grid, ignore=["lm_head"]),
         ],
     }
-    began = time.perf_counter()
+    watch = Stopwatch()
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False
     )
@@ -66,8 +66,8 @@ def main() -> None:
         shuffle_calibration_samples=False,
     )
     model.save_pretrained(task["output"], save_compressed=True)
-    seconds = time.perf_counter() - began
-    answer = {"seconds": seconds, "version": f"llmcompressor {version('llmcompressor')}"}
+    seconds = watch.seconds()
+    answer = {**seconds, "version": f"llmcompressor {version('llmcompressor')}"}
     Path(sys.argv[2]).write_text(json.dumps(answer))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
+from stopwatch import Stopwatch
 
 
 def grid(task: dict[str, Any]) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def main() -> None:
         options=MethodOptions(**options),
         **grid(task),
     )
-    began = time.perf_counter()
+    watch = Stopwatch()
     result = quantize(request)
-    seconds = time.perf_counter() - began
-    answer = {"seconds": seconds, "version": "llmopt", "notes": result.notes}
+    seconds = watch.seconds()
+    answer = {**seconds, "version": "llmopt", "notes": result.notes}
     if manifest := next(Path(task["output"]).rglob(MANIFEST_NAME), None):
         answer["calibration_sha256"] = json.loads(manifest.read_text())["calibration"]["sha256"]
     Path(sys.argv[2]).write_text(json.dumps(answer))
