@@ -119,7 +119,7 @@ def compare(
                 if "error" in answer:
                     rows[name] |= answer
                     continue
-                runs[name].append({clock: answer[clock] for clock in CLOCKS})
+                runs[name].append({clock: float(answer[clock]) for clock in CLOCKS})
                 if "mean_error" not in rows[name]:
                     errors = layer_errors(source, quantized_folder(output), held_out)
                     rows[name] |= {"mean_error": statistics.mean(errors), "layer_errors": errors}
