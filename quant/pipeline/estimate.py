@@ -52,6 +52,7 @@ class MemoryEstimate:
         work: the method's copies of weights and, with GPTQ, of Gram matrices; AutoRound's parameters.
         activations: of one batch inside the layer, while it runs; freed afterwards.
         embedding: a rotated embedding table, which is not mapped from a file.
+        images: pixels of the calibration samples, and the vision tower in float32.
     """
 
     libraries: int
@@ -62,6 +63,7 @@ class MemoryEstimate:
     work: int
     activations: int
     embedding: int = 0
+    images: int = 0
 
     @property
     def bytes(self) -> int:

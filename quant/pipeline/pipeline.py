@@ -34,7 +34,7 @@ from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
 from .session import Session
-from .stages import Stage, source_of, stages_of
+from .stages import source_of, stage_of, stages_of
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
@@ -178,7 +178,7 @@ def _quantize_layers(
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
-    stage = next(stage for stage in stages if first < stage.end or stage is stages[-1])
+    stage = stage_of(stages, first)
     saved = journal.hidden_path(first) if first > stage.start else None
     source = source_of(session, stage, journal, saved, progress)
     progress.start("quantizing", total, "layers")
@@ -188,12 +188,10 @@ def _quantize_layers(
             stage = stages[1]
             source = source_of(session, stage, journal, None, progress)
         if index < stage.end:
-            work = _quantize_layer(session, stage, source, index - stage.start)
-            name = f"{stage.shards}-{index - stage.start:05d}.safetensors"
+            work = _quantize_layer(session, source, index)
         else:
             work = _quantize_head(session, source)
-            name = "model-head.safetensors"
-        record = _write_layer(plan, journal, index, name, work)
+        record = _write_layer(plan, journal, index, work)
         if index + 1 < total and (index + 1 != stage.end or stage is stages[-1]):
             source.save(journal.hidden_path(index + 1))
         journal.append(record)
@@ -218,8 +216,10 @@ def _mean_error(journal: Journal) -> float | None:
     return None if None in errors else sum(errors) / max(1, len(errors))
 
 
-def _quantize_layer(session: Session, stage: Stage, source: Source, index: int) -> QuantizedLayer:
-    plan, stream = session.plan, stage.stream
+def _quantize_layer(session: Session, source: Source, number: int) -> QuantizedLayer:
+    """Quantize the layer of a number that counts those of all stages."""
+    stage = stage_of(stages_of(session), number)
+    plan, stream, index = session.plan, stage.stream, number - stage.start
     family, prefix = stream.family(index), stream.prefix(index)
     tensors = stream.tensors(index)
     measured = source.measure(index, tensors)
@@ -253,10 +253,17 @@ def _quantize_head(session: Session, source: Source) -> QuantizedLayer:
     )
 
 
-def _write_layer(
-    plan: Plan, journal: Journal, index: int, name: str, work: QuantizedLayer
-) -> dict[str, Any]:
-    """Write the shards of a layer under `name`, one for each format; the record for the journal."""
+def _shard_name(plan: Plan, index: int, work: QuantizedLayer) -> str:
+    before = 0 if plan.vision is None else len(plan.vision.layers)
+    if not work.prefix:
+        return "model-head.safetensors"
+    kind, number = ("vision", index) if index < before else ("layer", index - before)
+    return f"model-{kind}-{number:05d}.safetensors"
+
+
+def _write_layer(plan: Plan, journal: Journal, index: int, work: QuantizedLayer) -> dict[str, Any]:
+    """Write the shards of a layer, one for each format; the record for the journal."""
+    name = _shard_name(plan, index, work)
     began = time.perf_counter()
     shards = {}
     for number, weight_format in enumerate(plan.formats):

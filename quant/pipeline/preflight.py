@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
+from ..calibration.calibration import Calibration
 from ..formats.base import WeightFormat
 from ..plan.contents import stored
 from ..plan.loaders import Loader, loaders, loads_in
@@ -111,14 +112,17 @@ def preflight(session: Session) -> Preflight:
             for weight_format, size in zip(plan.formats, sizes, strict=True)
         },
         source_bytes=others + plan.plain_bytes,
-        memory=estimate_memory(
-            plan,
-            session.stream.hidden_size,
-            tokens,
-            held_out=bool(len(calibration.held_out)),
-            sequential=session.statistics is None
-            and plan.method.sequential
-            and plan.options.true_sequential,
+        memory=replace(
+            estimate_memory(
+                plan,
+                session.stream.hidden_size,
+                tokens,
+                held_out=bool(len(calibration.held_out)),
+                sequential=session.statistics is None
+                and plan.method.sequential
+                and plan.options.true_sequential,
+            ),
+            images=_image_bytes(plan, calibration),
         ),
         seconds=estimate_operations(plan, tokens) / _operations_per_second(),
         loaders=tuple(
@@ -127,6 +131,19 @@ def preflight(session: Session) -> Preflight:
             for loader in loaders(stored(plan), weight_format.name, session.request.tensor_parallel)
         ),
     )
+
+
+def _image_bytes(plan: Plan, calibration: Calibration) -> int:
+    """Pixels of all samples, and the vision side in float32, which makes features of them."""
+    if not calibration.num_images:
+        return 0
+    samples = (*calibration.images, *calibration.held_out_images)
+    pixels = sum(tensor.nbytes for each in samples for tensor in each.tensors.values())
+    checkpoint = plan.checkpoint
+    weights = sum(
+        prod(checkpoint.shape(name)) for name, part in parts_of(plan).items() if part != TEXT
+    )
+    return pixels + weights * torch.float32.itemsize
 
 
 def unquantized_bytes(plan: Plan) -> int:

@@ -28,13 +28,11 @@ class Stage:
 
     Attributes:
         start: how many layers earlier stages have.
-        shards: beginning of the names of its shards.
         vision: whether these are the layers of the vision side.
     """
 
     stream: LayerStream
     start: int
-    shards: str
     vision: bool
 
     @property
@@ -46,9 +44,14 @@ class Stage:
 def stages_of(session: Session) -> tuple[Stage, ...]:
     """The stages of a session, in order."""
     if session.vision is None:
-        return (Stage(session.stream, 0, "model-layer", False),)
-    first = Stage(session.vision, 0, "model-vision", True)
-    return first, Stage(session.stream, first.end, "model-layer", False)
+        return (Stage(session.stream, 0, False),)
+    first = Stage(session.vision, 0, True)
+    return first, Stage(session.stream, first.end, False)
+
+
+def stage_of(stages: tuple[Stage, ...], number: int) -> Stage:
+    """The stage of a layer; that of the output projection is the last."""
+    return next((stage for stage in stages if number < stage.end), stages[-1])
 
 
 def source_of(

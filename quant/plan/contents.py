@@ -22,6 +22,7 @@ class CheckpointContents:
         plain: the unquantized linears.
         names: of all tensors, `weight` for the codes of a quantized linear.
         parameters: of transformers' model, or why transformers has none.
+        text_type: model type of the language model where it is wrapped in another; else empty.
     """
 
     model_type: str
@@ -30,6 +31,7 @@ class CheckpointContents:
     plain: Sequence[str]
     names: Sequence[str]
     parameters: ModelParameters | str
+    text_type: str = ""
 
     def matrices(self) -> list[list[str]]:
         """The fused matrices of servers that are at least partly quantized."""
@@ -48,4 +50,5 @@ def stored(plan: Plan) -> CheckpointContents:
         plan.unquantized,
         plan.checkpoint.names,
         plan.parameters,
+        str(plan.checkpoint.text_config.get("model_type")),
     )

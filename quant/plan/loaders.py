@@ -47,7 +47,7 @@ def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int =
     return [
         Loader(name, format_name, loads, reason)
         for name, (loads, reason) in {
-            "llmopt": _llmopt(stored.model_type),
+            "llmopt": _llmopt(stored),
             "transformers": transformers_loads(stored, format_name),
             f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
             "llama.cpp": (
@@ -65,7 +65,7 @@ def loads_in(table: Iterable[Loader]) -> str:
     return "; ".join(readers) or "no loader that is known here"
 
 
-def _llmopt(model_type: str) -> tuple[bool, str]:
-    if model_type in ENGINE_TYPES:
+def _llmopt(stored: CheckpointContents) -> tuple[bool, str]:
+    if not ENGINE_TYPES.isdisjoint((stored.model_type, stored.text_type)):
         return True, ""
-    return False, f"its engine does not run {model_type}; verify and convert do read it"
+    return False, f"its engine does not run {stored.model_type}; verify and convert do read it"

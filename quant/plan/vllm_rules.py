@@ -4,7 +4,7 @@ Linears: Marlin takes symmetric 4 and 8 bits, or 4 bits with zero codes, groups 
 and pads what does not fill its tiles; the rest of compressed-tensors' 2 to 8 bits goes to Triton (4 bits) or
 to the optional package humming. Experts go to Marlin's or Triton's. `gptq` is read with symmetric 4 and 8
 bits and without dynamic act-order. Its FP4 kernels need a GPU: Marlin computes in 16 bits, W4A4 on Blackwell.
-GPU kernels were never run here; "tried" is vLLM for CPU on a llama.
+GPU kernels were never run here; "tried" is vLLM for CPU on a llama and two image-text models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _BLOCK = 128
 _FP4_MARLIN = "FP4 Marlin"
 _HUMMING = "Humming (needs the package humming)"
 _NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
-_TRIED_TYPES = ("llama",)  # of the models that `tools/owners.py` loads
+# Of the models that `tools/owners.py` and `tools/vision_owners.py` load.
+_TRIED_TYPES = ("llama", "idefics3", "qwen2_5_vl")
 
 
 def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:

@@ -188,6 +188,7 @@ def test_the_preflight_tells_the_parts_apart(model: Path, tmp_path: Path) -> Non
     kinds = {(kind.part, kind.name): kind.scheme for kind in answer.kinds}
     assert kinds["vision", "qkv"] == kinds["text", "q_proj"] == "int4 g32 sym"
     assert kinds["vision", "down_proj"] and kinds["projector", "0"]
+    assert {row.name for row in answer.loaders if row.loads} == {"llmopt", "transformers", "vLLM"}
 
 
 def test_widths_that_no_group_divides_take_a_scale_for_each_output(tmp_path: Path) -> None:
