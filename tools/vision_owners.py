@@ -134,7 +134,7 @@ def rows_of(name: str, folder: Path, given: argparse.Namespace) -> list[dict[str
     rows, tasks, wanted = [], [], {}
     for case, fields in CASES.items():
         output = folder / case.replace(" ", "-").replace(",", "")
-        request = {"group_size": 64, "num_samples": 4, "seq_len": 512} | fields
+        request: dict[str, Any] = {"group_size": 64, "num_samples": 4, "seq_len": 512} | fields
         quantize(QuantizeRequest(source, output, **request))
         wanted[case] = expected(output, prompts)
         if not fields.get("vision"):

@@ -43,6 +43,8 @@ class CheckpointContents:
 
 def stored(plan: Plan) -> CheckpointContents:
     """The contents that a plan will write."""
+    checkpoint = plan.checkpoint
+    wrapped = checkpoint.text_config is not checkpoint.config
     return CheckpointContents(
         plan.architecture.model_type,
         plan.modules,
@@ -50,5 +52,5 @@ def stored(plan: Plan) -> CheckpointContents:
         plan.unquantized,
         plan.checkpoint.names,
         plan.parameters,
-        str(plan.checkpoint.text_config.get("model_type")),
+        str(checkpoint.text_config.get("model_type")) if wrapped else "",
     )
