@@ -35,6 +35,7 @@ from .execution.memory_profile import (
 from .execution.model_runner import ModelRunner
 from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
+from .model.decoder.decoder import Decoder
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules
@@ -193,6 +194,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             dtype,
             max_cache_bytes=config.encoder_cache_bytes,
             language_model_only=config.language_model_only,
+            through_transformers=not isinstance(model, Decoder),
         )
     method = (checkpoint.quantization_config or {}).get("quant_method")
     return LoadedModel(

@@ -6,10 +6,12 @@ drops the language model before weights are loaded: its tensors match no module 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
@@ -17,6 +19,8 @@ from ..model.adapter.linears import CurrentAdapters, QuantizedWeights
 from ..model.adapter.load import checked_config, described, from_pretrained, model_class
 from ..model.adapter.text_model import text_decoder
 from .encoder import VisionEncoder
+
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def takes_images(checkpoint: Checkpoint) -> bool:
@@ -28,6 +32,17 @@ def takes_images(checkpoint: Checkpoint) -> bool:
     except BadInput:
         return False
     return hasattr(kind, "get_image_features")
+
+
+def asks_for_token_types(checkpoint: Checkpoint) -> bool:
+    """Whether a model's pass is told which tokens are of images, for masks that are not causal.
+
+    Those with M-RoPE are told too, for their positions alone, and have a function that computes them.
+    """
+    config = checked_config(checkpoint)
+    takes = inspect.signature(model_class(config, checkpoint.trust_remote_code).forward).parameters
+    has_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
+    return not has_positions and not takes.keys().isdisjoint(_TOKEN_TYPES)
 
 
 def load_encoder(

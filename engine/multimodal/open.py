@@ -13,7 +13,7 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from .encoder_cache import EncoderCache
 from .load_processor import has_processor
-from .load_tower import load_encoder, takes_images
+from .load_tower import asks_for_token_types, load_encoder, takes_images
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ def open_images(
     *,
     max_cache_bytes: int,
     language_model_only: bool = False,
+    through_transformers: bool = False,
     input_bits: int = 16,
 ) -> ImageSupport:
     """Load the processor and the vision tower of a checkpoint that takes images.
+
+    `through_transformers`: the language model is not the engine's own decoder, and masks are causal there.
 
     Raises:
         BadInput: weights of the tower that are broken.
@@ -82,6 +85,11 @@ def open_images(
         return ImageSupport(reason=f"{folder} is a model of text alone")
     if language_model_only:
         return ImageSupport(reason="language_model_only is set: leave it out")
+    if through_transformers and asks_for_token_types(checkpoint):
+        return ImageSupport(
+            reason=f"the images of {folder} change masks of attention, which transformers' modules are not "
+            "given here"
+        )
     if not has_processor(folder):
         return ImageSupport(
             reason=f"{folder} has no preprocessor_config.json or processor_config.json"

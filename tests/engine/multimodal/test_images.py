@@ -13,9 +13,12 @@ import torch
 from llmopt.engine.base.image_input import ImageInput, content_key
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.llm import LLM
+from llmopt.engine.multimodal.open import open_images
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.checkpoint import Checkpoint
 
 from ...support.image_models import IMAGE_FAMILIES, ImageFamily, picture, save_image_model
+from ..model.test_multimodal_checkpoints import save_wrapped
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "Once upon <image> a time"
@@ -172,6 +175,19 @@ def test_a_processor_that_cannot_be_built_leaves_the_text_model(tmp_path):
     assert tokens_of(model.generate("Once", GREEDY))
     with pytest.raises(BadInput, match="image"):
         model.generate({"prompt": PROMPT, "images": [picture(1)]})
+
+
+def test_images_that_change_masks_are_refused_in_modules_of_transformers(tmp_path):
+    save_wrapped(tmp_path, "gemma-3")
+    place = torch.device("cpu"), torch.float32
+
+    def reason(*, through_transformers: bool) -> str:
+        checkpoint = Checkpoint(tmp_path)
+        limits = {"max_cache_bytes": 0, "through_transformers": through_transformers}
+        return open_images(checkpoint, None, *place, **limits).reason
+
+    assert "change masks of attention" in reason(through_transformers=True)
+    assert "no preprocessor_config.json" in reason(through_transformers=False)
 
 
 def test_the_key_of_a_block_is_of_the_images_in_it():
