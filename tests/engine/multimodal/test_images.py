@@ -183,8 +183,9 @@ def test_images_that_change_masks_are_refused_in_modules_of_transformers(tmp_pat
 
     def reason(*, through_transformers: bool) -> str:
         checkpoint = Checkpoint(tmp_path)
-        limits = {"max_cache_bytes": 0, "through_transformers": through_transformers}
-        return open_images(checkpoint, None, *place, **limits).reason
+        return open_images(
+            checkpoint, None, *place, max_cache_bytes=0, through_transformers=through_transformers
+        ).reason
 
     assert "change masks of attention" in reason(through_transformers=True)
     assert "no preprocessor_config.json" in reason(through_transformers=False)
