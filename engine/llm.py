@@ -124,7 +124,8 @@ class LLM:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
-        return [prompts]
+        single: Any = prompts
+        return [single]
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]

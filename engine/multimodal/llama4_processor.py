@@ -28,7 +28,11 @@ class Llama4ImagesKwargs(ImagesKwargs, total=False):
     resize_to_max_canvas: bool
 
 
-class Llama4ImageProcessorPil(PilBackend):
+_Backend: Any = PilBackend
+"""Untyped: its processors take the fields of their configs as arguments, each other ones."""
+
+
+class Llama4ImageProcessorPil(_Backend):
     """Tiles of an image, [tiles, channels, height, width] in bfloat16's precision, and its grid of tiles."""
 
     resample = PILImageResampling.BILINEAR
