@@ -208,7 +208,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         workers,
         draft,
         images,
-        ImageRules(model.image_spec, checkpoint.config),
+        ImageRules(model.image_spec, checkpoint.config, streams="streams" in config.features),
         16 if method is None or device.type != "cpu" else config.activation_bits(method),
     )
 

@@ -23,10 +23,11 @@ class ImageRules:
 
     Args:
         raw: the checkpoint's `config.json`.
+        streams: whether the engine has attention sinks (StreamingLLM).
     """
 
-    def __init__(self, spec: ImageSpec, raw: Mapping[str, Any]) -> None:
-        self._spec, self._raw = spec, raw
+    def __init__(self, spec: ImageSpec, raw: Mapping[str, Any], *, streams: bool) -> None:
+        self._spec, self._raw, self._streams = spec, raw, streams
 
     def rope_positions(self, token_ids: Sequence[int], images: Images) -> RopePositions | None:
         """Positions of a prompt with `images`; None: they are its indices.
@@ -41,6 +42,11 @@ class ImageRules:
             raise BadInput(
                 "this model's images have positions in time, height and width (M-RoPE), which transformers' "
                 "modules take none of here: send text"
+            )
+        if self._streams:
+            raise BadInput(
+                "attention sinks rotate by places in the cache, images of this model by their grid (M-RoPE): "
+                "leave out window and attention_sinks, or send text"
             )
         types = torch.zeros(1, len(token_ids), dtype=torch.int32)
         for image in images:

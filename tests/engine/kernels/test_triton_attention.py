@@ -153,7 +153,9 @@ def test_which_queries_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("cuda", torch.bfloat16) is None
     assert reason("cpu", torch.bfloat16) == "it is a GPU kernel"
     assert str(reason("cuda", torch.float64)).startswith("it takes bfloat16, float16 and float32")
-    assert str(reason("cuda", torch.bfloat16, True)).startswith("it does not support tree attention")
+    assert str(reason("cuda", torch.bfloat16, True)).startswith(
+        "it does not support tree attention"
+    )
     monkeypatch.setenv(VARIABLE, "off")
     assert reason("cuda", torch.bfloat16) == f"{VARIABLE}=off"
     if DEVICE == "cpu":

@@ -125,3 +125,11 @@ def test_images_without_text_between_them(tmp_path):
     engine = im.image_engine(tmp_path)
     with pytest.raises(BadInput, match="2 images: transformers cannot place them"):
         engine.add_request("0", given.token_ids, SamplingParams(max_tokens=4), images=given.images)
+
+
+def test_images_beside_attention_sinks(tmp_path):
+    im.save_image_model(tmp_path, "qwen-2.5-vl")
+    given = im.prompt(0, 3, im.image("qwen-2.5-vl", 1), 2)
+    engine = im.image_engine(tmp_path, window=16, attention_sinks=4)
+    with pytest.raises(BadInput, match="attention sinks rotate by places in the cache"):
+        engine.add_request("0", given.token_ids, SamplingParams(max_tokens=4), images=given.images)
