@@ -42,7 +42,11 @@ def open_service(
         BadInput: an unknown parser.
     """
     tools = None if tool_call_parser is None else tool_format(tool_call_parser)
-    images = PromptImages(engine.images, media or MediaLimits())
+    images = PromptImages(
+        engine.images,
+        media or MediaLimits(),
+        engine.images.reason.replace(str(engine.folder), model_name),
+    )
     reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
     return Service(
         loop,

@@ -30,9 +30,6 @@ class PromptProcessor(Protocol):
         """None if the model takes no images."""
         ...
 
-    @property
-    def reason(self) -> str: ...
-
     def prepare(
         self, prompt: str, images: Sequence[Image], *, add_special_tokens: bool = True
     ) -> PreparedPrompt: ...
@@ -44,10 +41,11 @@ class PromptImages:
     Args:
         support: of the engine.
         limits: of what clients may send.
+        reason: why the model takes no images, for clients, who are told no paths of this machine.
     """
 
-    def __init__(self, support: PromptProcessor, limits: MediaLimits) -> None:
-        self._support, self._limits = support, limits
+    def __init__(self, support: PromptProcessor, limits: MediaLimits, reason: str) -> None:
+        self._support, self._limits, self._reason = support, limits, reason
         self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="llmopt-media")
         self._decoding = ThreadPoolExecutor(NUM_DECODES, thread_name_prefix="llmopt-images")
 
@@ -64,7 +62,7 @@ class PromptImages:
             BadInput: too many.
         """
         if not self.are_taken:
-            reason = f"messages: images are not taken: {self._support.reason}"
+            reason = f"messages: images are not taken: {self._reason}"
             raise ApiError(400, reason, param="messages", code="unsupported_model")
         self._limits.check_count(num_images)
 
