@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...quant.base.errors import BadInput
 from ..workloads.workload import ConversationTurn, Message, WorkloadItem
 from .address import CHAT, TRANSFORMERS
 from .job import MARK, EncodedRequest, EncodedTurn, encoded_message
@@ -41,6 +42,8 @@ class Body:
     def encode(self, item: WorkloadItem) -> EncodedRequest:
         """The request, or all turns of the conversation."""
         name, due = item.request_id, item.arrival_seconds
+        if item.images and self.backend != CHAT:
+            raise BadInput(f"images are sent with --backend {CHAT} alone, not {self.backend}")
         if item.turns or (item.messages and self.backend == CHAT):
             opened = item.messages[0]
             marked = Message(opened.role, _MARK_TEXT + opened.content)
@@ -51,7 +54,11 @@ class Body:
         if self.backend == TRANSFORMERS:
             fields = self._plain(self._marked_text(item), item.output_len)
         elif self.backend == CHAT:
-            spoken = [{"role": "user", "content": self._marked_text(item)}]
+            text: Any = self._marked_text(item)
+            if item.images:  # behind the text, as vLLM's benchmark sends them
+                parts = [{"type": "image_url", "image_url": {"url": url}} for url in item.images]
+                text = [{"type": "text", "text": text}, *parts]
+            spoken = [{"role": "user", "content": text}]
             fields = self._streamed({"messages": spoken}, "max_completion_tokens", item.output_len)
         else:
             prompt = {"prompt": _marked_ids(item)}

@@ -35,7 +35,9 @@ class Dialogue:
 
     def request(self) -> WorkloadItem:
         """The present turn as a request of its own."""
-        return WorkloadItem(self.request_id, self.prompt, self.output_len, self.due)
+        return WorkloadItem(
+            self.request_id, self.prompt, self.output_len, self.due, images=self.item.images
+        )
 
     def trace(self, sent: float) -> RequestTrace:
         """An empty trace of the present turn, sent at `sent`."""

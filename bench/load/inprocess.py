@@ -11,6 +11,7 @@ from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput
 from ..metrics.trace import StepRecord
 from ..workloads.workload import WorkloadItem
+from .image_preparation import ImagePreparation
 from .target import Chunk
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ class InProcessTarget:
         self._flights: dict[str, _InFlightRequest] = {}
         self._refused: list[Chunk] = []
         self._steps: list[StepRecord] = []
+        self._images = ImagePreparation()
+
+    @property
+    def image_preparation(self) -> ImagePreparation:
+        """What the images of the requests cost before the engine had them."""
+        return self._images
 
     def send(self, item: WorkloadItem) -> None:
         params = replace(
@@ -80,14 +87,19 @@ class InProcessTarget:
             min_tokens=item.output_len if self._ignore_eos else 0,
         )
         try:
+            prompt = self._images.prepared(item, self._engine)
             self._engine.add_request(
-                item.request_id, item.prompt_token_ids, params, lora=self.adapter(item.request_id)
+                item.request_id,
+                prompt.token_ids,
+                params,
+                lora=self.adapter(item.request_id),
+                images=prompt.images,
             )
         except BadInput as refusal:
             now = time.perf_counter()
             self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
             return
-        self._flights[item.request_id] = _InFlightRequest(len(item.prompt_token_ids))
+        self._flights[item.request_id] = _InFlightRequest(len(prompt.token_ids))
 
     def receive(self, until: float | None) -> list[Chunk]:
         if self._refused:

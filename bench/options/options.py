@@ -49,6 +49,10 @@ class BenchOptions(EngineFields, BaseModel):
     random_prefix_len: Annotated[int, Field(ge=0)] = 0
     random_batch_size: PositiveInt = 1
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    random_mm_base_items_per_request: Annotated[int, Field(ge=0)] = 1
+    random_mm_num_mm_items_range_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    random_mm_limit_mm_per_prompt: str | None = None
+    random_mm_bucket_config: str | None = None
     prefix_repetition_prefix_len: Annotated[int, Field(ge=0)] | None = None
     prefix_repetition_suffix_len: PositiveInt | None = None
     prefix_repetition_num_prefixes: PositiveInt = 10

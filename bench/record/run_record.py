@@ -54,6 +54,7 @@ KEYS = (
     "step_trace",
     "preemptions",
     "speculation",
+    "images",
     "prefix_cache_hit_rate",
     "memory",
     "quality",

@@ -79,7 +79,8 @@ def disturbed_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions, speculation."""
+    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions; and what
+    speculation and images did."""
     record = result["llmopt"]
     notes = []
     if (client := record.get("client")) and not client["certified"]:
@@ -105,5 +106,12 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"Speculation ({speculation['method']}): {speculation['num_accepted']:,} of "
             f"{speculation['num_guesses']:,} draft tokens were accepted, {speculation['acceptance']:.1%}."
+        )
+    if images := record.get("images"):
+        parts = images["mean_ttft_parts_ms"]
+        split = ", ".join(f"{name} {ms:,.1f}" for name, ms in parts.items() if ms is not None)
+        notes.append(
+            f"{images['num_images']:,} images in {images['num_requests']:,} requests, "
+            f"{images['image_tokens']:,} tokens; mean TTFT in ms: {split}."
         )
     return notes

@@ -13,6 +13,7 @@ from ...quant.base.progress import Progress
 from ...quant.model.models import resolve_model
 from ..files.interrupt import interrupts_held
 from ..load.adapters import adapter_of
+from ..load.image_preparation import images_part
 from ..load.injected_delay import injected_delay
 from ..load.inprocess import InProcessTarget
 from ..load.load import Load, drive
@@ -91,6 +92,7 @@ class BenchSession(Session):
         self._passage = quality_passage(options, self._engine) if options.quality else None
         if options.quality and options.reference is not None:
             resolve_model(options.reference)
+        self._images: dict[str, Any] | None = None
         self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self._engine,
@@ -170,6 +172,7 @@ class BenchSession(Session):
             "step_split": scores.step_split,
             "step_trace": step_trace_part(passes, size),
             "speculation": speculation_part(options, engine.stats),
+            "images": self._images,
             "layer_errors": recorded_layer_errors(self._model),
             "tasks": None if scores.tasks is None else scores.tasks.record,
         }
@@ -189,11 +192,17 @@ class BenchSession(Session):
     def _measure(self, number: int, description: str) -> MeasuredPass:
         # Reset the prefix cache, so that a pass does not speed up the next.
         self._engine.reset_prefix_cache()
+        if self._engine.images.encoders is not None:
+            self._engine.images.encoders.reset()
+        self._target.image_preparation.reset()
         before = self._engine.stats
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
         self._machine.start()
         load = self._drive(self._workload, description, self._options.duration)
         usage = self._machine.stop()
+        self._images = images_part(
+            self._target.image_preparation, self._engine.images.encoders, load.traces
+        )
         for trace in load.traces:
             trace.lora = self._target.adapter(trace.request_id)
         self._engine.recorder = None

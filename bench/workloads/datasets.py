@@ -27,7 +27,7 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
         BadInput: neither a name nor a file, or a name that needs a path without one.
     """
     if dataset in NAMES:
-        if dataset in ("custom", "frozen") and path is None:
+        if dataset in ("custom", "custom_image", "frozen") and path is None:
             raise BadInput(f"--dataset {dataset} needs --dataset-path FILE.jsonl")
         if dataset == "hf" and path is None:
             raise BadInput("--dataset hf needs --dataset-path OWNER/NAME, the data set on the hub")

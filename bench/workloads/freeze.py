@@ -25,6 +25,8 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
     Raises:
         BadInput: the folder of `path` does not exist.
     """
+    if workload.num_images:
+        raise BadInput(f"cannot write {path}: a frozen workload holds token ids, and no images")
     if not path.parent.is_dir():
         raise BadInput(f"cannot write {path}: {path.parent} is not a folder")
     head = {

@@ -16,6 +16,7 @@ from .custom import custom_workload
 from .freeze import read_frozen
 from .hub import download_sharegpt, hub_rows, hub_workload
 from .prefix import prefix_repetition_workload
+from .random_mm import random_mm_workload
 from .random_workload import random_workload
 from .sharegpt import sharegpt_workload
 from .sharegpt_threads import sharegpt_threads_workload
@@ -57,7 +58,7 @@ class Asked:
         }
         arguments = dict(known)
         for name in signature(builder).parameters.keys() - known.keys():
-            value = getattr(options, f"{self.name}_{name}", None)
+            value = getattr(options, f"{self.name.replace('-', '_')}_{name}", None)
             if value is not None:
                 arguments[name] = value
             elif name in shared:
@@ -96,6 +97,13 @@ def _trace(asked: Asked) -> Workload:
     )
 
 
+def _random_mm(asked: Asked) -> Workload:
+    """Its texts have the options of `random`, as in vLLM."""
+    names = ("input_len", "output_len", "prefix_len", "range_ratio")
+    given = {name: getattr(asked.options, f"random_{name}") for name in names}
+    return asked.build(random_mm_workload, **given)
+
+
 def _hub(asked: Asked) -> Workload:
     rows = asked.build(hub_rows, name=str(asked.path), subset=asked.options.hf_subset)
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
@@ -109,9 +117,11 @@ _BUILDERS: Mapping[str, Callable[[Asked], Workload]] = {
     "sharegpt": _sharegpt,
     "agentic": _simple(agentic_workload),
     "random": _simple(random_workload),
+    "random-mm": _random_mm,
     "prefix_repetition": _simple(prefix_repetition_workload),
     "sonnet": _simple(sonnet_workload),
     "custom": _simple(custom_workload),
+    "custom_image": _simple(custom_workload),
     "hf": _hub,
     **dict.fromkeys(TRACES, _trace),
     "frozen": _simple(read_frozen),

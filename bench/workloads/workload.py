@@ -62,7 +62,8 @@ class ConversationTurn:
 class WorkloadItem:
     """One request or conversation: its exact prompt tokens, how many tokens to generate, when it is due.
 
-    A conversation has `turns` behind the first, and the `messages` of its first prompt.
+    A conversation has `turns` behind the first, and the `messages` of its first prompt. `images` are URLs,
+    mostly data URLs; they stand behind the text.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class WorkloadItem:
     arrival_seconds: float = 0.0
     messages: tuple[Message, ...] = ()
     turns: tuple[ConversationTurn, ...] = ()
+    images: tuple[str, ...] = ()
 
     @property
     def output_lens(self) -> tuple[int, ...]:
@@ -121,6 +123,8 @@ class Workload:
             head = f"{len(tokens)} {item.output_len} {item.arrival_seconds:.9f}\n"
             digest.update(head.encode())
             digest.update(tokens.tobytes())
+            if item.images:
+                digest.update(json.dumps(item.images).encode())
             if item.turns:
                 later = [asdict(turn) for turn in item.turns]
                 spoken = [asdict(message) for message in item.messages]
@@ -131,6 +135,11 @@ class Workload:
     def is_multi_turn(self) -> bool:
         """Whether any item is a conversation of several turns."""
         return any(item.turns for item in self.items)
+
+    @property
+    def num_images(self) -> int:
+        """Images of all items."""
+        return sum(len(item.images) for item in self.items)
 
     @property
     def history(self) -> str:

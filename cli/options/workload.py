@@ -20,9 +20,9 @@ class DataOptions:
         typer.Option(
             "--dataset",
             "--dataset-name",
-            help="sharegpt, agentic, random, prefix_repetition, sonnet, custom, hf, azure, burstgpt, "
-            "mooncake, or a file. sharegpt without a path is a bundled stand-in; azure and mooncake have "
-            "bundled slices.",
+            help="sharegpt, agentic, random, random-mm, prefix_repetition, sonnet, custom, custom_image, "
+            "hf, azure, burstgpt, mooncake, or a file. sharegpt without a path is a bundled stand-in; "
+            "azure and mooncake have bundled slices.",
         ),
     ] = "sharegpt"
     dataset_path: Annotated[
@@ -63,6 +63,21 @@ class DataOptions:
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by ± this fraction.")] = (
         0.0
     )
+    random_mm_base_items_per_request: Annotated[
+        int, typer.Option(help="Images in each request of random-mm.")
+    ] = 1
+    random_mm_num_mm_items_range_ratio: Annotated[
+        float, typer.Option(help="Their number varies by ± this fraction.")
+    ] = 0.0
+    random_mm_limit_mm_per_prompt: Annotated[
+        str | None, typer.Option(help="Their most, as JSON: '{\"image\": 3}'. Default: 255.")
+    ] = None
+    random_mm_bucket_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Their sizes: '{(height, width, 1): probability, ...}'. Default: 256x256 and 720x1280."
+        ),
+    ] = None
     prefix_repetition_prefix_len: Annotated[
         int | None, typer.Option(help="Tokens of each prefix. Default: 256.")
     ] = None
