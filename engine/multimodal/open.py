@@ -11,8 +11,8 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
+from ...quant.processor.load_processor import has_processor
 from .encoder_cache import EncoderCache
-from .load_processor import has_processor
 from .load_tower import asks_for_token_types, load_encoder, takes_images
 from .processor import ImageProcessor, PreparedPrompt
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...quant.base.errors import BadInput, first_line
+from ...quant.processor.load_processor import load_processor
 from ..base.image_input import ImageInput, Images
-from .load_processor import load_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

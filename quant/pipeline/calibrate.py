@@ -20,10 +20,10 @@ from ..calibration.sources import (
     read_documents,
 )
 from ..plan.plan import Plan
+from ..processor.load_processor import has_processor, load_processor
 from ..request.request import QuantizeRequest
 from ..request.selection import Shapes
 from ..tokenizer.load import load_tokenizer
-from ..tokenizer.load_processor import has_processor, load_processor
 
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from llmopt.quant.processor.load_processor import load_processor
 from llmopt.quant.tokenizer.load import load_tokenizer
-from llmopt.quant.tokenizer.load_processor import load_processor
 from llmopt.recipes import MODELS
 from PIL import Image
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput, first_line
+from ..base.errors import BadInput, first_line
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 """Either describes the image processor."""
@@ -63,7 +63,7 @@ def _processor_class(folder: Path) -> Any:
         processor_class_from_name,
     )
 
-    from ...quant.model.checkpoint import read_json
+    from ..model.checkpoint import read_json
     from .pixtral_processor import PixtralProcessor
 
     for name in (*_FILES, "tokenizer_config.json"):
