@@ -17,7 +17,7 @@ from .engine import Engine
 from .multimodal.image_prompt import ImagePrompt, prepare_prompt
 from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
-Prompt = str | Sequence[int] | ImagePrompt
+Prompt = str | Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
 class LLM:

@@ -31,11 +31,13 @@ def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> Prepared
     unknown = sorted(set(prompt) - set(_KEYS))
     if unknown:
         raise BadInput(f"a prompt has no key {unknown[0]!r}: it takes {', '.join(_KEYS)}")
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if (text is None) == (token_ids is None):
+    given = [
+        prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None
+    ]
+    if len(given) != 1:
         raise BadInput("a prompt has either the key 'prompt' or the key 'prompt_token_ids'")
     sources = prompt.get("images") or ()
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise BadInput("the key 'images' of a prompt is a list")
     images = load_images(sources, MediaLimits())
-    return support.prepare(text if token_ids is None else token_ids, images)
+    return support.prepare(given[0], images)

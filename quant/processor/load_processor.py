@@ -78,7 +78,7 @@ def _processor_class(folder: Path) -> Any:
         raise ValueError(
             f"transformers {transformers.__version__} has no processor for {config.model_type!r}"
         )
-    kind = PROCESSOR_MAPPING[type(config)]
+    kind: Any = PROCESSOR_MAPPING[type(config)]
     return PixtralProcessor if kind.__name__ == "PixtralProcessor" else kind
 
 

@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     write_medusa(root / "plain" / "medusa", hidden=64, vocab=VOCAB)
     write_eagle(root / "plain" / "eagle", hidden=64, vocab=VOCAB)
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**TEXT)).save_pretrained(root / "plain" / "draft")
+    LlamaForCausalLM(LlamaConfig.from_dict(TEXT)).save_pretrained(root / "plain" / "draft")
     save_processor(root / "plain" / "draft", LLAVA)
     return made
 

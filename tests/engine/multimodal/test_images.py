@@ -117,6 +117,7 @@ def test_the_encoder_cache_keeps_to_its_budget(folder):
     prompts = [{"prompt": PROMPT, "images": [picture(seed)]} for seed in range(4)]
     model = llm(folder, encoder_cache_bytes=2 * each, enable_prefix_caching=False)
     encoders = model.engine.images.encoders
+    assert encoders is not None
     for prompt in prompts:
         model.generate(prompt, GREEDY)
         assert encoders.num_bytes <= 2 * each
