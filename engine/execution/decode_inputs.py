@@ -13,12 +13,14 @@ from ..scheduling.block_pool import NULL_BLOCK
 
 
 def is_plain_decode(runs: Sequence[Run]) -> bool:
-    """Whether every run is one token of a sequence that has all of its blocks."""
+    """Whether every run is one token, of text at its plain position, of a sequence that has all its blocks."""
     return all(
         len(run.token_ids) == 1
         and run.tree is None
         and not run.num_evicted
         and NULL_BLOCK not in run.block_ids
+        and run.rope_positions is None
+        and all(image.offset + image.num_tokens <= run.start for image in run.images)
         for run in runs
     )
 

@@ -91,8 +91,8 @@ class StepGraphs:
         two, where all of them would be a second of every start.
         """
         try:
-            for size in reversed(self._sizes):
-                if self._all_early or size == self._sizes[-1] or size.bit_count() == 1:
+            for place, size in enumerate(reversed(self._sizes)):
+                if self._all_early or place == 0 or size.bit_count() == 1:
                     self._graph(size, 0, aux_hidden_state_layers)
         except NotCapturable:
             # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.

@@ -59,7 +59,7 @@ IMAGE_MODELS: dict[str, tuple[str, Fields, Fields, Fields]] = {
     ),
     "qwen-3-vl": (
         "Qwen3VLConfig",
-        {"head_dim": 8, "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
         {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}, QWEN_IDS,
     ),
     "gemma-3": (

@@ -93,7 +93,7 @@ def test_the_openai_client_sends_pictures(
         {"role": "assistant", "content": "A fox."},
         {"role": "user", "content": "Why?"},
     ]
-    answer = client.chat.completions.create(model="tiny", messages=messages, **SHORT)
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
     ((text, images),) = prompts
     assert text == "system: Look.\nuser: <image>What<image>\nassistant: A fox.\nuser: Why?\n"
     assert [image.tobytes() for image in images] == [picture(12, ROWS).tobytes()] * 2

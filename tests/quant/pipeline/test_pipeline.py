@@ -18,10 +18,11 @@ from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.pipeline import pipeline, prepare
+from llmopt.quant.pipeline import calibrate, pipeline
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
+from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -290,8 +291,8 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
     tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps that touch the disk: every third, and each of the last ones, which tidy up."""
-    tokenizer = prepare.load_tokenizer(MODELS / "stories260K")
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda *_, **__: tokenizer)
+    tokenizer = load_tokenizer(MODELS / "stories260K")
+    monkeypatch.setattr(calibrate, "load_tokenizer", lambda *_, **__: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
     expected = contents(whole)
     total = steps.count
