@@ -13,7 +13,7 @@ from ..scheduling.block_pool import NULL_BLOCK
 
 
 def is_plain_decode(runs: Sequence[Run]) -> bool:
-    """Whether every run is one token, of text at its plain position, of a sequence that has all its blocks."""
+    """Whether every run is one token of text, at its plain position, of a sequence with all its blocks."""
     return all(
         len(run.token_ids) == 1
         and run.tree is None
