@@ -84,7 +84,7 @@ def _serve(
     url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
-        f"{_context(opened)}, {_states(opened)}{_activations(opened)}"
+        f"{_context(opened)}, {_states(opened)}"
         f"chat template: {describe_template(app.state.service.text)}"
     )
     as_json = serving.as_json
@@ -122,14 +122,6 @@ def _states(engine: Engine) -> str:
     if not states.num_checkpoints:
         saved = "no checkpoint of them, so that no prefix is shared"
     return f"states of {states.num_slots} sequences and {saved}, "
-
-
-def _activations(engine: Engine) -> str:
-    """How quantized weights are multiplied on a CPU."""
-    if engine.activation_bits == 16:
-        return ""
-    chosen = "as asked" if engine.config.cpu_activations else "as llama.cpp"
-    return f"{engine.activation_bits}-bit activations ({chosen}), "
 
 
 def _announce(url: str, model: str, facts: str, options: ServerOptions, as_json: bool) -> None:

@@ -83,7 +83,6 @@ class LoadedModel:
         draft: the weights of the draft-token proposer, if it has any.
         images: processor and vision encoder, if it takes images.
         image_rules: of the target model.
-        activation_bits: of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
     """
 
     folder: Path
@@ -97,7 +96,6 @@ class LoadedModel:
     draft: Draft | None
     images: ImageSupport
     image_rules: ImageRules
-    activation_bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
             language_model_only=config.language_model_only,
             through_transformers=not isinstance(model, Decoder),
         )
-    method = (checkpoint.quantization_config or {}).get("quant_method")
     return LoadedModel(
         folder,
         device,
@@ -209,7 +206,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         draft,
         images,
         ImageRules(model.image_spec, checkpoint.config, streams="streams" in config.features),
-        16 if method is None or device.type != "cpu" else config.activation_bits(method),
     )
 
 

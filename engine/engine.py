@@ -48,7 +48,6 @@ class Engine:
         self.folder = loaded.folder
         self.device, self.dtype = loaded.device, loaded.dtype
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
-        self.activation_bits = loaded.activation_bits
         self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
         self.workers = loaded.workers
         self.images, self._image_rules = loaded.images, loaded.image_rules

@@ -4,7 +4,7 @@
     python tools/cpu_peers.py --files MODEL.gguf ... --environments DIR --output cpu-peers-files.json
     python tools/cpu_peers.py --show cpu-peers-1.1B.json
 
-With `--files` the models are real GGUF files, ours with its defaults and with 16-bit activations beside
+With `--files` the models are real GGUF files, ours with its defaults and with 8-bit activations beside
 llama.cpp, and every engine is started `--rounds` times more, for its loading and its first token.
 
 Makes the checkpoints that are missing in `--models` (minutes, the first time), loads every engine in a
@@ -322,13 +322,13 @@ def goals(shape: str) -> list[tuple[str, tuple[str, ...], str, float]]:
 
 
 def file_rows(files: Sequence[Path]) -> list[Row]:
-    """Ours with its defaults and with 16-bit activations, and llama.cpp, for each GGUF file."""
+    """Ours with its defaults and with 8-bit activations, and llama.cpp, for each GGUF file."""
     return [
         row
         for file in files
         for row in (
             Row("llmopt", file.stem, file=file),
-            Row("llmopt", file.stem, {"cpu_activations": 16}, file=file),
+            Row("llmopt", file.stem, EIGHT, file=file),
             Row("llamacpp", file.stem, file=file),
         )
     ]
@@ -362,7 +362,7 @@ def write(
     ]
     record = {
         "shape": "real files" if given.files else given.shape,
-        "about": "llmopt with its defaults, or 16-bit activations"
+        "about": "llmopt with its defaults, or 8-bit activations"
         if given.files
         else "llmopt with --cpu-activations 8 but for bf16",
         "loads": list(loads),

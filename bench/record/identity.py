@@ -77,7 +77,6 @@ def engine_identity(
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
             "num_threads": options.num_threads,
-            **({"cpu_activations": 8} if engine.activation_bits == 8 else {}),
             **_unusual(options),
         },
         device=str(engine.device),
@@ -105,6 +104,7 @@ def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
 def _unusual(options: BenchOptions) -> dict[str, Any]:
     """Engine options with non-default values only, so that older results stay comparable."""
     later = (
+        "cpu_activations",
         "tensor_parallel_size",
         "scheduling_policy",
         "async_scheduling",

@@ -206,12 +206,11 @@ class EngineConfig:
             limit=at_least(1),
         ),
     )
-    cpu_activations: int | None = field(
-        default=None,
+    cpu_activations: int = field(
+        default=16,
         metadata=option(
             "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
-            "8: quantized per token, which is faster. Default: as the format's own engine, 8 for GGUF, "
-            "else 16.",
+            "8: quantized per token, which is faster from a few tokens per step on.",
             limit=one_of(8, 16),
         ),
     )
@@ -289,10 +288,6 @@ class EngineConfig:
     def stream(self) -> Window | None:
         """The visible window of StreamingLLM; None: sequences end at the model's context."""
         return None if self.window is None else Window(self.window, self.attention_sinks)
-
-    def activation_bits(self, quant_method: str | None) -> int:
-        """Bits of a CPU's activations for weights of a format: llama.cpp quantizes those of GGUF files."""
-        return self.cpu_activations or (8 if quant_method == "gguf" else 16)
 
     def eviction(self, block_size: int) -> KvEviction | None:
         """The rule of the KV-cache budget, for blocks of that size; None: there is none.

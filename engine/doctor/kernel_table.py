@@ -35,7 +35,7 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (CodebookScheme("nf4"), 16),
     (Fp4Scheme("nvfp4"), 16),
     (Fp4Scheme("mxfp4"), 16),
-    (GgufScheme("Q4_K"), 8),
+    (GgufScheme("Q4_K"), 16),
     (LookupScheme(4), 16),
 )
 """A scheme of each kind of quantized weight, and the bits of its activations."""

@@ -126,7 +126,6 @@ def open_shards(
         PeerLost: a worker ended while loading.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
-    bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
     def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
         return open_model(
@@ -134,7 +133,7 @@ def open_shards(
             config.max_model_len,
             device,
             dtype,
-            bits,
+            config.cpu_activations,
             config.loras,
             shard,
             config.stream,
@@ -154,7 +153,7 @@ def open_shards(
         device=device,
         dtype=dtype,
         max_model_len=config.max_model_len,
-        input_bits=bits,
+        input_bits=config.cpu_activations,
         loras=config.loras,
         stream=config.stream,
         num_threads=num_threads(config),
