@@ -67,11 +67,19 @@ Images = tuple[ImageInput, ...]
 NO_IMAGES: Images = ()
 
 
-def content_key(images: Sequence[ImageInput], start: int, end: int) -> bytes:
-    """What the tokens from `start` to `end` hold besides their ids: which images, and which part of each."""
+def content_key(
+    images: Sequence[ImageInput], start: int, end: int, bidirectional: Sequence[range] = ()
+) -> bytes:
+    """What the tokens from `start` to `end` hold besides their ids: which images, and which part of each.
+
+    Tokens of a span of `bidirectional` attention depend on all of its images, those behind `end` too.
+    """
+    seen = [span for span in bidirectional if span.start < end and start < span.stop]
+    first = min([start, *(span.start for span in seen)])
+    last = max([end, *(span.stop for span in seen)])
     parts = (
         image.content_hash + (image.offset - start).to_bytes(8, "little", signed=True)
         for image in images
-        if image.overlaps(start, end)
+        if image.overlaps(first, last)
     )
     return b"".join(parts)

@@ -128,7 +128,8 @@ class PrefixCache:
 
     def _image_key(self, request: Request, index: int) -> bytes:
         start = index * self._block_size
-        return content_key(request.images, start, start + self._block_size)
+        end = start + self._block_size
+        return content_key(request.images, start, end, request.bidirectional_images)
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self._block_size : (index + 1) * self._block_size])

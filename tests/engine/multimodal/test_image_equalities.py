@@ -98,6 +98,17 @@ def test_another_image_in_the_same_text_is_no_prefix_hit(case):
     assert engine.stats.prefix_cache_hits == 4, "the block of text before the image"
 
 
+def test_the_image_after_an_image_is_part_of_what_a_prefix_holds(tmp_path):
+    name = "gemma-3"  # whose images see each other where no text is between them
+    model = im.save_image_model(tmp_path, name)
+    first = im.image(name, 1)
+    prompts = [im.prompt(1, 5, first, im.image(name, seed), 7) for seed in (2, 3)]
+    engine = im.image_engine(tmp_path)
+    for given in prompts:
+        assert im.generated(engine, [given], 8) == [im.expected_tokens(model, given, 8)]
+    assert engine.stats.prefix_cache_hits == 4, "the block of text before the images"
+
+
 def test_completions_of_a_prompt_share_its_positions(case):
     engine = case.engine()
     assert im.generated(engine, case.prompts[2:], 12, n=2) == [case.tokens[2][:12]] * 2
