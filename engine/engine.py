@@ -25,6 +25,7 @@ from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
 from .execution.step_trace import StepRecorder
 from .model.lora.bank import AdapterParts
+from .multimodal.encoder import EncodingError
 from .scheduling.outputs import EngineStats, RequestOutput
 from .scheduling.request import Request, RequestTimes
 from .text.best_of import BestOf
@@ -190,8 +191,8 @@ class Engine:
         """
         try:
             return self._step()
-        except BaseException:
-            self._drop_in_flight()
+        except BaseException as error:
+            self._drop_in_flight(error)
             raise
 
     def abort_failed(self) -> list[str]:
@@ -269,13 +270,17 @@ class Engine:
         self._release_loras()
         return outputs
 
-    def _drop_in_flight(self) -> None:
+    def _drop_in_flight(self, error: BaseException) -> None:
         """Drop the steps in flight after an exception, and note whose they were, finished ones too: they may
-        lack their last output."""
+        lack their last output. Of an image that cannot be encoded, only those that need it now."""
         self._wait_for_thread()
         steps = [step for step in (self._finishing, self._in_flight) if step is not None]
-        names = [row.sequence_id for step in steps for row in step.plan.rows]
-        names = names or [request.sequence_id for request in self.scheduler.running]
+        rows = [row for step in steps for row in step.plan.rows]
+        if isinstance(error, EncodingError):
+            rows = [row for row in rows if row.needs_image(error.content_hash)]
+        names = [row.sequence_id for row in rows] or [
+            request.sequence_id for request in self.scheduler.running
+        ]
         self._failed = dict.fromkeys(name.rpartition("/")[0] for name in names)
         self._finishing = self._in_flight = None
         self.scheduler.reset_in_flight()

@@ -11,8 +11,22 @@ from typing import Any
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, first_line
 from ..base.image_input import ImageInput
+
+
+class EncodingError(BadInput):
+    """The vision tower failed on one image; the other images of a step may be encoded.
+
+    Attributes:
+        content_hash: of the image.
+    """
+
+    def __init__(self, image: ImageInput, cause: Exception) -> None:
+        super().__init__(
+            f"the vision tower fails on an image of {image.num_tokens} tokens: {first_line(cause)}"
+        )
+        self.content_hash = image.content_hash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +79,8 @@ class VisionEncoder:
         """The embeddings of each image.
 
         Raises:
-            BadInput: the tower gives another number of embeddings than the image has tokens.
+            EncodingError: the tower fails on an image, or gives another number of embeddings than the image
+                has tokens.
         """
         by_shape = sorted(range(len(images)), key=lambda index: _shapes(images[index]))
         encoded: dict[int, EncodedImage] = {}
@@ -73,9 +88,20 @@ class VisionEncoder:
             indices = list(same)
             for first in range(0, len(indices), self.max_images_per_pass):
                 group = indices[first : first + self.max_images_per_pass]
-                results = self._encode_together([images[index] for index in group])
+                results = self._encode_apart([images[index] for index in group])
                 encoded.update(zip(group, results, strict=True))
         return [encoded[index] for index in range(len(images))]
+
+    def _encode_apart(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        """The images in one pass; where it fails, one by one, to tell which of them is the cause."""
+        try:
+            return self._encode_together(images)
+        except torch.AcceleratorError:
+            raise  # a CUDA context is unusable after it
+        except Exception as error:  # the towers of transformers may fail in any way
+            if len(images) == 1:
+                raise EncodingError(images[0], error) from error
+        return [encoded for image in images for encoded in self._encode_apart([image])]
 
     def _encode_together(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
         arguments = {

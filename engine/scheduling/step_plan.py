@@ -84,6 +84,13 @@ class ScheduledRow(NamedTuple):
         """Whether it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
+    def needs_image(self, content_hash: bytes) -> bool:
+        """Whether some of its tokens are of that image."""
+        return any(
+            image.content_hash == content_hash and image.overlaps(self.start, self.end)
+            for image in self.images
+        )
+
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> ScheduledRow:
         """The row with the token that the previous step sampled in place of the placeholder."""
         if not self.tokens.has_placeholder:

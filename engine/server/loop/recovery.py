@@ -8,10 +8,11 @@ import torch
 
 from ....quant.base.errors import Failure
 from ...engine import Engine
+from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
 
 MAX_FAILED_STEPS = 3
-"""Steps that may fail in a row. With more, the cause is hardly one request."""
+"""Steps that may fail in a row, but for an image. With more, the cause is hardly one request."""
 
 MAX_NAMED = 32
 """Request ids in the log line of a failed step; each begins with the id of its response."""
@@ -46,8 +47,8 @@ class RecoveringSteps:
             outputs = self._engine.step()
         except _FATAL:
             raise
-        except Exception:
-            self._num_in_a_row += 1
+        except Exception as error:
+            self._num_in_a_row += not isinstance(error, EncodingError)
             if self._num_in_a_row >= MAX_FAILED_STEPS:
                 raise
             self.failed_requests = failed = self._engine.abort_failed()

@@ -14,6 +14,7 @@ from llmopt.engine.base.image_input import ImageInput, content_key
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.llm import LLM
 from llmopt.engine.multimodal.open import open_images
+from llmopt.engine.server.loop.recovery import RecoveringSteps
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 
@@ -142,6 +143,47 @@ def test_images_of_one_shape_are_encoded_together_and_in_order(folder):
     for image, encoded in zip(images, together, strict=True):
         alone = encoder.encode([image])[0].embeddings
         torch.testing.assert_close(encoded.embeddings, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_tower_that_fails_on_an_image_ends_its_request_alone(
+    folder, async_scheduling, monkeypatch
+):
+    engine = llm(folder, async_scheduling=async_scheduling).engine
+    steps, encoder = RecoveringSteps(engine), engine.images.encoders.encoder
+    prompts = {
+        f"{kind} {seed}": engine.images.prepare(PROMPT, [picture(seed)])
+        for kind, seeds in (("broken", range(2, 6)), ("good", [1, 6]))
+        for seed in seeds
+    }
+    broken = {p.images[0].content_hash for name, p in prompts.items() if "broken" in name}
+    encode = encoder._encode_together
+
+    def fails(images):
+        if broken & {image.content_hash for image in images}:
+            raise RuntimeError("out of luck")
+        return encode(images)
+
+    def finish(names):
+        tokens, failed = {}, []
+        for name in names:
+            given = prompts[name]
+            engine.add_request(name, given.token_ids, GREEDY, images=given.images)
+        while engine.has_unfinished():
+            for output in steps.step():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            failed += steps.failed_requests or []
+        return tokens, failed
+
+    expected, _ = finish(["good 1", "good 6"])
+    engine.images.encoders.reset()
+    engine.reset_prefix_cache()
+    monkeypatch.setattr(encoder, "_encode_together", fails)
+    tokens, failed = finish(["good 1", *(f"broken {seed}" for seed in range(2, 6)), "good 6"])
+    assert sorted(failed) == [f"broken {seed}" for seed in range(2, 6)]
+    assert {name: tokens[name] for name in expected} == expected
+    engine.scheduler.check_integrity()
+    engine.close()
 
 
 @pytest.mark.parametrize("text", ["stablelm", "olmo"])
