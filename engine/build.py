@@ -299,17 +299,13 @@ def engine_memory(
     shards = [loaded.model, *(() if loaded.workers is None else loaded.workers.loaded)]
     per_block = kv_block_bytes(loaded.model.kv_layouts, cache.dtype, cache.block_size)
     return EngineMemory(
-        weight_bytes=sum(shard.bytes_held for shard in shards) + _tower_bytes(loaded.images),
+        weight_bytes=sum(shard.bytes_held for shard in shards) + loaded.images.bytes_held,
         kv_cache_bytes=cache.num_bytes * len(shards),
         weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
         kv_bytes_per_token=-(-per_block * len(shards) // cache.block_size),
         draft_bytes=0 if proposer is None else proposer.bytes_held,
         state_bytes=cache.states.num_bytes,
     )
-
-
-def _tower_bytes(images: ImageSupport) -> int:
-    return 0 if images.encoders is None else images.encoders.encoder.bytes_held
 
 
 def _sizes(
@@ -343,8 +339,9 @@ def _sizes(
 def _kv_cache_budget(
     config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
 ) -> KvCacheBudget:
-    return profile_kv_cache_budget(
-        memory_of(loaded.device),
+    memory = memory_of(loaded.device)
+    budget = profile_kv_cache_budget(
+        memory,
         config.gpu_memory_utilization,
         loaded.model.bytes_held
         + (loaded.draft.bytes_held if loaded.draft else 0)
@@ -352,6 +349,8 @@ def _kv_cache_budget(
         partial(_profile, config, loaded, limits, layout),
         config.tensor_parallel_size,
     )
+    # Not with the weights: what is not allocated yet would be taken off the other processes' share.
+    return budget if memory is None else budget.less("encoder cache", loaded.images.cache_bytes)
 
 
 def _profile(
@@ -359,3 +358,4 @@ def _profile(
 ) -> None:
     cache = open_cache(loaded, layout, PROFILE_BLOCKS)
     profile_run(open_runner(config, loaded, limits, cache), limits)
+    loaded.images.profile_run(limits.max_num_batched_tokens)

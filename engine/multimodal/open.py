@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from ...quant.model.checkpoint import Checkpoint
 from ...quant.processor.load_processor import has_processor
 from .encoder_cache import EncoderCache
 from .load_tower import asks_for_token_types, load_encoder, takes_images
+from .media import MediaLimits
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
@@ -37,9 +39,27 @@ class ImageSupport:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the tower's weights, and of the embeddings that may be kept."""
-        encoders = self.encoders
-        return 0 if encoders is None else encoders.encoder.bytes_held + encoders.max_bytes
+        """Bytes of the tower's weights."""
+        return 0 if self.encoders is None else self.encoders.encoder.bytes_held
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the embeddings that may be kept."""
+        return 0 if self.encoders is None else self.encoders.max_bytes
+
+    def profile_run(self, max_tokens: int) -> None:
+        """Encode, for its peak memory, as many of the largest images as a step of `max_tokens` takes."""
+        if self.processor is None or self.encoders is None:
+            return
+        from PIL import Image
+
+        side = isqrt(MediaLimits().max_image_pixels)
+        largest = Image.new("RGB", (side, side))
+        (image,) = self.prepare(self.processor.image_token, [largest]).images
+        encoder = self.encoders.encoder
+        encoder.encode(
+            [image] * min(encoder.max_images_per_pass, max(1, max_tokens // image.num_tokens))
+        )
 
     def prepare(
         self,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llmopt.engine import build
 from llmopt.engine.base.image_input import ImageInput, content_key
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.llm import LLM
+from llmopt.engine.multimodal.encoder import VisionEncoder
 from llmopt.engine.multimodal.open import open_images
 from llmopt.engine.server.loop.recovery import RecoveringSteps
 from llmopt.quant.base.errors import BadInput
@@ -143,6 +146,47 @@ def test_images_of_one_shape_are_encoded_together_and_in_order(folder):
     for image, encoded in zip(images, together, strict=True):
         alone = encoder.encode([image])[0].embeddings
         torch.testing.assert_close(encoded.embeddings, alone, atol=1e-5, rtol=1e-5)
+
+
+class Memory:
+    """A small GPU of which other processes take half."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        return 1 << 23, 1 << 24
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
+def on_gpu(folder: Path, **options: Any) -> LLM:
+    return llm(folder, num_blocks=None, gpu_memory_utilization=0.9, **options)
+
+
+@pytest.mark.parametrize(("max_tokens", "count"), [(8, 1), (40, 2), (4096, 8)])
+def test_a_memory_profile_encodes_the_images_of_the_largest_step(
+    folder, monkeypatch, max_tokens, count
+):
+    passes: list[int] = []
+    encode_together = VisionEncoder._encode_together
+
+    def recorded(self, images):
+        passes.append(len(images))
+        return encode_together(self, images)
+
+    monkeypatch.setattr(VisionEncoder, "_encode_together", recorded)
+    monkeypatch.setattr(build, "memory_of", lambda _: Memory())
+    on_gpu(folder, max_num_batched_tokens=max_tokens, max_num_seqs=2, encoder_cache_bytes=0)
+    assert passes == [count]
+
+
+def test_the_encoder_cache_is_reserved_beside_other_processes(folder, monkeypatch):
+    monkeypatch.setattr(build, "memory_of", lambda _: Memory())
+    without, beside = (
+        on_gpu(folder, encoder_cache_bytes=size, max_num_seqs=200).engine.memory.kv_cache_bytes
+        for size in (0, 1 << 20)
+    )
+    assert without - beside == pytest.approx(1 << 20, rel=0.01)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
