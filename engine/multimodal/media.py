@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from PIL import Image, ImageOps
 
 from ...quant.base.errors import BadInput
+from .file_parts import check_parts
 from .remote import RemoteMedia
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -152,6 +153,7 @@ def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> I
     """
     if len(data) > limits.max_image_bytes:
         raise _too_long(limits)
+    check_parts(data)
     if (size := _webp_size(data)) is not None:  # its decoder allocates the canvas when it opens
         limits.check_pixels(*size)
     try:
