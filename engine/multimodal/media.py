@@ -135,12 +135,15 @@ def load_sent_image(url: str, limits: MediaLimits) -> Image.Image:
     return decode_image(sent_bytes(url, limits), limits)
 
 
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
 def sent_bytes(url: str, limits: MediaLimits) -> bytes:
     """The encoded image behind a URL; raises as `load_sent_image`."""
-    scheme = url.partition(":")[0].lower()
-    if scheme == "data":
+    if is_data_url(url):
         return _data_url(url, limits)
-    if scheme in ("http", "https"):
+    if url[:6].partition(":")[0].lower() in ("http", "https"):
         return limits.remote.fetch(url)
     raise BadInput("an image URL is a data: URL, or http(s) of an allowed host")
 

@@ -18,7 +18,9 @@ from ...quant.base.errors import BadInput
 
 MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-_TRANSLATED = tuple(IPv6Network(name) for name in ("64:ff9b::/96", "2002::/16", "2001::/32"))
+_GLOBAL_UNICAST = IPv6Network("2000::/3")
+"""What the internet assigns: `is_global` is also true of compatible and site-local IPv6 addresses."""
+_TRANSLATED = tuple(IPv6Network(name) for name in ("2002::/16", "2001::/32"))
 """IPv6 addresses that carry an IPv4 address, which may be private."""
 _HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "llmopt")]
 
@@ -180,8 +182,10 @@ def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
 def _public(address: Address, host: str) -> Address:
     """The address, if it is a public one."""
     plain = getattr(address, "ipv4_mapped", None) or address
-    is_translated = any(plain in network for network in _TRANSLATED)
-    if not plain.is_global or plain.is_multicast or is_translated:
+    is_elsewhere = plain.version == 6 and (
+        plain not in _GLOBAL_UNICAST or any(plain in network for network in _TRANSLATED)
+    )
+    if not plain.is_global or plain.is_multicast or is_elsewhere:
         raise BadInput(f"the host {host} of an image has an address that is not public")
     return address
 

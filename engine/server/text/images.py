@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ....quant.base.errors import BadInput
-from ...multimodal.media import MediaLimits, decode_image, sent_bytes
+from ...multimodal.media import MediaLimits, decode_image, is_data_url, sent_bytes
 from ..protocol.errors import ApiError
 
 if TYPE_CHECKING:
@@ -73,16 +73,17 @@ class PromptImages:
             BadInput: an image that cannot be had or decoded, or that the model's processor refuses.
         """
         # An error cancels nothing: the fetches that have begun end at their deadline.
-        sent = await asyncio.gather(*(self._fetch(url) for url in urls))
+        sent = await asyncio.gather(*(self._sent(url) for url in urls))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._decoding, self._prepare, text, sent)
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _sent(self, url: str) -> str | bytes:
+        """A data URL as it is, which waits for no host; else the bytes of the image."""
+        if is_data_url(url):
+            return url
         fetching = asyncio.get_running_loop().run_in_executor(
             self._fetching, sent_bytes, url, self._limits
         )
-        if url[:5].lower() == "data:":
-            return await fetching
         # Resolving a name has no timeout of its own.
         seconds = self._limits.fetch_timeout_seconds
         try:
@@ -90,10 +91,11 @@ class PromptImages:
         except TimeoutError as error:
             raise BadInput(f"an image did not arrive within {seconds:g} s") from error
 
-    def _prepare(self, text: str, sent: Sequence[bytes]) -> PreparedPrompt:
+    def _prepare(self, text: str, sent: Sequence[str | bytes]) -> PreparedPrompt:
         images: list[Image] = []
         num_pixels = 0
-        for data in sent:
+        for source in sent:
+            data = sent_bytes(source, self._limits) if isinstance(source, str) else source
             images.append(decode_image(data, self._limits))
             num_pixels += images[-1].width * images[-1].height
             self._limits.check_prompt_pixels(num_pixels)

@@ -122,6 +122,9 @@ def test_hosts_that_misbehave_are_left(host: str, path: str, reason: str) -> Non
         "::ffff:127.0.0.1",
         "64:ff9b::7f00:1",
         "2002:7f00:1::1",
+        "::127.0.0.1",
+        "::ffff:0:7f00:1",
+        "fec0::1",
     ],
 )
 def test_names_of_private_addresses_are_refused(

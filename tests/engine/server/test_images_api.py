@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import resource
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,9 @@ import openai
 import pytest
 from llmopt.engine.multimodal.media import MediaLimits
 from llmopt.engine.multimodal.processor import PreparedPrompt
+from llmopt.engine.multimodal.remote import RemoteMedia
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.text.images import NUM_FETCHES, PromptImages
 from llmopt.quant.base.errors import BadInput
 from PIL.Image import Image
 
@@ -237,3 +241,32 @@ def test_a_text_model_says_that_it_takes_none(server: RunningServer) -> None:
             model="tiny",
             messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore[list-item]
         )
+
+
+def test_slow_hosts_do_not_hold_pictures_that_were_sent(
+    seeing: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Any = seeing.engine.images
+    host_answers, asked = threading.Event(), threading.Semaphore(0)
+
+    def wait(*_: object) -> bytes:
+        asked.release()
+        assert host_answers.wait(30)
+        return encoded(picture())
+
+    async def visit() -> None:
+        images = PromptImages(made, MediaLimits(max_images=NUM_FETCHES), "")
+        slow = ["https://pictures.test/a.png"] * NUM_FETCHES
+        waiting = asyncio.ensure_future(images.prepare("<image>" * NUM_FETCHES, slow))
+        try:
+            for _ in slow:
+                await asyncio.to_thread(asked.acquire)
+            sent = await asyncio.wait_for(images.prepare("<image>", [URL]), 10)
+            assert sent.token_ids.count(3) >= ROWS
+        finally:
+            host_answers.set()
+            await asyncio.wait([waiting])
+            images.close()
+
+    monkeypatch.setattr(RemoteMedia, "fetch", wait)
+    asyncio.run(visit())
