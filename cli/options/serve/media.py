@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from ..groups import Hidden
+
 if TYPE_CHECKING:
     from ....engine.multimodal.media import MediaLimits
 
@@ -29,6 +31,7 @@ class MediaOptions:
         typer.Option(
             help="Images per prompt, as JSON: '{\"image\": 4}'. Default: 16.",
         ),
+        Hidden("--limit-mm-per-prompt.image"),
     ] = None
     max_image_pixels: Annotated[
         int, typer.Option(help="Maximum pixels of an image, by its header.")
@@ -58,7 +61,8 @@ class MediaOptions:
         return limits.with_max_images(self._max_images())
 
     def _max_images(self) -> int | None:
-        """The count of images in vLLM's `{"image": 4}` or `{"image": {"count": 4}}`."""
+        """The count of images in vLLM's `{"image": 4}` or `{"image": {"count": 4}}`, or the number alone as
+        its `--limit-mm-per-prompt.image 4` gives it."""
         from ....quant.base.errors import BadInput
 
         if self.limit_mm_per_prompt is None:
@@ -71,6 +75,8 @@ class MediaOptions:
             asked = json.loads(self.limit_mm_per_prompt)
         except ValueError as error:
             raise usage from error
+        if type(asked) is int:
+            return asked
         if not isinstance(asked, dict):
             raise usage
         counts = {k: v.get("count") if isinstance(v, dict) else v for k, v in asked.items()}

@@ -13,9 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from llmopt.cli.main import main
+from llmopt.cli.options.groups import with_groups
+from llmopt.cli.options.serve.media import MediaOptions
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.multimodal.media import MediaLimits
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
@@ -183,3 +187,23 @@ def test_a_port_in_use_is_one_line() -> None:
         result = run_llmopt("serve-local", "--port", str(port), env=environment(), timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and f"port {port}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "count"),
+    [
+        ("--limit-mm-per-prompt", '{"image": 4}', 4),
+        ("--limit-mm-per-prompt", '{"image": {"count": 5}, "video": 0}', 5),
+        ("--limit-mm-per-prompt.image", "6", 6),
+    ],
+)
+def test_images_per_prompt_are_said_as_in_vllm(option: str, value: str, count: int) -> None:
+    limits: list[MediaLimits] = []
+
+    def keep(media: MediaOptions) -> None:
+        limits.append(media.limits())
+
+    app = typer.Typer()
+    app.command()(with_groups(keep))
+    typer.main.get_command(app).main([option, value], standalone_mode=False)
+    assert limits[0].max_images == count
