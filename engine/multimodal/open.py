@@ -67,6 +67,7 @@ class ImageSupport:
         images: Sequence[Image],
         *,
         add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """`ImageProcessor.prepare`.
 
@@ -75,7 +76,9 @@ class ImageSupport:
         """
         if self.processor is None:
             self.refuse()
-        return self.processor.prepare(prompt, images, add_special_tokens=add_special_tokens)
+        return self.processor.prepare(
+            prompt, images, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
 
     def refuse(self) -> NoReturn:
         """Raise `BadInput` that says why there are no images."""

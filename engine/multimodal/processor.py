@@ -74,15 +74,26 @@ class ImageProcessor:
         images: Sequence[Image],
         *,
         add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """Put the images' placeholder tokens into a prompt that has one `image_token` for each of them.
 
-        `add_special_tokens` is for text: false where it is a chat template's.
+        `add_special_tokens` is for text: false where it is a chat template's. Beyond `max_tokens` no more
+        images are processed: their pixels take more memory than the files do.
 
         Raises:
-            BadInput: other than one placeholder per image, or an image that the processor refuses.
+            BadInput: other than one placeholder per image, an image that the processor refuses, or images of
+                more than `max_tokens` tokens.
         """
-        processed = [self._process(image, index) for index, image in enumerate(images)]
+        processed: list[_Pixels] = []
+        num_tokens = 0
+        for index, image in enumerate(images):
+            processed.append(self._process(image, index))
+            num_tokens += len(self._replacement_ids(processed[-1]))
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise BadInput(
+                    f"{index + 1} images take {num_tokens} tokens of a prompt: at most {max_tokens}"
+                )
         if isinstance(prompt, str):
             token_ids = self._expand_text(prompt, processed, add_special_tokens)
         else:

@@ -46,6 +46,7 @@ def open_service(
         engine.images,
         media or MediaLimits(),
         engine.images.reason.replace(str(engine.folder), model_name),
+        engine.max_model_len,
     )
     reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
     return Service(

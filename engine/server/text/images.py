@@ -31,7 +31,12 @@ class PromptProcessor(Protocol):
         ...
 
     def prepare(
-        self, prompt: str, images: Sequence[Image], *, add_special_tokens: bool = True
+        self,
+        prompt: str,
+        images: Sequence[Image],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt: ...
 
 
@@ -42,10 +47,18 @@ class PromptImages:
         support: of the engine.
         limits: of what clients may send.
         reason: why the model takes no images, for clients, who are told no paths of this machine.
+        max_model_len: tokens of a prompt, beyond which its images are left.
     """
 
-    def __init__(self, support: PromptProcessor, limits: MediaLimits, reason: str) -> None:
+    def __init__(
+        self,
+        support: PromptProcessor,
+        limits: MediaLimits,
+        reason: str,
+        max_model_len: int | None = None,
+    ) -> None:
         self._support, self._limits, self._reason = support, limits, reason
+        self._max_model_len = max_model_len
         self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="llmopt-media")
         self._decoding = ThreadPoolExecutor(NUM_DECODES, thread_name_prefix="llmopt-images")
 
@@ -99,7 +112,9 @@ class PromptImages:
             images.append(decode_image(data, self._limits))
             num_pixels += images[-1].width * images[-1].height
             self._limits.check_prompt_pixels(num_pixels)
-        return self._support.prepare(text, images, add_special_tokens=False)
+        return self._support.prepare(
+            text, images, add_special_tokens=False, max_tokens=self._max_model_len
+        )
 
     def close(self) -> None:
         """Shut down the worker threads."""

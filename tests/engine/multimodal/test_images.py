@@ -79,6 +79,23 @@ def test_a_wrong_prompt_is_refused(folder, prompt, complaint):
     assert not model.engine.has_unfinished()
 
 
+def test_images_beyond_the_context_are_not_processed(folder, monkeypatch):
+    support = llm(folder).engine.images
+    process, processed = support.processor._process, []
+
+    def counting(image, index):
+        processed.append(index)
+        return process(image, index)
+
+    monkeypatch.setattr(support.processor, "_process", counting)
+    prompt, images = "<image>" * 5, [picture(seed) for seed in range(5)]
+    most = len(support.prepare("<image>", images[:1], add_special_tokens=False).token_ids)
+    processed.clear()
+    with pytest.raises(BadInput, match=f"2 images take {2 * most} tokens .* at most {most}"):
+        support.prepare(prompt, images, max_tokens=most)
+    assert processed == [0, 1]
+
+
 def test_a_model_of_text_alone_takes_no_images():
     with pytest.raises(BadInput, match="is a model of text alone"):
         LLM("stories260K", num_blocks=8).generate({"prompt": "a", "images": [picture(1)]})

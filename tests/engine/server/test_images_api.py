@@ -42,12 +42,19 @@ class RowsOfPictures:
 
     def __init__(self, tokenizer: Any) -> None:
         self.processor = self
+        self.max_tokens: int | None = None
         self.prompts: list[tuple[str, list[Image]]] = []
         self._tokenizer = tokenizer
 
     def prepare(
-        self, prompt: str, images: Sequence[Image], *, add_special_tokens: bool = True
+        self,
+        prompt: str,
+        images: Sequence[Image],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
+        self.max_tokens = max_tokens
         if prompt.count("<image>") != len(images):
             raise BadInput(f"{prompt.count('<image>')} placeholders for {len(images)} images")
         self.prompts.append((prompt, list(images)))
@@ -99,6 +106,8 @@ def test_the_openai_client_sends_pictures(
     ]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
     ((text, images),) = prompts
+    made: Any = seeing.engine.images
+    assert made.max_tokens == seeing.engine.max_model_len
     assert text == "system: Look.\nuser: <image>What<image>\nassistant: A fox.\nuser: Why?\n"
     assert [image.tobytes() for image in images] == [picture(12, ROWS).tobytes()] * 2
     num_tokens = len(seeing.engine.images.prepare(text, images).token_ids)
