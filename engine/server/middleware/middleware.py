@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..access.key_ring import KeyRing
 from ..access.principal import Principal
-from ..observability.logs import Event
+from ..observability.logs import Event, body_text
 from ..observability.request_record import record_of
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
@@ -63,7 +63,7 @@ class RequestMiddleware:
                 return
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
-                fields = {"path": scope["path"], "body": body.decode(errors="replace")}
+                fields = {"path": scope["path"], "body": body_text(body)}
                 _log.info(Event("request body", fields))
             if limiter is not None and not await limiter.acquire(receive):
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from copy import copy
@@ -26,6 +27,8 @@ LEVELS = {
     "opentelemetry": logging.WARNING,
     "py.warnings": logging.WARNING,
 }
+_BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
+"""With the backslash that some clients write before a slash."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 
@@ -39,6 +42,15 @@ class Event:
 
     def __str__(self) -> str:
         return f"{self.name} {json.dumps(self.fields, default=str)}"
+
+
+def body_text(body: bytes) -> str:
+    """A request's body for the log: of images in base64 their begin and length."""
+    return _BASE64.sub(_shortened, body).decode(errors="replace")
+
+
+def _shortened(run: re.Match[bytes]) -> bytes:
+    return run[0][:32] + b"... (%d characters)" % len(run[0])
 
 
 class TextFormatter(DefaultFormatter):

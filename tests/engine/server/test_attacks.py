@@ -160,6 +160,19 @@ def test_a_log_of_prompts_is_one_line_each(caplog: pytest.LogCaptureFixture) -> 
     assert fields["body"].endswith("\nERROR: the disk is full")
 
 
+def test_a_log_of_prompts_holds_no_pictures(caplog: pytest.LogCaptureFixture) -> None:
+    data = "iVBORw0KGgo" + "Ab+/" * 5000
+    with running(make_engine("stories260K"), ServerOptions(log_prompts=True)) as server:
+        logging.getLogger("llmopt").propagate = True
+        with caplog.at_level(logging.INFO), server.http() as http:
+            for sent in (data, data.replace("/", "\\/")):
+                http.post("/v1/x", content=f'{{"url": "data:image/png;base64,{sent}", "n": 1}}')
+    lines = [r.getMessage() for r in caplog.records if "iVBOR" in r.getMessage()]
+    assert len(lines) == 2 and max(map(len, lines)) < 300
+    body = json.loads(json.loads(lines[0].removeprefix("request body "))["body"])
+    assert body["url"].endswith("(20011 characters)") and body["n"] == 1
+
+
 def test_a_schema_has_a_size_and_a_time(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
