@@ -35,10 +35,13 @@ class ResponseStore:
     def put(
         self, tenant: Tenant, turns: Sequence[dict[str, Any]], document: dict[str, Any]
     ) -> None:
-        """Store a response."""
+        """Store a response; one that is larger than the store, as turns with many images may be, is dropped
+        in place of all others."""
         size = len(json.dumps([turns, document]))
         place = (tenant, document["id"])
         self._drop(place)
+        if size > self._max_bytes:
+            return
         self._responses[place] = StoredResponse(turns, document, size)
         self._num_bytes += size
         while self._num_bytes > self._max_bytes:

@@ -208,3 +208,12 @@ def test_the_store_drops_the_oldest() -> None:
                 store.get(tenant, f"resp_{number}")
         else:
             assert store.get(tenant, f"resp_{number}").document["id"] == f"resp_{number}"
+
+
+def test_a_response_larger_than_the_store_drops_no_other() -> None:
+    store, tenant = ResponseStore(max_bytes=3000), Tenant()
+    store.put(tenant, [], {"id": "small"})
+    store.put(tenant, [{"role": "user", "content": "x" * 4000}], {"id": "large"})
+    assert store.get(tenant, "small").document == {"id": "small"}
+    with pytest.raises(ApiError, match="no response 'large'"):
+        store.get(tenant, "large")
