@@ -29,7 +29,7 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         )
     try:
         image_processor = _image_processor(folder, trust_remote_code)
-        kind = _processor_class(folder)
+        kind = _processor_class(folder, trust_remote_code)
         description, _ = kind.get_processor_dict(folder)
         given = {"image_processor": image_processor, "tokenizer": tokenizer}
         parts = [given.get(name) for name in kind.get_attributes()]
@@ -54,7 +54,7 @@ def _image_processor(folder: Path, trust_remote_code: bool) -> Any:
     )
 
 
-def _processor_class(folder: Path) -> Any:
+def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
     """The processor class that the checkpoint's files name, or else the one of its model type."""
     import transformers
     from transformers import AutoConfig
@@ -73,7 +73,7 @@ def _processor_class(folder: Path) -> Any:
                 return PixtralProcessor
             if named and (kind := processor_class_from_name(named)) is not None:
                 return kind
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if type(config) not in PROCESSOR_MAPPING:
         raise ValueError(
             f"transformers {transformers.__version__} has no processor for {config.model_type!r}"

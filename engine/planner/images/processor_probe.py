@@ -15,7 +15,9 @@ def probed_image_tokens(folder: Path, width: int, height: int) -> ImageTokens | 
     try:
         from transformers import AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         counted = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         count, tiles = counted["num_image_tokens"][0], counted["num_image_patches"][0]
     except Exception:  # transformers may fail in any way here

@@ -20,7 +20,7 @@ class NotingEngine:
     def __init__(self) -> None:
         self.named: list[str | None] = []
 
-    def add_request(self, *_: object, lora: str | None = None) -> None:
+    def add_request(self, *_: object, lora: str | None = None, images: object = ()) -> None:
         self.named.append(lora)
 
     def prompt_pass(self, lora: str | None = None) -> None:

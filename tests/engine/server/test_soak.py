@@ -24,5 +24,5 @@ def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
-    assert len(found["checks"]) == 11 and all(found["checks"].values())
+    assert len(found["checks"]) == 12 and all(found["checks"].values())
     assert found["outcomes"]["answered"] and found["samples"]
