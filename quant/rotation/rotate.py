@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from ..base.errors import BadInput, first_line
 from ..model.architecture import architecture_of
@@ -23,22 +25,36 @@ from .rotation_map import R1, R2, rotation_map_of, value_candidates
 ROTATIONS = (R1, R2)
 _SAME_LOGITS = 1e-5  # of float64 weights, relative; transformers' norms compute in float32
 _SEED = 11
+_FEATURES = re.compile(r"get_(image|img|video|audio|speech)_features")
 
 
 def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Checkpoint:
     """The checkpoint seen through the rotations.
 
     Raises:
-        BadInput: an unknown rotation, or a model whose logits would change.
+        BadInput: an unknown rotation, or a model whose logits would change, also behind images.
     """
     unknown = [name for name in rotations if name not in ROTATIONS]
     if unknown:
         raise BadInput(f"--rotate {unknown[0]}: choose of {', '.join(ROTATIONS)}, with commas")
     plain = architecture_of(checkpoint)
+    if R1 in rotations and (reader := _reader_of_media(plain.meta_model.model)):
+        raise BadInput(
+            f"--rotate R1: {reader} writes features of images or sounds into the residual stream, which are "
+            "not turned along: leave it out (R2 turns only the values of heads)"
+        )
     values = _proven(attempts_for(checkpoint, plain), rotations)
     architecture = with_smoothing(checkpoint, plain)
     targets = rotation_map_of(checkpoint, architecture, residual=R1 in rotations, values=values)
     return RotatedCheckpoint(checkpoint, targets, seed)
+
+
+def _reader_of_media(model: nn.Module) -> str | None:
+    """Class of a model that puts features of images or sounds in place of embeddings; None: of text."""
+    reads = any(
+        _FEATURES.fullmatch(name) for module in model.modules() for name in dir(type(module))
+    )
+    return type(model).__name__ if reads else None
 
 
 def _proven(raws: Sequence[Mapping[str, Any]], rotations: tuple[str, ...]) -> frozenset[str]:

@@ -70,8 +70,9 @@ def rotation_map_of(
     head_module = meta.model.get_output_embeddings()
     if embedding is None or head_module is None:
         raise _refused(checkpoint, "it has no token embedding or no output projection")
-    tied = bool(meta.config.tie_word_embeddings or checkpoint.config.get("tie_word_embeddings"))
-    head = None if tied else _on_disk(architecture, head_module)
+    # Not by `tie_word_embeddings`, which text configs of wrapped models lack or say otherwise.
+    head = _on_disk(architecture, head_module)
+    head = None if head == embedding else head
     hidden = checkpoint.shape(embedding)[-1]
     targets = RotationMap(
         hidden if residual else 0, embedding, head or "lm_head.weight", head is None

@@ -192,10 +192,17 @@ def save_pictures(folder: Path) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def family_inputs(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """What the tower of a saved family reads of one small picture."""
+def image_prompt(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """What a saved family reads of a prompt with one small picture."""
     processor = load_processor(folder, load_tokenizer(folder), trust_remote_code=False)
     picture = Image.open(save_pictures(folder)[0]).convert("RGB")
-    made = processor(text=[FAMILIES[name].placeholder], images=[picture], return_tensors="pt")
+    text = f"{FAMILIES[name].placeholder} a small boat"
+    made = processor(text=[text], images=[picture], return_tensors="pt")
+    return {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
+
+
+def family_inputs(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """What the tower of a saved family reads of one small picture."""
+    made = image_prompt(folder, name)
     wanted = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
     return {key: made[key] for key in wanted if key in made}

@@ -16,10 +16,11 @@ from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.rotation.rotate import rotated, write_plain
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
 from ...support.quant_support import TINY
+from ...support.vision_checkpoints import image_prompt, save_wrapped
 
 # Norms that subtract the mean (BLOOM, GPT-NeoX, GPT-J, StableLM), that follow a sublayer (Gemma), and readers
 # that are no linears (gpt-oss).
@@ -134,6 +135,28 @@ def test_a_rotated_model_is_quantized_and_resumed_to_the_same_bytes(
         contents(other)["model-layer-00000.safetensors"]
         != (contents(whole)["model-layer-00000.safetensors"])
     )
+
+
+@torch.no_grad()
+def logits_behind_image(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()(**inputs, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
+def test_answers_about_images_stay_or_the_rotation_is_refused(tmp_path: Path, name: str) -> None:
+    """The features of images enter the residual stream behind the embedding, so R1 cannot turn it alone."""
+    save_wrapped(tmp_path / "plain", name)
+    checkpoint = Checkpoint(tmp_path / "plain")
+    for rotations in (("R1",), ("R1", "R2")):
+        with pytest.raises(BadInput, match=r"R1: .*Generation writes features of images"):
+            rotated(checkpoint, rotations, 0)
+    turned = rotated(checkpoint, ("R2",), 0)
+    assert changed(checkpoint, turned) == 4
+    inputs = image_prompt(tmp_path / "plain", name)
+    before = logits_behind_image(tmp_path / "plain", inputs)
+    after = logits_behind_image(write_plain(turned, tmp_path / "rotated"), inputs)
+    assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
 
 
 def test_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
