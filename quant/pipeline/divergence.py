@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..base.progress import Progress
 from ..base.scheme import Scheme
+from ..calibration.image_inputs import Images
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
@@ -57,17 +58,19 @@ def divergences(
     token_ids: torch.Tensor,
     candidates: Sequence[Mapping[str, Scheme]],
     progress: Progress,
+    images: Images = (),
 ) -> list[float]:
     """Mean KL divergence in nats of each candidate, rounded to nearest, from the float model.
 
     Args:
         token_ids: samples `[samples, length]`.
         candidates: schemes of all quantized linears, by full name.
+        images: of each sample; empty for text alone.
     """
     progress.start("checking by KL", stream.num_layers, "layers")
-    stream.prepare(token_ids)
-    plain = stream.embed(token_ids)
-    states = [stream.embed(token_ids) for _ in candidates]
+    stream.prepare(token_ids, images)
+    plain = stream.embed(token_ids, images)
+    states = [stream.embed(token_ids, images) for _ in candidates]
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))
         plain = stream.run(index, plain, in_place=True)

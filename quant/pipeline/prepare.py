@@ -133,8 +133,10 @@ def _searched(
     if not folder.complete:
         kv = plan.kv_cache is not None
         folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
-    checked = calibration.held_out if len(calibration.held_out) else calibration.token_ids
-    return mixed_plan(search, folder, stream, checked, progress)
+    checked = calibration.token_ids, calibration.images
+    if len(calibration.held_out):
+        checked = calibration.held_out, calibration.held_out_images
+    return mixed_plan(search, folder, stream, *checked, progress)
 
 
 def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:

@@ -19,6 +19,7 @@ import torch
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import IntScheme, Scheme
+from ..calibration.image_inputs import Images
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..plan.plan import Plan, check_plan
@@ -236,10 +237,11 @@ def mixed_plan(
     folder: StatisticsFolder,
     stream: LayerStream,
     token_ids: torch.Tensor,
+    images: Images,
     progress: Progress,
 ) -> Plan:
     """The plan with the bits and group sizes of least error under the target, where its KL divergence on
-    `token_ids` is below that of the uniform scheme; else the uniform plan.
+    the samples `token_ids`, with their images, is below that of the uniform scheme; else the uniform plan.
 
     Raises:
         BadInput: a format cannot mix widths.
@@ -251,7 +253,7 @@ def mixed_plan(
     for choice, number in zip(choices, chosen, strict=True):
         mixed |= {module: search.schemes[number][module] for module in choice.modules}
     check_plan(replace(plan, schemes=mixed))
-    losses = divergences(plan, stream, token_ids, (mixed, uniform), progress)
+    losses = divergences(plan, stream, token_ids, (mixed, uniform), progress, images)
     is_mixed = losses[0] < losses[1]
     schemes = mixed if is_mixed else uniform
     sizes = [search.bits_per_weight(kind) for kind in (mixed, uniform)]

@@ -192,6 +192,29 @@ def save_pictures(folder: Path) -> tuple[Path, ...]:
     return tuple(paths)
 
 
+def image_pairs_file(folder: Path, *more: dict[str, Any]) -> str:
+    """Three rows with images, and others, beside their pictures."""
+    pictures = [path.name for path in save_pictures(folder)]
+    rows = [
+        {"text": "a small boat", "images": pictures[:1]},
+        {
+            "messages": [
+                {"role": "user", "content": [
+                    {"type": "text", "text": "which is older, "}, {"type": "image"},
+                    {"type": "text", "text": " or "}, {"type": "image"},
+                ]},
+                {"role": "assistant", "content": "the first one"},
+            ],
+            "images": pictures[1:3],
+        },
+        {"messages": [{"role": "user", "content": "<image> red"}], "images": pictures[2:]},
+        *more,
+    ]  # fmt: skip
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def image_prompt(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """What a saved family reads of a prompt with one small picture."""
     processor = load_processor(folder, load_tokenizer(folder), trust_remote_code=False)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from ...support.quant_support import STORIES
-from ...support.vision_checkpoints import save_pictures, save_wrapped
+from ...support.vision_checkpoints import image_pairs_file, save_wrapped
 
 NAME = "qwen2_5_vl"
 
@@ -38,32 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pairs_file(folder: Path, *more: dict[str, Any]) -> str:
-    pictures = [path.name for path in save_pictures(folder)]
-    rows = [
-        {"text": "a small boat", "images": pictures[:1]},
-        {
-            "messages": [
-                {"role": "user", "content": [
-                    {"type": "text", "text": "which is older, "}, {"type": "image"},
-                    {"type": "text", "text": " or "}, {"type": "image"},
-                ]},
-                {"role": "assistant", "content": "the first one"},
-            ],
-            "images": pictures[1:3],
-        },
-        {"messages": [{"role": "user", "content": "<image> red"}], "images": pictures[2:]},
-        *more,
-    ]  # fmt: skip
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def asked(model: Path, output: Path, **fields: Any) -> QuantizeRequest:
     usual: dict[str, Any] = {"method": "rtn", "group_size": 32, "seq_len": 128, "num_samples": 2}
     if "calibration" not in fields:
-        usual["calibration"] = pairs_file(output.parent)
+        usual["calibration"] = image_pairs_file(output.parent)
     return QuantizeRequest(model, output, **(usual | fields))
 
 
@@ -108,7 +86,7 @@ def test_vision_tensors_stay_byte_equal_and_are_ignored_by_name(
 def test_the_pictures_are_part_of_what_layers_are_calibrated_on(
     model: Path, tmp_path: Path
 ) -> None:
-    source = pairs_file(tmp_path)
+    source = image_pairs_file(tmp_path)
     gptq = asked(model, tmp_path / "a", method="gptq", calibration=source, held_out=0)
     one = quantize(gptq)
     for path in tmp_path.glob("picture-*.png"):
@@ -164,7 +142,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     layers: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the tower, at the border to the language model, and inside that."""
-    source = pairs_file(tmp_path)
+    source = image_pairs_file(tmp_path)
     request = asked(model, tmp_path / "whole", method="gptq", vision=True, calibration=source)
     whole = quantize(request).output
     append = Journal.append
@@ -226,7 +204,7 @@ def test_conversion_keeps_the_vision_side(model: Path, tmp_path: Path) -> None:
 def test_bad_pairs_are_refused_by_line(
     row: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
-    source = pairs_file(tmp_path, row)
+    source = image_pairs_file(tmp_path, row)
     with pytest.raises(BadInput, match=message):
         prepare(asked(model, tmp_path / "out", calibration=source))
 
