@@ -53,7 +53,6 @@ def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Ca
     usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
     wanted = usual if request.num_samples is None else request.num_samples
     asked = wanted // 8 if request.held_out is None else request.held_out
-    data = _pairs(request, plan, notes)
     tokenizer = load_tokenizer(plan.checkpoint.folder, trust_remote_code=request.trust_remote_code)
     cut = _Cut(
         num_samples=wanted,
@@ -62,14 +61,10 @@ def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Ca
         held_out=asked,
         evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
     )
-    if data is None:
+    calibration = _with_images(request, plan, tokenizer, cut, notes)
+    if calibration is None:
         source = request.calibration or bundled_text(request.model)
         calibration = load_calibration(source, tokenizer, **cut)
-    else:
-        calibration = image_calibration(
-            data.name, data.pairs, data.texts, data.processor, tokenizer, **cut
-        )
-        notes.append(f"note: calibration samples hold {calibration.num_images} images")
     samples, length = calibration.token_ids.shape
     if (samples, length) != (wanted, plan.seq_len):
         notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
@@ -88,7 +83,31 @@ def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Ca
     return calibration
 
 
-def _pairs(request: QuantizeRequest, plan: Plan, notes: list[str]) -> _ImageData | None:
+def _with_images(
+    request: QuantizeRequest, plan: Plan, tokenizer: Any, cut: _Cut, notes: list[str]
+) -> Calibration | None:
+    """Samples with images; None where the data has none, or the model cannot use the bundled pictures.
+
+    Raises:
+        BadInput: the images that were asked for cannot be used.
+    """
+    try:
+        data = _pairs(request, plan, tokenizer)
+        if data is None:
+            return None
+        calibration = image_calibration(
+            data.name, data.pairs, data.texts, data.processor, tokenizer, **cut
+        )
+    except BadInput as error:
+        if request.calibration is not None or request.vision:
+            raise
+        notes.append(f"warning: calibrated on text without images: {error}")
+        return None
+    notes.append(f"note: calibration samples hold {calibration.num_images} images")
+    return calibration
+
+
+def _pairs(request: QuantizeRequest, plan: Plan, tokenizer: Any) -> _ImageData | None:
     """The pairs of the source; by default the bundled pictures, for a model that reads images.
 
     Raises:
@@ -107,14 +126,7 @@ def _pairs(request: QuantizeRequest, plan: Plan, notes: list[str]) -> _ImageData
         )
     if read is None and not has_processor(folder):
         return None
-    try:
-        tokenizer = load_tokenizer(folder, trust_remote_code=request.trust_remote_code)
-        processor = load_processor(folder, tokenizer, trust_remote_code=request.trust_remote_code)
-    except BadInput as error:
-        if read is not None or request.vision:
-            raise
-        notes.append(f"warning: calibrated on text without images: {error}")
-        return None
+    processor = load_processor(folder, tokenizer, trust_remote_code=request.trust_remote_code)
     if read is None:
         pairs, _ = read_pairs(PICTURES) or ([], [])
         return _ImageData("bundled pictures", pairs, read_documents(MIXED)[1], processor)

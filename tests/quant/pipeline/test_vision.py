@@ -248,3 +248,16 @@ def test_the_bundled_pictures_are_the_default_of_a_model_that_reads_images(
     session = prepare(asked(model, tmp_path / "out", calibration=None, seq_len=512))
     assert session.calibration.source == "bundled pictures"
     assert session.calibration.num_images > 3
+
+
+def test_pictures_that_do_not_fit_a_sample_give_way_to_text(model: Path, tmp_path: Path) -> None:
+    """A processor that cuts images into many tiles takes more tokens than a sample has."""
+    request = asked(model, tmp_path / "out", calibration=None, seq_len=16)
+    session = prepare(request)
+    assert session.calibration.num_images == 0 and len(session.calibration.token_ids) == 2
+    assert any(
+        "warning: calibrated on text without images" in note and "larger --seq-len" in note
+        for note in session.notes
+    )
+    with pytest.raises(BadInput, match="larger --seq-len"):
+        prepare(replace(request, vision=True))
