@@ -1,4 +1,7 @@
-"""Image-text pairs: rows of a `.jsonl` or `.json` file with `text` or `messages`, and paths of images."""
+"""Image-text pairs: rows of a `.jsonl` or `.json` file with `text` or `messages`, and paths of images.
+
+LLaVA's rows, `{"image": "a.jpg", "conversations": […]}`, are such rows too.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +83,12 @@ def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return None
     rows = list(_rows(path))
-    if not any(isinstance(row, dict) and row.get("images") for _, row in rows):
+    if not any(_images(row) for _, row in rows):
         return None
     pairs: list[Pair] = []
     texts: list[Document] = []
     for where, row in rows:
-        images = row.get("images") if isinstance(row, dict) else None
+        images = _images(row)
         document = document_of(_without_parts(row, where), where)
         if not images:
             texts += [document] if document else []
@@ -96,6 +99,14 @@ def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
         if plain_text(document).count(MARK) > len(images):
             raise BadInput(f"{where} places more images with {MARK} than its {len(images)}")
     return pairs, texts
+
+
+def _images(row: Any) -> Any:
+    """What a row says of its images: `images`, or LLaVA's `image`, one path."""
+    if not isinstance(row, dict):
+        return None
+    single = row.get("image")
+    return row.get("images") or ([single] if isinstance(single, str) and single else single)
 
 
 def _rows(path: Path) -> list[tuple[str, Any]]:
@@ -122,7 +133,10 @@ def _path(file: Path, name: str, where: str) -> Path:
     """A path of a row, relative to its file."""
     if "://" in name or name.startswith("data:"):
         raise BadInput(f"{where}: {name[:60]!r} is no path: save the picture beside the file")
-    return file.parent / Path(name).expanduser()
+    try:
+        return file.parent / Path(name).expanduser()
+    except RuntimeError as error:
+        raise BadInput(f"{where}: {name!r} names the home of nobody here") from error
 
 
 def _without_parts(row: Any, where: str) -> Any:

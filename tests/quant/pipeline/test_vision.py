@@ -190,12 +190,20 @@ def test_conversion_keeps_the_vision_side(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "converted" / "preprocessor_config.json").is_file()
 
 
+def test_a_row_of_llava_has_its_picture(model: Path, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image>\nred?"}, {"from": "gpt", "value": "no"}]
+    source = image_pairs_file(tmp_path, {"image": "picture-1.png", "conversations": turns})
+    calibration = prepare(asked(model, tmp_path / "out", calibration=source)).calibration
+    assert calibration.num_images == 5
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"text": "a", "images": ["missing.png"]}, "line 4: there is no image .*missing.png"),
         ({"text": "a", "images": ["pairs.jsonl"]}, "line 4: .*pairs.jsonl is no image"),
         ({"text": "a", "images": ["http://x/y.png"]}, "is no path: save the picture"),
+        ({"text": "a", "images": ["~no such user/y.png"]}, "home of nobody here"),
         ({"text": "a", "images": "picture-0.png"}, "'images' holds no list of paths"),
         ({"text": "<image><image>", "images": ["picture-0.png"]}, "places more images"),
         ({"images": ["picture-0.png"]}, "has neither 'text' nor 'messages'"),
