@@ -24,8 +24,8 @@ _BLOCK = 128
 _FP4_MARLIN = "FP4 Marlin"
 _HUMMING = "Humming (needs the package humming)"
 _NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
-# Of the models that `tools/owners.py` and `tools/vision_owners.py` load.
-_TRIED_TYPES = ("llama", "idefics3", "qwen2_5_vl")
+_TRIED_TYPE = "llama"  # of the models that `tools/owners.py` loads
+_TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those that `tools/vision_owners.py` does
 
 
 def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:
@@ -46,16 +46,20 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
             shape = f"{matrix.out_features} × {matrix.in_features} on a rank"
             return False, f"{matrix.module} ({shape}): {text}"
         kernels.add(text)
-    tried = (
-        ranks == 1
-        and stored.model_type in _TRIED_TYPES
-        and all(_tried(name, scheme) for scheme in set(stored.schemes.values()))
+    tried = ranks == 1 and all(
+        _tried(stored.model_type, name, scheme) for scheme in set(stored.schemes.values())
     )
     return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED}"
 
 
-def _tried(name: str, scheme: Scheme) -> bool:
-    """Whether vLLM for CPU loaded such a checkpoint (`tools/owners.py`)."""
+def _tried(model_type: str, name: str, scheme: Scheme) -> bool:
+    """Whether vLLM for CPU loaded such a checkpoint."""
+    if model_type in _TRIED_WITH_IMAGES:
+        rounded = isinstance(scheme, IntScheme) and scheme.symmetric and scheme.activations is None
+        if name != "compressed-tensors" or not (rounded or isinstance(scheme, FloatScheme)):
+            return False
+    elif model_type != _TRIED_TYPE:
+        return False
     if isinstance(scheme, FloatScheme):
         return name == "compressed-tensors" and scheme.granularity == "channel"
     if not isinstance(scheme, IntScheme):

@@ -169,6 +169,23 @@ def test_the_preflight_tells_the_parts_apart(model: Path, tmp_path: Path) -> Non
     assert {row.name for row in answer.loaders if row.loads} == {"llmopt", "transformers", "vLLM"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "tried"),
+    [
+        ({"format": "compressed-tensors"}, True),
+        ({"format": "awq", "symmetric": False}, False),
+        ({"format": "compressed-tensors", "symmetric": False}, False),
+        ({"method": "smoothquant", "bits": 8, "group_size": None}, False),
+    ],
+)
+def test_vllm_is_named_as_tried_for_what_was_tried_with_images(
+    fields: dict[str, Any], tried: bool, model: Path, tmp_path: Path
+) -> None:
+    answer = preflight(prepare(asked(model, tmp_path / "out", **fields)))
+    (reason,) = [row.reason for row in answer.loaders if row.name == "vLLM"]
+    assert ("; tried on a CPU" in reason, "; not tried" in reason) == (tried, not tried)
+
+
 def test_widths_that_no_group_divides_take_a_scale_for_each_output(tmp_path: Path) -> None:
     save_wrapped(tmp_path / "model", NAME)
     request = asked(tmp_path / "model", tmp_path / "out", vision=True, group_size=None)
