@@ -148,10 +148,16 @@ def test_a_key_cannot_probe_the_prompts_of_another(strict: RunningServer) -> Non
         assert cached("sesame", cache_salt="b") == 0
 
 
+def propagate_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Let `caplog` have each record of ours once: it is on loggers that do not propagate when a test begins."""
+    logger = logging.getLogger("llmopt")
+    logger.propagate = caplog.handler not in logger.handlers
+
+
 def test_a_log_of_prompts_is_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     options = ServerOptions(log_prompts=True)
     with running(make_engine("stories260K"), options) as server, server.http() as http:
-        logging.getLogger("llmopt").propagate = True
+        propagate_once(caplog)
         with caplog.at_level(logging.INFO):
             http.post("/v1/x%0aINFO: y", content=b'{"prompt":\n"hi"}\nERROR: the disk is full')
     lines = [r.getMessage() for r in caplog.records if "disk" in r.getMessage()]
@@ -163,7 +169,7 @@ def test_a_log_of_prompts_is_one_line_each(caplog: pytest.LogCaptureFixture) -> 
 def test_a_log_of_prompts_holds_no_pictures(caplog: pytest.LogCaptureFixture) -> None:
     data = "iVBORw0KGgo" + "Ab+/" * 5000
     with running(make_engine("stories260K"), ServerOptions(log_prompts=True)) as server:
-        logging.getLogger("llmopt").propagate = True
+        propagate_once(caplog)
         with caplog.at_level(logging.INFO), server.http() as http:
             for sent in (data, data.replace("/", "\\/")):
                 http.post("/v1/x", content=f'{{"url": "data:image/png;base64,{sent}", "n": 1}}')
