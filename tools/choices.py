@@ -84,19 +84,23 @@ def choices() -> Iterator[Choice]:
             yield from (Choice(method, bits, rotations=names) for names in (("R1",), ("R2",), BOTH))
         yield Choice("gptq", bits, options={"asymmetric": True})
         yield from (Choice("gptq", bits, False, rotations) for rotations in ((), BOTH))
+        yield Choice("gptq", bits, False, ("R2",), {"asymmetric": True})
+        yield Choice("awq", bits, False)
+        yield Choice("awq", bits, False, options={"asymmetric": True})
+        yield Choice("awq", bits, False, ("R2",), {"asymmetric": True})
 
 
 def measure(choice: Choice, given: argparse.Namespace, scorer: Scorer) -> dict[str, Any]:
     """The row of a choice."""
     with tempfile.TemporaryDirectory(dir=given.scratch) as parent:
         output, plain = Path(parent) / "quantized", Path(parent) / "plain"
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         if choice.method == FLOAT:
             turned = rotated(Checkpoint(given.model), choice.rotations, given.seed)
             write_plain(plain, given.model, dict(turned.tensors()), turned.config)
         else:
             quantize(request_of(choice, given, output))
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - busy
         if choice.method != FLOAT:
             dequantize_checkpoint(output, plain, given.model)
         scores = scorer.score(plain)
@@ -106,6 +110,7 @@ def measure(choice: Choice, given: argparse.Namespace, scorer: Scorer) -> dict[s
         "grid": choice.grid,
         "chosen": choice.chosen,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "perplexity": scores.perplexity,
         "reference_perplexity": scores.reference_perplexity,
         "kl_nats": scores.kl_nats,

@@ -39,7 +39,7 @@ from tools.quality.goals import Goal, exit_code
 from tools.quality.speed_models import SHAPES, first_layers, make_model
 
 # llm-compressor measures a whole layer at once; GPTQModel goes through it linear by linear, as llmopt does
-# unless told otherwise.
+# unless told otherwise, which is shown beside it.
 WHOLE_LAYERS = "llmopt:whole-layers"
 QUANTIZERS: dict[str, tuple[str, ...]] = {
     "gptq": ("llmopt", WHOLE_LAYERS, "llmcompressor", "gptqmodel"),
@@ -131,11 +131,10 @@ def compare(
 
 
 def goals(rows: Sequence[dict[str, Any]], clock: str) -> list[Goal]:
-    """Our time beside each package's on the same work; whole layers are held against llm-compressor's."""
+    """Our default's time beside each package's on the same work."""
     lines = []
     for theirs in (row for row in rows if not row["quantizer"].startswith("llmopt")):
-        twin = "llmcompressor" in theirs["quantizer"] and theirs["method"] == "gptq"
-        name = WHOLE_LAYERS if twin else "llmopt"
+        name = "llmopt"
         key = (theirs["shape"], theirs["method"], name)
         ours = next(r for r in rows if (r["shape"], r["method"], r["quantizer"]) == key)
         text = f"{theirs['shape']} {theirs['method']}: {theirs['quantizer']} / {name}"

@@ -32,6 +32,21 @@ def device_of(asked: str) -> torch.device:
     return device
 
 
+def devices_of(asked: str) -> tuple[torch.device, ...]:
+    """The devices that `--device` names, with commas: the first runs the layers, and all of them solve.
+
+    Raises:
+        BadInput: one of them is not here, is named twice, or is of another kind than the first.
+    """
+    devices = tuple(device_of(name.strip()) for name in asked.split(","))
+    if len({device.type for device in devices}) > 1:
+        raise BadInput(f"--device {asked}: name devices of one kind")
+    numbers = [device.index or 0 for device in devices]
+    if devices[0] != HOST and len({*numbers}) < len(numbers):
+        raise BadInput(f"--device {asked}: name each device once")
+    return devices
+
+
 def creating_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which tensors that name no device are created on `device`; none for the host."""
     return nullcontext() if device == HOST else device

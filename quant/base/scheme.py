@@ -372,6 +372,47 @@ GGUF_BLOCKS = {
     "MXFP4": (32, 17),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class TrellisScheme:
+    """Trellis codes of weights between Hadamard transforms (QTIP, in EXL3's form), with float16 scales.
+
+    Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024
+    (arXiv:2406.11235).
+
+    Attributes:
+        bits: that a weight adds to the state of its tile's trellis.
+        codebook: how the value of a state is computed: `3inst`, `mcg` or `mul1`.
+    """
+
+    bits: int
+    codebook: str = "mul1"
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise BadInput(f"{self.bits}-bit trellises are not supported: choose 1 to 8")
+        if self.codebook not in TRELLIS_CODEBOOKS:
+            raise BadInput(
+                f"there is no codebook {self.codebook!r}: choose {', '.join(TRELLIS_CODEBOOKS)}"
+            )
+
+    @property
+    def activations(self) -> None:
+        """None: activations stay in 16 bits."""
+        return None
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of states and of the 16-bit scales of inputs and outputs."""
+        return self.bits + 16 / out_features + 16 / in_features
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `trellis2 mul1`."""
+        return f"trellis{self.bits} {self.codebook}"
+
+
+TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
+
 Scheme = (
     IntScheme
     | FloatScheme
@@ -380,6 +421,7 @@ Scheme = (
     | VectorwiseScheme
     | LookupScheme
     | GgufScheme
+    | TrellisScheme
 )
 
 _KINDS: dict[str, type[Scheme]] = {
@@ -390,6 +432,7 @@ _KINDS: dict[str, type[Scheme]] = {
     "vectorwise": VectorwiseScheme,
     "lookup": LookupScheme,
     "gguf": GgufScheme,
+    "trellis": TrellisScheme,
 }
 
 

@@ -15,7 +15,7 @@ from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme, scheme_record
 from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat, config_of
-from ..formats.registry import FORMATS, config_files
+from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
 from ..manifest.conversion import Conversion, conversion_card
@@ -100,6 +100,7 @@ class _Job:
         quantization = config_of(
             self._target, self._schemes, ignore, *(kv_cache or (None, "tensor"))
         )
+        quantization = completed_config(quantization, self._work)
         config["quantization_config"] = quantization
         for path in companions(self._source.folder):
             write_atomically(self._work / path.name, path.read_bytes())

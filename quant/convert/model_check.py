@@ -18,7 +18,7 @@ from ..request.selection import HEAD
 from .read import tensor_names
 
 # Formats whose readers leave the output projection alone unless told otherwise.
-_HEAD_IS_PLAIN = ("awq", "gptq", "squeezellm", "gguf")
+_HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf")
 
 
 def model_failures(
@@ -75,7 +75,10 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
     AWQ, fp8 and bitsandbytes list substrings of the name; compressed-tensors names, `re:` patterns or
     module classes; GPTQ patterns under `dynamic` that begin with `-:`; ModelOpt names and shell wildcards.
+    EXL3 lists the quantized ones.
     """
+    if "tensor_storage" in config:
+        return lambda name: name not in config["tensor_storage"]
     substrings = [
         part
         for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")

@@ -18,6 +18,7 @@ from ..base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
 from ..formats.base import WeightFormat
@@ -30,6 +31,7 @@ from ..grids.float_grid import round_to_fp8
 from ..grids.fp4_grid import invertible, round_to_fp4
 from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
+from ..grids.trellis_grid import round_to_trellis
 from ..grids.vectorwise_grid import round_to_rows
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp4 import Fp4Tensor
@@ -212,6 +214,7 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
     wanted += by_width if source.bits <= 4 else [*by_width[2:], *by_width[:2]]
     if isinstance(source, Fp4Scheme):
         wanted.insert(0, GgufScheme("IQ4_NL"))  # of ggml's types of as many bits it errs least
+    wanted.append(TrellisScheme(source.bits))
     for scheme in wanted:
         try:
             _check(module, scheme, tensor, target)
@@ -244,4 +247,6 @@ def round_weight(
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
+    if isinstance(scheme, TrellisScheme):
+        return round_to_trellis(weight, scheme, name=module)
     return GgufTensor(quantize_blocks(weight, scheme.type, name=module), scheme)

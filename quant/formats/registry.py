@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
@@ -9,6 +10,7 @@ from .awq import AwqFormat
 from .base import WeightFormat
 from .bitsandbytes import BitsAndBytesFormat
 from .compressed_tensors import CompressedTensorsFormat
+from .exl3 import CONFIG_FILE, Exl3Format, with_stored_tensors
 from .fp8 import Fp8Format
 from .gguf import GgufFormat
 from .gptq import GptqFormat
@@ -19,6 +21,7 @@ _ALL: tuple[WeightFormat, ...] = (
     AwqFormat(),
     BitsAndBytesFormat(),
     CompressedTensorsFormat(),
+    Exl3Format(),
     Fp8Format(),
     GgufFormat(),
     GptqFormat(),
@@ -30,9 +33,19 @@ FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight
 
 def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """JSON files that a format has beside `config.json`, by name."""
-    if quantization_config.get("quant_method") != ModelOptFormat.name:
+    method = quantization_config.get("quant_method")
+    if method == Exl3Format.name:
+        return {CONFIG_FILE: quantization_config}
+    if method != ModelOptFormat.name:
         return {}
     return {HF_QUANT_CONFIG: hf_quant_config(quantization_config)}
+
+
+def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A `quantization_config` with what it says of the shards in its folder, for formats that list them."""
+    if quantization_config.get("quant_method") == Exl3Format.name:
+        return with_stored_tensors(quantization_config, folder)
+    return quantization_config
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:

@@ -37,7 +37,7 @@ def quantize_lattice(
 
 def dequantize_lattice(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """Weights, float32 `[n, 256]`."""
-    indices, signs, scales, head = _fields(data, type_name)
+    indices, signs, scales, head = lattice_fields(data, type_name)
     lattice = LATTICES[type_name]
     values = points(type_name, data.device)[indices].view(len(data), lattice.runs, -1)
     if signs is not None:
@@ -47,8 +47,8 @@ def dequantize_lattice(data: torch.Tensor, type_name: str) -> torch.Tensor:
     return (steps.unsqueeze(-1) * values).view(-1, 256)
 
 
-def _fields(data: torch.Tensor, type_name: str) -> Fields:
-    """Indices of points, bytes of signs, scales `[n, runs]`, and d float32 `[n, 1]`."""
+def lattice_fields(data: torch.Tensor, type_name: str) -> Fields:
+    """Of blocks: indices of points, bytes of signs, scales `[n, runs]`, and d float32 `[n, 1]`."""
     if type_name == "IQ1_S":
         high = _words(data[:, 34:50], 2)
         third = (high.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=data.device)) & 7

@@ -69,6 +69,7 @@ _CASED = (
     "\U0001e900-\U0001e943"
 )
 _GROUPS_OF_THREE = r"\d{1,3}(?=(?:\d{3})*\b)"
+_EVERY_GROUP_OF_THREE = r"\d{1,3}(?=(?:\d{3})*(?!\d))"
 _CASCADE = "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 _LINES = r"[^\n]+|[\n]+"
 
@@ -168,7 +169,7 @@ EXPRESSIONS = _named(
     (
         "afmoe",
         (
-            _GROUPS_OF_THREE,
+            _EVERY_GROUP_OF_THREE,
             "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
             _DEEPSEEK3[2],
         ),
@@ -188,7 +189,7 @@ EXPRESSIONS = _named(
             *_GPT2,
         ),
     ),
-    ("superbpe", (r"\p{N}+", r"\d{1,3}(?=(\d{3})*(?!\d))")),
+    ("superbpe", (r"\p{N}+", _EVERY_GROUP_OF_THREE)),
     ("gemma4 granite-embed-multi-311m sarvam-moe", (_LINES,)),
     ("whitespace", (r"\S+",)),
 )

@@ -7,7 +7,8 @@ row of an e4m3 channel), which gives *parameters*: scales, zero codes, absmax va
 columns are then rounded one by one, or `vector` at a time where the grid is one of vectors (a lattice, a
 trellis).
 
-Codes are not kept while solving: `tensor` finds them again from values and parameters.
+Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a trellis,
+whose states cannot be told from their values, and whose grid belongs to one weight.
 """
 
 from __future__ import annotations

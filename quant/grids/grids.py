@@ -12,6 +12,7 @@ from ..base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
 )
 from .base import Grid
 from .codebook_grid import CodebookGrid
@@ -59,6 +60,7 @@ def grid_of(
         return LookupGrid(scheme, in_features)
     if isinstance(scheme, GgufScheme):
         return _block_grid(scheme)
+    assert not isinstance(scheme, TrellisScheme), "a trellis has a grid for each weight"
     return VectorwiseGrid(scheme, in_features)
 
 

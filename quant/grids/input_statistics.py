@@ -57,13 +57,24 @@ class InputStatistics:
         width = inputs.shape[-1]
         tokens, others = (part.reshape(-1, width).to(torch.float32) for part in (inputs, wanted))
         if self.cross is None:
-            self.cross = torch.zeros(width, width)
+            self.cross = torch.zeros(width, width, device=tokens.device)
         self.cross.addmm_((others - tokens).T, tokens)
 
     @property
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each input channel `[in]`."""
         return self.abs_sum / max(self.num_tokens, 1)
+
+    def to(self, device: torch.device) -> InputStatistics:
+        """The statistics on a device; themselves where they are there."""
+        if self.gram.device == device:
+            return self
+        record = InputStatistics(0)
+        for name in ("gram", "abs_sum", "abs_max"):
+            setattr(record, name, getattr(self, name).to(device))
+        record.num_tokens = self.num_tokens
+        record.cross = None if self.cross is None else self.cross.to(device)
+        return record
 
     def divided(self, columns: torch.Tensor) -> InputStatistics:
         """The statistics of inputs whose channels are divided by `columns` `[in]`."""

@@ -17,7 +17,7 @@ from .scalar_grid import ScalarGrid
 _TOGETHER = tuple(1.1 - 0.05 * step for step in range(15))  # 1.1 .. 0.4
 _ALONE = (1.1, 1.2, 0.9, 0.8, 0.7, 0.6)
 _REFITS = 3
-_VALUES = 2**16  # weights per chunk: small enough to stay in a core's cache
+_VALUES = 2**17  # weights per chunk: small enough to stay in a core's cache
 
 
 class RangedGrid(ScalarGrid):
@@ -31,7 +31,7 @@ class RangedGrid(ScalarGrid):
 
     @abstractmethod
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
-        """Parameters that span `low` to `high`, float32 `[out, groups]`."""
+        """Parameters that span `low` to `high`, float32 `[..., out, groups]`."""
 
     @abstractmethod
     def refitted(
@@ -57,35 +57,49 @@ class _Search:
         self.least = self.error(self.best)
         self.ends = torch.ones_like(low), torch.ones_like(high)
 
+    def _shares(self, values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, device="cpu").view(-1, 1, 1).to(self.values.device)
+
     def run(self) -> Parameters:
-        for share in _TOGETHER:
-            self.try_ends(torch.full_like(self.low, share), torch.full_like(self.high, share))
+        shares = self._shares(_TOGETHER)
+        self.try_ends(shares, shares)
         if self.grid.two_ends:
-            for share in _ALONE:
-                self.try_ends(self.ends[0] * share, self.ends[1])
-            for share in _ALONE:
-                self.try_ends(self.ends[0], self.ends[1] * share)
+            shares = self._shares(_ALONE)
+            self.try_ends(self.ends[0] * shares, self.ends[1])
+            self.try_ends(self.ends[0], self.ends[1] * shares)
         for _ in range(_REFITS):
             self.take(self.grid.refitted(self.values, self.importance, self.best))
         return self.best
 
     def try_ends(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        """Try shares of the two ends."""
-        better = self.take(self.grid.ranges(self.low * low, self.high * high))
-        first, second = self.ends
-        self.ends = torch.where(better, low, first), torch.where(better, high, second)
+        """Try shares of the two ends, several `[tries, ...]` for each group."""
+        low, high = (
+            part.expand(-1, *self.low.shape) for part in torch.broadcast_tensors(low, high)
+        )
+        tried = self.grid.ranges(self.low * low, self.high * high)
+        errors = [self.error(parts) for parts in zip(*tried, strict=True)]
+        error, index = torch.stack(errors).min(dim=0)
+        better, index = error < self.least, index.unsqueeze(0)
+        self.least = torch.where(better, error, self.least)
+        best = tuple(part.gather(0, index).squeeze(0) for part in tried)
+        self.best = where(better, best, self.best)
+        ends = (part.gather(0, index).squeeze(0) for part in (low, high))
+        first, second = (torch.where(better, *pair) for pair in zip(ends, self.ends, strict=True))
+        self.ends = first, second
 
-    def take(self, candidate: Parameters) -> torch.Tensor:
-        """Keep a candidate where it is better; returns where."""
+    def take(self, candidate: Parameters) -> None:
+        """Keep a candidate where it is better."""
         error = self.error(candidate)
         better = error < self.least
         self.least = torch.where(better, error, self.least)
         self.best = where(better, candidate, self.best)
-        return better
 
     def error(self, parameters: Parameters) -> torch.Tensor:
         """Weighted squared error of each group `[rows, groups]`."""
-        lost = self.grid.round(self.values, parameters).sub_(self.values).square_()
+        lost = self.grid.lost(self.values, parameters)
+        lost.mul_(lost)
+        if self.importance.shape[0] == 1:  # of a single group: one product with a vector
+            return lost.flatten(0, 1).mv(self.importance[0]).unsqueeze(1)
         return lost.mul_(self.importance).sum(dim=-1)
 
 

@@ -52,6 +52,15 @@ class ScalarGrid(Grid):
             points.add_(affine.offset)
         return points.view(values.shape)
 
+    def lost(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """The errors of rounding, `values - round(values)`, in fewer passes over them."""
+        affine, runs = self._by_run(values, parameters)
+        levels = self.scaled_levels(runs, affine)
+        errors = torch.addcmul(runs, levels, affine.step, value=-1, out=levels)
+        if affine.offset is not None:
+            errors.sub_(affine.offset)
+        return errors.view(values.shape)
+
     def columns(self, parameters: Parameters) -> ScalarColumns:
         return ScalarColumns(self, self.affine(parameters))
 
@@ -110,7 +119,13 @@ def _mapped(affine: Affine, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def snap_to_integers(scaled: torch.Tensor, affine: Affine) -> None:
     """Round to integers between the affine's `low` and `high`."""
-    scaled.round_().clamp_(affine.low, affine.high)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    scaled.round_()
+    if isinstance(affine.low, torch.Tensor) and isinstance(affine.high, torch.Tensor):
+        # One broadcast operand at a time, or the loop is not vectorized.
+        torch.maximum(scaled, affine.low, out=scaled)
+        torch.minimum(scaled, affine.high, out=scaled)
+    else:
+        scaled.clamp_(affine.low, affine.high)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 class Table:

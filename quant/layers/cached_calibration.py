@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -142,7 +143,7 @@ class StatisticsFolder:
             weights = stream.weights(index, stream.family(index).linears)
             stream.substitute(index, replaced(stream.prefix(index), weights))
         ranges = KvRanges(stream.is_latent) if kv else None
-        cache = {"past_key_values": ranges} if kv else {}
+        cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
         following = [stream.run(index, part, in_place=True, **cache) for part in states]
         if not all(part.finite() for part in following):
             raise BadInput(

@@ -6,9 +6,9 @@ that later layers are calibrated on their real inputs; the quantized layer's out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from ..base.atomic_io import layout_of, write_tensors
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
-from ..methods.base import InputStatistics
+from ..methods.base import InputStatistics, LayerResult
 from ..request.selection import HEAD
+from ..stream.final_submodules import Finals, FinalSubmodules
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
 from ..stream.states import States
@@ -26,6 +27,7 @@ from .quantized_layer import LayerStatistics, QuantizedLayer
 from .streamed_block import StreamedBlock
 
 _CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
+_JUDGED_SAMPLES = 16  # with which `awq --judge layer` runs a layer
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
 
 
@@ -100,6 +102,7 @@ class OnlineCalibration:
             self._held_out = States.restored(_HELD_OUT, held_out[0], stored, held_out[1])
             floats = States.restored(_FLOAT, samples[0], stored, samples[1])
             self._floats = floats if carries_floats else None
+        self._finals = Finals()
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
         stream, states, floats = self._stream, self._states, self._floats
@@ -108,10 +111,48 @@ class OnlineCalibration:
             statistics={} if self._sequential else stream.measure(index, states),
             held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
             remeasure=lambda replaced, only: stream.remeasure(
-                index, states, replaced, only, floats
+                index, states, replaced, only, floats, self._kept(index)
             ),
             block=self._block(index),
+            layer_error=self._layer_error(index) if len(states) and stream.called(index) else None,
         )
+
+    def _layer_error(self, index: int) -> Callable[[Mapping[str, torch.Tensor]], float]:
+        """Squared error of the loaded layer's output on some samples with some weights replaced."""
+        stream, states = self._stream, self._states
+        samples = torch.arange(min(_JUDGED_SAMPLES, len(states)))
+        batches = samples.split(stream.rows(states.token_ids))
+        wanted: list[dict[str, torch.Tensor]] = []
+
+        def outputs() -> list[dict[str, torch.Tensor]]:
+            return [stream.outputs(index, states, batch) for batch in batches]
+
+        def error(replaced: Mapping[str, torch.Tensor]) -> float:
+            wanted.extend([] if wanted else outputs())
+            before = stream.weights(index, replaced)
+            stream.substitute(index, replaced)
+            try:
+                given = outputs()
+            finally:
+                stream.substitute(index, before)
+            return sum(
+                float((part.to(torch.float32) - other[name]).square().sum())
+                for each, other in zip(given, wanted, strict=True)
+                for name, part in each.items()
+                if part.is_floating_point()
+            )
+
+        return error
+
+    def _kept(self, index: int) -> Finals:
+        """What passes of this layer share, made where it is first measured behind some of its linears."""
+        if self._finals == Finals():
+            floats = self._floats
+            self._finals = Finals(
+                self._stream.final_submodules(index, self._states),
+                None if floats is None else self._stream.final_submodules(index, floats),
+            )
+        return self._finals
 
     def _block(self, index: int) -> Block | None:
         """The layer to be tuned, with the float model's states behind it as targets; None where the method
@@ -129,16 +170,22 @@ class OnlineCalibration:
         return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        finals, self._finals = self._finals, Finals()
         if self._floats is not None and self._tuning is None:
-            self._floats = self._stream.run(index, self._floats, in_place=True)
+            self._floats = self._stream.run(
+                index, self._floats, in_place=True, finals=finals.floats
+            )
         for name, quantized in work.result.weights.items():
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
         self._stream.substitute(index, work.result.norm_biases, "bias")
         ranges = KvRanges(self._stream.is_latent) if self._kv else None
-        cache = {"past_key_values": ranges} if self._kv else {}
+        cache: dict[str, Any] = {"past_key_values": ranges} if self._kv else {}
         try:
-            self._states = self._stream.run(index, self._states, in_place=True, **cache)
+            behind = None if self._kv else self._still(index, finals.behind, work.result)
+            self._states = self._stream.run(
+                index, self._states, in_place=True, finals=behind, **cache
+            )
             self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
         except AttributeError as error:  # a layer that asks more of a cache than to be updated
             if not self._kv:
@@ -152,6 +199,16 @@ class OnlineCalibration:
                 f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
             )
         return ranges
+
+    def _still(
+        self, index: int, finals: FinalSubmodules | None, result: LayerResult
+    ) -> FinalSubmodules | None:
+        """What is kept of the layer, if it was of the weights that the method ended with."""
+        changed = result.norms or result.routers or result.norm_biases
+        if finals is None or changed:
+            return None
+        weights = self._stream.weights(index, result.weights)
+        return finals if finals.holds_for(weights) else None
 
     def measure_head(self) -> LayerStatistics:
         held_out = {HEAD: head_statistics(self._stream, self._held_out)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ class LayerStatistics:
     Attributes:
         statistics: of calibration tokens, for each linear and router.
         held_out: of held-out tokens, for reports only; may be empty.
-        remeasure, block: see `LayerProblem`.
+        remeasure, block, layer_error: see `LayerProblem`.
         kv_ranges: of keys and values, where they were measured.
     """
 
@@ -44,6 +44,7 @@ class LayerStatistics:
     remeasure: Remeasure | None = None
     kv_ranges: KvRanges | None = None
     block: Block | None = None
+    layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ def quantize_tensors(
         held_out={name: one for name, one in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
         block=measured.block,
+        devices=plan.devices,
+        layer_error=measured.layer_error if plan.options.judge == "layer" else None,
         options=plan.options,
         importance={
             name: plan.importance[full_name(prefix, name)]

@@ -180,7 +180,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "kv_cache": request.kv_cache,
         "kv_cache_strategy": request.kv_cache_strategy,
         "vision": request.vision,
-        "rotations": list(request.rotations),
+        "rotations": list(request.rotations or ()),
     }
     usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
     usual |= {

@@ -14,7 +14,7 @@ then solves the scaled layer; with the nearest codes ranges are clipped, where t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ from .rounding import importance, linear_grid, round_plain, round_weight
 _SAMPLED_ROWS = (
     512  # sampled output channels for ranking candidates, shared by the linears of a pair
 )
+_JUDGED = 4  # candidates of a pair with which the layer is run
 _SLACK = 1.02  # how much worse than RTN a linear may look on the sample
 
 
@@ -85,6 +86,10 @@ class _Scales:
     rows: torch.Tensor
     columns: torch.Tensor
     norm: torch.Tensor | None
+
+
+_Scaled = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Columns, rows and errors by linear."""
 
 
 class Awq:
@@ -153,32 +158,69 @@ class _Work:
             promise = self._promise(pair, scales)
             if promise < 1:
                 ranked.append((promise, scales))
-        before = self._total(pair, [linear.errors for linear in linears])
+        accepted: list[tuple[_Scales, _Scaled]] = []
         for _, scales in sorted(ranked, key=lambda entry: entry[0]):
-            scaled = [(name, scales.columns, self.linears[name].rows) for name in targets]
-            if scales.norm is None:
-                source = self.linears[fold.source]
-                rows = row_scales(fold, len(source.rows), scales.rows)
-                scaled.append((fold.source, source.columns, rows))
-            errors = [self._errors(*one) for one in scaled]
-            if not pair.together and any(
-                self._worse(name, error) for (name, _, _), error in zip(scaled, errors, strict=True)
-            ):
-                continue
-            if not self._total(pair, errors) < before:
-                continue
-            for (name, columns, rows), error in zip(scaled, errors, strict=True):
-                linear = self.linears[name]
-                linear.columns, linear.rows, linear.errors = columns, rows, error
-            for linear in linears:
-                linear.ratio = scales.ratio
-            for router in routers:
-                self.routers[router] = problem.routers[router] * scales.columns
-                self.router_columns[router] = scales.columns
-            if scales.norm is not None:
-                self.norms[fold.source] = scales.norm
-                self.norm_biases |= divided_bias(fold, problem, scales.rows)
+            if (scaled := self._accepted(pair, scales)) is not None:
+                accepted.append((scales, scaled))
+                if len(accepted) == (1 if problem.layer_error is None else _JUDGED):
+                    break
+        if problem.layer_error is not None:
+            accepted = self._judged(pair, accepted, problem.layer_error)
+        if not accepted:
             return
+        scales, scaled = accepted[0]
+        for name, (columns, rows, errors) in scaled.items():
+            linear = self.linears[name]
+            linear.columns, linear.rows, linear.errors = columns, rows, errors
+        for linear in linears:
+            linear.ratio = scales.ratio
+        for router in routers:
+            self.routers[router] = problem.routers[router] * scales.columns
+            self.router_columns[router] = scales.columns
+        if scales.norm is not None:
+            self.norms[fold.source] = scales.norm
+            self.norm_biases |= divided_bias(fold, problem, scales.rows)
+
+    def _accepted(self, pair: _Pair, scales: _Scales) -> _Scaled | None:
+        """What a candidate makes of the linears that it changes; None where RTN or the present is better."""
+        fold = pair.fold
+        changed = {name: (scales.columns, self.linears[name].rows) for name in pair.targets}
+        if scales.norm is None:
+            source = self.linears[fold.source]
+            rows = row_scales(fold, len(source.rows), scales.rows)
+            changed[fold.source] = source.columns, rows
+        errors = {name: self._errors(name, *parts) for name, parts in changed.items()}
+        if not pair.together and any(self._worse(name, error) for name, error in errors.items()):
+            return None
+        before = self._total(pair, [self.linears[name].errors for name in pair.targets])
+        if not self._total(pair, [*errors.values()]) < before:
+            return None
+        return {name: (*parts, errors[name]) for name, parts in changed.items()}
+
+    def _judged(
+        self,
+        pair: _Pair,
+        accepted: list[tuple[_Scales, _Scaled]],
+        layer_error: Callable[[Mapping[str, torch.Tensor]], float],
+    ) -> list[tuple[_Scales, _Scaled]]:
+        """The candidate with which the layer's output is nearest to the float layer's; none if RTN's is."""
+        names = [*pair.targets, *([pair.fold.source] if pair.fold.source in self.linears else [])]
+        present = {
+            name: self._effective(name, self.linears[name].columns, self.linears[name].rows)
+            for name in names
+        }
+        least, best = layer_error(present), []
+        for scales, scaled in accepted:
+            rounded = {name: self._effective(name, *parts[:2]) for name, parts in scaled.items()}
+            if (error := layer_error(present | rounded)) < least:
+                least, best = error, [(scales, scaled)]
+        return best
+
+    def _effective(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """A weight as it is rounded under the scales, in units of the unscaled layer."""
+        weight, divisors = self.problem.weights[name], rows[:, None]
+        codes = self._rounded(name, weight * columns / divisors, columns)
+        return codes.dequantize().mul_(divisors).div_(columns)
 
     def _candidates(self, pair: _Pair) -> Iterator[_Scales]:
         problem, fold, targets = self.problem, pair.fold, pair.targets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -26,12 +26,14 @@ class MethodOptions:
         act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
             (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
             in natural order (`none`).
-        asymmetric: GPTQ: whether the targets are the float model's outputs (GPTAQ).
+        asymmetric: GPTQ: whether the targets are the float model's outputs (GPTAQ); None: what is best for
+            the method, see `plan.defaults`.
         damp: GPTQ: damping, as a fraction of the Hessian's mean diagonal.
         true_sequential: GPTQ: measure a layer's later linears behind its quantized earlier ones.
         ranges: of groups: searched for the least squared error weighted by the inputs' second moments
             (`weighted`), the plain minimum and maximum (`minmax`), or GPTQ: searched for the least
             `sum |w - w'|^2.4` (`mse`).
+        judge: AWQ: whether scales are chosen by the error of each linear's output, or of the layer's.
         alpha: SmoothQuant: migration strength, from activations into weights.
         iters: AutoRound: steps of sign gradient descent for each layer.
         lr: AutoRound: length of the first step, in steps of the grid; None is `1 / iters`.
@@ -40,10 +42,11 @@ class MethodOptions:
 
     solver: Literal["auto", "nearest", "gptq"] = "auto"
     act_order: Literal["group-aware", "static", "dynamic", "none"] = "group-aware"
-    asymmetric: bool = False
+    asymmetric: bool | None = False
     damp: float = 0.01
     true_sequential: bool = True
     ranges: Literal["weighted", "minmax", "mse"] = "weighted"
+    judge: Literal["linear", "layer"] = "linear"
     alpha: float = 0.5
     iters: int = 200
     lr: float | None = None
@@ -116,6 +119,8 @@ class LayerProblem:
             linears; None with cached statistics.
         block: the layer itself, to be run with gradients; only for blockwise methods, and None for the output
             projection.
+        devices: several share the linears, where they are independent; the tensors are on the first.
+        layer_error: squared error of the layer's output with these weights; None: not asked for.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
     """
 
@@ -132,9 +137,32 @@ class LayerProblem:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     block: Block | None = None
+    devices: tuple[torch.device, ...] = ()
+    layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
     options: MethodOptions = MethodOptions()
     importance: dict[str, torch.Tensor] = field(default_factory=dict)
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def part(self, linears: Collection[str], device: torch.device) -> LayerProblem:
+        """The problem of some linears, its tensors on a device; the statistics of routers come along."""
+        held = {name: self.held_out[name].to(device) for name in linears if name in self.held_out}
+        return replace(
+            self,
+            weights={name: self.weights[name].to(device) for name in linears},
+            statistics={
+                name: self.statistics[name].to(device)
+                for name in (*linears, *self.family.routers)
+                if name in self.statistics
+            },
+            held_out=held,
+            importance={
+                name: self.importance[name].to(device)
+                for name in linears
+                if name in self.importance
+            },
+            remeasure=None,
+            devices=(),
+        )
 
     def energy(self, linear: str) -> float:
         """Squared norm `|XWᵀ|²` of the linear's output on the calibration data, computed once."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Self
 
 import torch
 
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.workers import spread
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from ..grids.grids import refuses_solver
@@ -55,17 +57,23 @@ class Gptq:
         )
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """See `Method.quantize_layer`; with true-sequential, stages are measured behind quantized ones."""
-        work = _Work(problem)
-        for stage in execution_stages(problem.family, problem.weights):
-            if problem.options.true_sequential and problem.remeasure is not None:
-                work.measure({name for linears in stage for name in linears})
-            for linears in stage:
-                work.quantize(linears)
-        names = list(problem.weights)
-        return LayerResult(
-            {name: work.codes[name] for name in names}, {}, [work.reports[name] for name in names]
-        )
+        """See `Method.quantize_layer`."""
+        return quantize_stages(problem, StageWork(problem))
+
+
+def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
+    """Quantize stage by stage; with true-sequential, stages are measured behind quantized ones."""
+    stages = execution_stages(problem.family, problem.weights)
+    if problem.options.true_sequential and problem.remeasure is not None:
+        for stage in stages:
+            work.measure({name for linears in stage for name in linears})
+            work.quantize_all(stage)
+    else:
+        work.quantize_all([linears for stage in stages for linears in stage])
+    names = list(problem.weights)
+    return LayerResult(
+        {name: work.codes[name] for name in names}, {}, [work.reports[name] for name in names]
+    )
 
 
 def execution_stages(family: Family, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
@@ -86,7 +94,7 @@ def execution_stages(family: Family, linears: Collection[str]) -> list[list[tupl
     return list(stages.values())
 
 
-class _Work:
+class StageWork:
     """State of a layer during quantization.
 
     Attributes:
@@ -105,10 +113,27 @@ class _Work:
         routers = routers_of(self.problem.family, linears)  # experts' are shrunk towards theirs
         self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
+    def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
+        """Quantize independent groups of linears, over the devices where there are several."""
+        devices = self.problem.devices
+        if len(devices) < 2 or len(groups) < 2:
+            for linears in groups:
+                self.quantize(linears)
+            return
+        for work in spread(groups, devices, self._apart):
+            self.codes |= {name: codes.to(devices[0]) for name, codes in work.codes.items()}
+            self.reports |= work.reports
+
+    def _apart(self, linears: tuple[str, ...], device: torch.device) -> Self:
+        """The work of one group on a device."""
+        work = type(self)(self.problem.part(linears, device))
+        work.quantize(linears)
+        return work
+
     def quantize(self, linears: tuple[str, ...]) -> None:
         """Quantize linears that share their input, with one Cholesky factorisation."""
         problem = self.problem
-        reason = _unusable(problem, linears[0])
+        reason = unusable(problem, linears[0])
         if reason:
             self._round(linears, reason)
             return
@@ -202,7 +227,7 @@ def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:
     return replace(tensor, codes=codes, group_index=index)
 
 
-def _unusable(problem: LayerProblem, linear: str) -> str | None:
+def unusable(problem: LayerProblem, linear: str) -> str | None:
     """Why a linear's statistics give no Hessian; None: they do."""
     statistics = problem.statistics[linear]
     diagonal = statistics.gram.diagonal()

@@ -9,10 +9,12 @@ from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
+_FEEDBACK = ("trellis",)  # methods that have GPTQ's error feedback built in
 _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
     "asymmetric": ("gptq", "--asymmetric-calibration"),
     "true_sequential": ("gptq", "--no-true-sequential"),
+    "judge": ("awq", "--judge"),
     "alpha": ("smoothquant", "--alpha"),
     "iters": ("autoround", "--iters"),
     "lr": ("autoround", "--lr"),
@@ -42,7 +44,7 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
     if options.ranges != usual.ranges and not {method, options.solver} & {*_RANGED}:
         raise BadInput(f"--ranges {options.ranges}: method {method} has ranges of its own")
     for name, (owner, option) in _KNOBS.items():
-        owned = owner in (method, options.solver)
+        owned = owner in (method, options.solver) or (owner == "gptq" and method in _FEEDBACK)
         if not owned and getattr(options, name) != getattr(usual, name):
             raise BadInput(f"{option} belongs to method {owner}, not to {method}")
 

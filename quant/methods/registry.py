@@ -6,13 +6,13 @@ from .autoround import AutoRound
 from .awq import Awq
 from .base import Method
 from .codebook_methods import BlockFloat, Codebook
-from .fp8 import Fp8
+from .eight_bit import Fp8, Int8
 from .gptq import Gptq
 from .hqq import Hqq
-from .int8 import Int8
 from .rtn import RoundToNearest
 from .smoothquant import SmoothQuant
 from .squeezellm import SqueezeLlm
+from .trellis import Trellis
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -30,5 +30,6 @@ METHODS: dict[str, Method] = {
         BlockFloat("mxfp4"),
         Hqq(),
         SqueezeLlm(),
+        Trellis(),
     )
 }

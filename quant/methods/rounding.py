@@ -116,6 +116,7 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
+    assert isinstance(scheme, GgufScheme)  # trellis codes are searched for, never rounded to
     return round_to_blocks(weight, scheme, None, name=module)
 
 

@@ -9,10 +9,6 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
 
 from ..base.errors import BadInput, first_line
 
@@ -60,6 +56,11 @@ def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
     Raises:
         BadInput: neither a causal nor an image-text model.
     """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -100,13 +100,14 @@ class Checkpoint:
         return str(path)
 
     def _open(self, shard: str) -> Any:
-        if shard not in self._handles:
+        handle = self._handles.get(shard)
+        if handle is None:  # threads that load layers come here together: each step is atomic
             from safetensors import safe_open
 
-            if len(self._handles) >= MAPPED_SHARDS:
-                del self._handles[next(iter(self._handles))]
-            self._handles[shard] = safe_open(self._checked(shard), framework="pt")
-        return self._handles[shard]
+            for mapped in list(self._handles)[: -MAPPED_SHARDS + 1 or None]:
+                self._handles.pop(mapped, None)
+            handle = self._handles[shard] = safe_open(self._checked(shard), framework="pt")
+        return handle
 
     def read_ahead(self) -> None:
         """Prefetch the shards into the page cache (`posix_fadvise`)."""

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from ..base.atomic_io import entry_bytes
+from ..base.device import HOST
+from ..base.scheme import TrellisScheme
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..model.families import Family
 from ..plan.plan import Plan
 from ..request.selection import HEAD, Shapes, matrix_shape
-from ..stream.layer_stream import TOKENS_PER_BATCH
+from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
+from ..trellis.viterbi import search_operations
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
@@ -36,7 +39,6 @@ _CROSS = 4  # cross terms of a layer's inputs and a shifted weight, in Gram matr
 _SAVED_HIDDEN, _SAVED_WIDEST = 24, 8
 _GRADIENT_LIBRARY_BYTES = 16 * 2**20  # code of torch's backward pass
 _HOLES = 1.5  # heap fragmentation factor of activations; measured
-_STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class MemoryEstimate:
         activations: of one batch inside the layer, while it runs; freed afterwards.
         embedding: a rotated embedding table, which is not mapped from a file.
         images: pixels of the calibration samples, and the vision tower in float32.
+        kept: what passes of one layer share (`FinalSubmodules`).
     """
 
     libraries: int
@@ -64,6 +67,7 @@ class MemoryEstimate:
     activations: int
     embedding: int = 0
     images: int = 0
+    kept: int = 0
 
     @property
     def bytes(self) -> int:
@@ -72,7 +76,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool
+    plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool, staged: bool
 ) -> MemoryEstimate:
     """Peak memory of a run: the maximum over layers and moments.
 
@@ -80,10 +84,11 @@ def estimate_memory(
         tokens: of calibration and held-out samples.
         held_out: whether there are held-out samples.
         sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
+        staged: the same, also where a method measures the whole layer first.
     """
     blockwise = plan.method.blockwise
     # The float model's states are carried too where they are compared.
-    hidden = (1 + (plan.options.asymmetric or blockwise)) * tokens * hidden_size * _FLOAT
+    hidden = (1 + (bool(plan.options.asymmetric) or blockwise)) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
@@ -92,7 +97,8 @@ def estimate_memory(
     moments = []
     for layer, moments_of in parts:
         cross = max((layer.square(name) for name in layer.chosen), default=0)
-        cross *= _CROSS * plan.options.asymmetric
+        cross *= _CROSS * bool(plan.options.asymmetric)
+        kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
         for grams, codes, work, running in moments_of(layer, _solver(plan), held_out):
             moments.append(
@@ -104,6 +110,7 @@ def estimate_memory(
                     codes=codes,
                     work=int(work) + cross,
                     activations=activations if running else 0,
+                    kept=kept,
                 )
             )
         if blockwise:
@@ -121,6 +128,17 @@ def estimate_memory(
             )
     largest = max(moments, key=lambda moment: moment.bytes)
     return replace(largest, embedding=plan.checkpoint.resident_bytes)
+
+
+def _kept(plan: Plan, layer: _Layer, hidden_size: int, tokens: int) -> int:
+    """Bytes of attention's outputs and of the last linears' inputs, which passes of one layer share."""
+    if plan.device != HOST:
+        return 0
+    stages = execution_stages(layer.family, layer.chosen)
+    alone = [stage[0][0] for stage in stages if len(stage) == len(stage[0]) == 1]
+    width = sum(layer.shapes[name][1] for name in alone) + (hidden_size if alone else 0)
+    most = max(KEPT_BYTES, tokens * hidden_size * _FLOAT)
+    return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
 
 
 def _tuned_bytes(plan: Plan) -> int:
@@ -264,12 +282,15 @@ def _distinct_layers(plan: Plan) -> list[int]:
 
 def estimate_operations(plan: Plan, tokens: int) -> float:
     """Multiplications and additions of the whole run, at the rate of large GEMMs."""
-    feeds_back = "gptq" in (plan.method.name, plan.options.solver)
-    stages = plan.method.sequential and plan.options.true_sequential
-    passes = 2.0 + (_STAGES - 1) * stages
-    total = 0.0
-    for out_features, in_features in plan.modules.values():
+    feeds_back = plan.method.sequential or plan.options.solver == "gptq"
+    # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
+    passes = 2.0 + bool(plan.options.asymmetric)
+    total = searches = 0.0
+    for module, (out_features, in_features) in plan.modules.items():
         square = in_features**2
+        scheme = plan.schemes[module]
+        if isinstance(scheme, TrellisScheme):
+            searches += search_operations(scheme.bits) * out_features * in_features
         total += passes * 2 * tokens * out_features * in_features  # the layer itself
         total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
         total += 4 * out_features * square  # the errors in the report
@@ -280,4 +301,4 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
             total += 3 * plan.options.iters * 2 * seen * out_features * in_features
         if plan.method.name == "awq":
             total += 30 * out_features * square
-    return 2 * total  # everything else, and less efficient GEMM shapes
+    return searches + 2 * total  # everything else, and less efficient GEMM shapes

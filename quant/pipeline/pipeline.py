@@ -26,6 +26,7 @@ from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tenso
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import read_json
+from ..plan.defaults import with_defaults
 from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
@@ -77,6 +78,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+    request = with_defaults(request)
     session = prepare(request, progress)
     if request.imatrix is not None and not request.imatrix.exists():
         matrix = measure_importance(session.stream, session.calibration, progress)

@@ -121,6 +121,9 @@ def preflight(session: Session) -> Preflight:
                 sequential=session.statistics is None
                 and plan.method.sequential
                 and plan.options.true_sequential,
+                staged=session.statistics is None
+                and (plan.method.sequential or plan.options.solver == "gptq")
+                and plan.options.true_sequential,
             ),
             images=_image_bytes(plan, calibration),
         ),

@@ -15,6 +15,7 @@ from ..calibration.calibration import Calibration, no_calibration
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
+from ..plan.defaults import with_defaults
 from ..plan.plan import Plan, QuantizeRequest, make_plan
 from ..stream.kv_scales import INT8_CACHE
 from ..stream.layer_stream import LayerStream
@@ -34,15 +35,19 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         BadInput: the request cannot be done as asked.
     """
     progress = progress or Silent()
+    request = with_defaults(request)
     plan = make_plan(_planned(request))
     if not request.errors:
         _check_data_free(request, plan)
-    staged = plan.method.sequential and plan.options.true_sequential
+    feeds_back = plan.method.sequential or plan.options.solver == "gptq"
+    staged = feeds_back and plan.options.true_sequential
     if plan.options.asymmetric and (request.stats is not None or not staged):
         raise BadInput(
             "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
             "and --no-true-sequential"
         )
+    if plan.options.judge == "layer" and request.stats is not None:
+        raise BadInput("--judge layer runs the layers themselves: leave --stats out")
     if plan.method.blockwise and request.stats is not None:
         raise BadInput(
             f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
@@ -68,7 +73,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "calibration": calibration.sha256,
         "compute": str(plan.compute),
         "device": plan.device.type,
-        "rotated": [*request.rotations, request.seed] if request.rotations else [],
+        "rotated": [*(request.rotations or ()), request.seed] if request.rotations else [],
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None
@@ -89,7 +94,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "gguf_type": plan.gguf_type,
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "imatrix": _digest_of(request.imatrix),
-        "rotations": list(request.rotations),
+        "rotations": list(request.rotations or ()),
         "vision": request.vision,
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,

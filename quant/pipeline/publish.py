@@ -12,7 +12,7 @@ from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomica
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
 from ..formats.base import WeightFormat, config_of
-from ..formats.registry import config_files
+from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..manifest.journal import Journal, sha256_of_file
 from ..manifest.manifest import (
@@ -110,7 +110,9 @@ def _write_format(
     for path in _files_to_copy(plan.checkpoint.folder):
         write_atomically(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = quantization_config(plan, weight_format)
+    config["quantization_config"] = completed_config(
+        quantization_config(plan, weight_format), folder
+    )
     write_atomically(folder / "config.json", to_json(config))
     for file_name, content in config_files(config["quantization_config"]).items():
         write_atomically(folder / file_name, to_json(content))

@@ -78,7 +78,7 @@ def source_of(
             saved,
             sequential=sequential,
             kv=kv,
-            asymmetric=plan.options.asymmetric,
+            asymmetric=bool(plan.options.asymmetric),
             tuning=Tuning(session.request.seed, progress.status) if plan.method.blockwise else None,
         )
     if not folder.complete:

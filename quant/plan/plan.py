@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.device import device_of
+from ..base.device import devices_of
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
@@ -96,6 +96,7 @@ class Plan:
     options: MethodOptions
     seq_len: int
     device: torch.device
+    devices: tuple[torch.device, ...]
     compute: torch.dtype
     gguf_type: str
     kv_cache: str | None
@@ -214,7 +215,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
         parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
-        device=device_of(request.device),
+        device=devices_of(request.device)[0],
+        devices=devices_of(request.device),
         compute=_compute(request, checkpoint, modules),
         gguf_type=_gguf_type(formats, schemes),
         kv_cache=_stored_kv_cache(request),
@@ -281,7 +283,8 @@ def _blocks_plan(
         parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
-        device=device_of(request.device),
+        device=devices_of(request.device)[0],
+        devices=devices_of(request.device),
         compute=_compute(request, checkpoint, modules),
         gguf_type=type_name,
         kv_cache=_stored_kv_cache(request),
@@ -453,7 +456,7 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
 def _compute(request: QuantizeRequest, checkpoint: Checkpoint, modules: Shapes) -> torch.dtype:
     stored = [checkpoint.dtype_name(f"{module}.weight") for module in modules]
     common = TORCH_DTYPES[max(stored, key=stored.count)]
-    return compute_dtype(request.compute, common, device_of(request.device))
+    return compute_dtype(request.compute, common, devices_of(request.device)[0])
 
 
 def _check_widths(

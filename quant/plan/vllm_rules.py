@@ -32,6 +32,8 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
     """Whether vLLM's kernels take such a checkpoint on each of `ranks`, and which or why not."""
     if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
+    if name == "exl3":
+        return False, "vLLM has no kernels for trellis codes"
     if name in ("squeezellm", "bitsandbytes"):
         return False, f"vLLM no longer reads {name}"
     for group in stored.matrices():

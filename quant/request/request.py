@@ -50,7 +50,8 @@ class QuantizeRequest:
         stats: folder of statistics measured once, on the float model; made where it does not exist.
         target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
             tensors.
-        rotations: `R1`, `R2`: rotations that are folded into the model before anything else.
+        rotations: `R1`, `R2`: rotations that are folded into the model before anything else; None: what is
+            best for the method, see `plan.defaults`.
         kv_cache: `fp8`: measure and store scales for an fp8 KV cache; `int8`: servers measure them per token
             and head, nothing is stored.
         kv_cache_strategy: one fp8 scale for a layer's keys and one for its values, or one for each KV head.
@@ -91,7 +92,7 @@ class QuantizeRequest:
     stats: Path | None = None
     target_bpw: float | None = None
     target_bytes: int | None = None
-    rotations: tuple[str, ...] = ()
+    rotations: tuple[str, ...] | None = ()
     kv_cache: str | None = None
     kv_cache_strategy: KvStrategy = "tensor"
     tensor_parallel: int = 1

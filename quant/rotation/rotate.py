@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,14 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
             f"--rotate R1: {reader} writes features of images or sounds into the residual stream, which are "
             "not turned along: leave it out (R2 turns only the values of heads)"
         )
-    values = _proven(attempts_for(checkpoint, plain), rotations)
+    values = _proven_once(attempts_for(checkpoint, plain), rotations)
     architecture = with_smoothing(checkpoint, plain)
     targets = rotation_map_of(checkpoint, architecture, residual=R1 in rotations, values=values)
+    if not targets.hidden and not targets.values:
+        kind = checkpoint.config.get("model_type")
+        raise BadInput(
+            f"--rotate R2: model type {kind!r} has no values in whole heads: leave it out"
+        )
     return RotatedCheckpoint(checkpoint, targets, seed)
 
 
@@ -55,6 +61,17 @@ def _reader_of_media(model: nn.Module) -> str | None:
         _FEATURES.fullmatch(name) for module in model.modules() for name in dir(type(module))
     )
     return type(model).__name__ if reads else None
+
+
+_known: dict[str, frozenset[str]] = {}
+
+
+def _proven_once(raws: Sequence[Mapping[str, Any]], rotations: tuple[str, ...]) -> frozenset[str]:
+    """See `_proven`; the proof of a config is kept as long as the process lives."""
+    key = json.dumps([raws, rotations], default=str, sort_keys=True)
+    if key not in _known:
+        _known[key] = _proven(raws, rotations)
+    return _known[key]
 
 
 def _proven(raws: Sequence[Mapping[str, Any]], rotations: tuple[str, ...]) -> frozenset[str]:
@@ -81,6 +98,8 @@ def _proven_on(folder: Path, raw: Mapping[str, Any], rotations: tuple[str, ...])
 
     def change(residual: bool, values: frozenset[str]) -> float:
         targets = rotation_map_of(checkpoint, architecture, residual=residual, values=values)
+        if not residual and not targets.values:
+            return math.inf  # heads do not divide them here: nothing is proven
         seen = RotatedCheckpoint(checkpoint, targets, _SEED)
         after = _logits(write_plain(seen, folder / "rotated"), token_ids)
         return float((after - before).abs().max() / before.abs().max())
@@ -108,7 +127,11 @@ def _proven_on(folder: Path, raw: Mapping[str, Any], rotations: tuple[str, ...])
 
 
 def _saved(folder: Path, raw: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Save the random model of a config in float64; its logits, and the tokens."""
+    """Save the random model of a config in float64; its logits, and the tokens.
+
+    Raises:
+        BadInput: the model cannot be built, or does not run.
+    """
     config: Any = read_config(raw)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -117,12 +140,12 @@ def _saved(folder: Path, raw: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Te
             randomize(model)
         with no_progress_bar():
             model.save_pretrained(folder)
-    except Exception as error:  # a module may raise anything about its config
+        token_ids = sample_token_ids(config)
+        return _logits(folder, token_ids), token_ids
+    except Exception as error:  # a module may raise anything about its config, or where it runs
         raise BadInput(
-            f"--rotate: no random model of type {config.model_type!r} can be built: {first_line(error)}"
+            f"--rotate: no random model of type {config.model_type!r} can be run: {first_line(error)}"
         ) from error
-    token_ids = sample_token_ids(config)
-    return _logits(folder, token_ids), token_ids
 
 
 @torch.no_grad()

@@ -61,7 +61,8 @@ def forward(
         read.append(inputs[0])
         raise Reached
 
-    handle = None if head is None else head.register_forward_pre_hook(at_head)
+    # Before the hook that would load its weight.
+    handle = None if head is None else head.register_forward_pre_hook(at_head, prepend=True)
     try:
         with (
             _replaced(model.layers, stub),

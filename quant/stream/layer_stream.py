@@ -24,7 +24,8 @@ from ..methods.expert_statistics import routers_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.families import Family
-from .chain import Walk, chain_of
+from .chain import Chain, Walk, chain_of
+from .final_submodules import Finals, FinalSubmodules
 from .forward import Call
 from .nested import with_tensors
 from .outcome import outcome_of
@@ -32,6 +33,7 @@ from .replay import Replay
 from .sample_replay import SampleReplay, VisionReplay
 from .states import States
 
+KEPT_BYTES = 2**30  # of final submodules' outputs, or as much as the hidden states
 TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model computes it
 
@@ -170,13 +172,31 @@ class LayerStream:
         """Free the weights of a layer."""
         self._meta_model.empty(index)
 
+    def final_submodules(self, index: int, states: States) -> FinalSubmodules | None:
+        """What passes of a loaded layer over these states can share; None where they are not kept: on other
+        devices than the host, of layers that are no plain chain, and beyond `KEPT_BYTES`."""
+        if self.device != HOST or not isinstance(self._walk, Chain) or not len(states):
+            return None
+        linears = {name: self._module(index, name) for name in self.family(index).linears}
+        most = max(KEPT_BYTES, sum(tensor.nbytes for tensor in states.tensors.values()))
+        finals = FinalSubmodules(self._layers[index], linears, len(states), self.compute, most)
+        with torch.no_grad():
+            return finals.probe(lambda: self.outputs(index, states, torch.arange(1)))
+
     def run(
-        self, index: int, states: States, *, in_place: bool = False, **overrides: Any
+        self,
+        index: int,
+        states: States,
+        *,
+        in_place: bool = False,
+        finals: FinalSubmodules | None = None,
+        **overrides: Any,
     ) -> States:
         """The states behind a loaded layer.
 
         Args:
             in_place: `states` need not outlive the call, and its memory is used again.
+            finals: submodules that are not run again.
             overrides: arguments that replace those of the model, such as `past_key_values`.
         """
         walk, layer = self._walk, self._layers[index]
@@ -185,7 +205,8 @@ class LayerStream:
         following = walk.following(index, states, in_place=in_place)
         with temporaries_kept(), torch.no_grad():
             for rows, call in self._calls(index, states):
-                with self._precision():
+                kept = finals.passing(rows, ()) if finals else nullcontext()
+                with kept, self._precision():
                     outcome = outcome_of(
                         call, lambda call=call: layer(*call.arguments, **(call.named | overrides))
                     )
@@ -200,7 +221,7 @@ class LayerStream:
             return {name: torch.cat([part[name] for part in each]) for name in each[0]}
         layer = self._layers[index]
         with self._around(), torch.no_grad():
-            call = self._walk.call(index, states, samples)
+            call = self._moved(self._walk.call(index, states, samples))
         with self._precision():
             outcome = outcome_of(call, lambda: layer(*call.arguments, **call.named))
         return self._walk.read(index, outcome, len(samples))
@@ -236,7 +257,11 @@ class LayerStream:
         return Call(arguments, named)
 
     def measure(
-        self, index: int, states: States, only: Collection[str] | None = None
+        self,
+        index: int,
+        states: States,
+        only: Collection[str] | None = None,
+        kept: Callable[[slice], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, InputStatistics]:
         """Run a loaded layer and collect input statistics of its linears and routers.
 
@@ -245,6 +270,7 @@ class LayerStream:
 
         Args:
             only: names to collect for; None: all. All of a layer with many experts takes much memory.
+            kept: a context for the pass of each batch, by its rows.
         """
         family = self.family(index)
         groups = [*family.shared_inputs, *((router,) for router in family.routers)]
@@ -267,9 +293,9 @@ class LayerStream:
         layer = self._layers[index]
         try:
             with temporaries_kept(), torch.no_grad():
-                for _, call in self._calls(index, states) if self._walk.called(index) else ():
+                for rows, call in self._calls(index, states) if self._walk.called(index) else ():
                     unseen |= records
-                    with suppress(_EarlyExit), self._precision():
+                    with suppress(_EarlyExit), kept(rows), self._precision():
                         layer(*call.arguments, **call.named)
         finally:
             for handle in handles:
@@ -283,6 +309,7 @@ class LayerStream:
         floats: States,
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None,
+        finals: Finals,
     ) -> dict[str, InputStatistics]:
         """`remeasure` beside the float model, batch by batch: only one batch's inputs are held.
 
@@ -293,13 +320,16 @@ class LayerStream:
         chosen = [[name for name in group if only is None or name in only] for group in groups]
         first = {members[0]: members for members in chosen if members}
         records = {
-            name: InputStatistics(self._module(index, name).weight.shape[1]) for name in first
+            name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
+            for name in first
         }
         for rows in self._batches(states) if self._walk.called(index) else ():
-            wanted = self._inputs(index, floats, rows, records)
+            with finals.pass_floats(rows, family.linears, first):
+                wanted = self._inputs(index, floats, rows, records)
             self.substitute(index, replaced)
             try:
-                seen = self._inputs(index, states, rows, records)
+                with finals.pass_behind(rows, replaced, first):
+                    seen = self._inputs(index, states, rows, records)
             finally:
                 self.substitute(index, before)
             for name, inputs in seen.items():
@@ -320,7 +350,7 @@ class LayerStream:
             for name in only
         ]
         with self._around():
-            call = self._walk.call(index, states, rows)
+            call = self._moved(self._walk.call(index, states, rows))
         try:
             with suppress(_EarlyExit), torch.no_grad(), self._precision():
                 self._layers[index](*call.arguments, **call.named)
@@ -342,18 +372,24 @@ class LayerStream:
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None = None,
         floats: States | None = None,
+        finals: Finals = Finals(),
     ) -> dict[str, InputStatistics]:
         """`measure` with some weights `[out, in]` replaced, and restored afterwards.
 
         Args:
             floats: the states of the float model; the statistics get their cross term from them.
+            finals: what passes over the same states share, where `replaced` is final.
         """
+        if finals.behind is not None:
+            finals.behind.replaced(replaced)
         if floats is not None:
-            return self._measure_pairs(index, states, floats, replaced, only)
+            return self._measure_pairs(index, states, floats, replaced, only, finals)
         before = self.weights(index, replaced)
         self.substitute(index, replaced)
         try:
-            return self.measure(index, states, only)
+            return self.measure(
+                index, states, only, lambda rows: finals.pass_behind(rows, replaced, only or ())
+            )
         finally:
             self.substitute(index, before)
 

@@ -12,6 +12,7 @@ from ..base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
 from .base import QuantizedTensor
@@ -21,6 +22,7 @@ from .fp8 import Fp8Tensor
 from .gguf import GgufTensor
 from .integer import IntTensor
 from .lookup import LookupTensor
+from .trellis import TrellisTensor
 from .vectorwise import VectorwiseTensor
 
 
@@ -68,6 +70,11 @@ def blank_tensor(
         width, size = scheme.block
         rows = torch.zeros(out_features, in_features // width * size, dtype=torch.uint8)
         return GgufTensor(rows, scheme)
+    if isinstance(scheme, TrellisScheme):
+        words = out_features // 16, 16 * scheme.bits
+        trellis = torch.zeros(in_features // 16, *words, dtype=torch.int16)
+        into, out_of = (torch.ones(size).half() for size in (in_features, out_features))
+        return TrellisTensor(trellis, into, out_of, scheme)
     return _blank_lookup(codes, scheme)
 
 

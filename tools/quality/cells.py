@@ -33,6 +33,8 @@ GGUF_TYPES = {
     "IQ2_XXS": 2,
 }
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
+TRELLIS_BESIDE = {"IQ4_XS": 4, "IQ3_S": 3, "IQ2_XS": 2}
+"""Types of llama.cpp that trellis codes of fewer bits a weight are held against."""
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -73,6 +75,11 @@ class Cell:
     def is_gguf(self) -> bool:
         return "gguf_type" in self.options
 
+    @property
+    def on_twin(self) -> bool:
+        """Whether its blocks need the 768-wide twin: of 256 weights, or transforms of 128 channels."""
+        return self.is_gguf or self.method == "trellis"
+
 
 def cells() -> Iterator[Cell]:
     """Every cell, peers first: theirs do not change with this package."""
@@ -95,8 +102,13 @@ def cells() -> Iterator[Cell]:
     if "rotations" in QuantizeRequest.__dataclass_fields__:
         for method in ("gptq", "awq"):
             yield from _integer("llmopt", method, (4, 3), (False,), rotations=("R1", "R2"))
+        for bits in WIDTHS:  # what the command takes by default
+            options = {"symmetric": False, "rotations": ("R2",), "asymmetric": True}
+            yield Cell("llmopt", "awq", f"int{bits}", bits, options)
     for method in ("rtn", "gptq", "awq"):
         yield from _gguf("llmopt", method, imatrix=(True,))
+    for grid, bits in TRELLIS_BESIDE.items():
+        yield Cell("llmopt", "trellis", grid, bits)
 
 
 def _four_bit_floats() -> Iterator[Cell]:

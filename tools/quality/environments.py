@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmopt.quant.base.openmp_spins import without_openmp_spins
+
 SCRIPTS = Path(__file__).resolve().parents[1] / "quantizers"
 TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -56,7 +58,8 @@ def run(python: Path, package: str, task: Mapping[str, Any]) -> dict[str, Any]:
         given, answered = Path(folder) / "task.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(task), encoding="utf-8")
         script = SCRIPTS / f"with_{package}.py"
-        environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(task["threads"])}
+        environment = without_openmp_spins(os.environ) | ENVIRONMENT
+        environment["OMP_NUM_THREADS"] = str(task["threads"])
         if package != "llmopt":
             environment.pop("PYTHONPATH", None)
         command = [str(python), str(script), str(given), str(answered)]

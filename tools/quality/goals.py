@@ -15,6 +15,7 @@ MORE_BITS = 0.1
 """Bits per weight that our row may store beyond the peer's that it is held against."""
 
 DEFAULT_METHOD = str(next(f.default for f in fields(QuantizeRequest) if f.name == "method"))
+DEFAULT_ROTATIONS = ["R2"]  # and GPTAQ, see `quant/plan/defaults.py`
 DEFAULT_TIME = 3.0
 
 Row = Mapping[str, Any]
@@ -97,7 +98,9 @@ def _default(rows: Sequence[Row]) -> Goal:
     best = _best([row for row in mine if times and row["seconds"] <= DEFAULT_TIME * min(times)])
     if best is None:
         return Goal(text, None)
-    return Goal(f"{text}; first is {_words(best)}", best["method"] == DEFAULT_METHOD)
+    chosen = best["options"]
+    taken = [*chosen.get("rotations", ())] == DEFAULT_ROTATIONS and "asymmetric" in chosen
+    return Goal(f"{text}; first is {_words(best)}", best["method"] == DEFAULT_METHOD and taken)
 
 
 def _words(row: Row) -> str:
@@ -113,6 +116,8 @@ def label(row: Row) -> str:
     if options.get("imatrix"):
         words.append("imatrix")
     words += options.get("rotations", ())
+    if options.get("asymmetric"):
+        words.append("GPTAQ")
     if "solver" in options:
         words.append(options["solver"])
     return " ".join(words)

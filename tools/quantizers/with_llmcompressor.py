@@ -21,7 +21,7 @@ from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, import_model
 from transformers import AutoModelForCausalLM
 
 
@@ -53,6 +53,7 @@ def main() -> None:
             QuantizationModifier(**grid, ignore=["lm_head"]),
         ],
     }
+    import_model(task["model"])
     watch = Stopwatch()
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False

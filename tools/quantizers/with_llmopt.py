@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, import_model
 
 
 def grid(task: dict[str, Any]) -> dict[str, Any]:
     """The options of the request that say the grid."""
     if gguf_type := task.get("gguf_type"):
         return {"gguf_type": gguf_type, "format": "gguf"}
+    if task["method"] == "trellis":
+        return {"bits": task["bits"]}
     if "scheme" in task:
         return {}  # the method is the grid
     grid = {key: task[key] for key in ("bits", "group_size", "symmetric")}
@@ -32,11 +33,12 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
-    # What it imports on first use counts for none of the packages.
-    assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer
+    import_model(task["model"])
     options: dict[str, Any] = {"true_sequential": task["sequential"]}
     if task["method"] == "autoround":
         options["iters"] = task["iters"]
+    if "asymmetric" in task:
+        options["asymmetric"] = task["asymmetric"]
     if "solver" in task:
         options["solver"] = task["solver"]
     request = QuantizeRequest(

@@ -70,7 +70,7 @@ CUTS = {
     "qwen2": ("a 12", ["a", "Ġ", "1", "2"]),
     "deepseek-v3": ("a#b 1234", ["a", "#b", "Ġ", "123", "4"]),
     "tekken": ("getURL HTTPServer", ["get", "URL", "ĠHTTPServer"]),
-    "afmoe": ("1234567", ["1", "234", "567"]),
+    "afmoe": ("1234567 58th", ["1", "234", "567", "Ġ", "58", "th"]),
     "superbpe": ("one two 12345", ["oneĠtwoĠ", "12", "345"]),
     "falcon": ("x=12345", ["x", "=", "123", "45"]),
     "exaone-moe": ("a b c", ["aĠbĠc"]),

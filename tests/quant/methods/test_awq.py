@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -286,3 +287,21 @@ def test_experts_that_lose_together_keep_their_norm() -> None:
     result: Any = Awq().quantize_layer(mixture_problem((10, 2000), (20.0, 0.01)))
     assert result.norms == {} and result.routers == {}
     assert all(report.error <= report.rtn_error for report in result.reports)
+
+
+def test_a_judge_of_the_layer_chooses_among_the_best_candidates() -> None:
+    """The scales with the least error are taken, and none where RTN has it."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def later_is_better(weights: Mapping[str, torch.Tensor]) -> float:
+        seen.append(dict(weights))
+        return 1 / len(seen)
+
+    problem = layer_problem()
+    problem = replace(problem, options=MethodOptions(solver="nearest"))
+    chosen = Awq().quantize_layer(replace(problem, layer_error=later_is_better))
+    assert chosen.norms and not same_codes(chosen, Awq().quantize_layer(problem))
+    linears = {name for weights in seen for name in weights}
+    assert linears == set(problem.weights)
+    plain = Awq().quantize_layer(replace(problem, layer_error=lambda _: 1.0))
+    assert not plain.norms and all(report.ratio is None for report in plain.reports)

@@ -1,0 +1,169 @@
+"""EXL3 format (`quant_method: exl3`) of exllamav3: packed trellises between Hadamard transforms.
+
+Per linear `P` with `b` bits a weight:
+
+    P.trellis   int16    [in/16, out/16, 16*b]   packed states, see `quant/trellis/tiles.py`
+    P.suh       float16  [in]                    signs and scales of inputs
+    P.svh       float16  [out]                   of outputs
+    P.mcg, P.mul1  int32 []                      the multiplier of the codebook; `3inst` has neither
+
+`quantization_config.json` lists every quantized module with its bits and its tensors (`tensor_storage`);
+exllamav3 has it beside `config.json`, GPTQModel wants it inside, so that it is written to both. Layout and
+names: exllamav3 1.4.1, `modules/quant/exl3.py` and `conversion/quant_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import TRELLIS_CODEBOOKS, Scheme, TrellisScheme
+from ..raw.container import Entry, read_headers
+from ..tensors.base import QuantizedTensor
+from ..tensors.trellis import TrellisTensor
+from ..trellis.codebook import MULTIPLIERS
+from ..trellis.incoherence import BLOCK
+from ..trellis.tiles import TILE
+from .base import Config, TensorSource, expect_dtype
+
+LAYOUT_VERSION = "1.4.1"
+"""The version of exllamav3 whose layout this is; it is what readers compare `version` with."""
+CONFIG_FILE = "quantization_config.json"
+_PLAIN_HEAD_BITS = 16
+_DTYPES = {
+    "I16": "int16",
+    "I32": "int32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+}
+
+
+class Exl3Format:
+    """Packed trellises, in exllamav3's layout."""
+
+    name = "exl3"
+    markers: tuple[str, ...] = (".trellis",)
+    suffixes: tuple[str, ...] = (".trellis", ".suh", ".svh", ".mcg", ".mul1")
+
+    def _scheme(self, scheme: Scheme) -> TrellisScheme:
+        if not isinstance(scheme, TrellisScheme):
+            raise BadInput(f"format exl3 cannot hold {scheme.label} weights: only trellis codes")
+        return scheme
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        self._scheme(scheme)
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        self._scheme(scheme)
+        if out_features % BLOCK or in_features % BLOCK:
+            raise BadInput(
+                f"format exl3 has Hadamard transforms of {BLOCK} channels, which do not divide "
+                f"{module} of {out_features} × {in_features}: --ignore it, or choose another method"
+            )
+
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
+        return torch.float16
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, TrellisTensor)
+        stored = {
+            f"{module}.trellis": tensor.trellis,
+            f"{module}.suh": tensor.suh,
+            f"{module}.svh": tensor.svh,
+        }
+        multiplier = MULTIPLIERS.get(tensor.scheme.codebook)
+        if multiplier is not None:
+            word = torch.tensor(multiplier - 2**32, dtype=torch.int32)
+            stored[f"{module}.{tensor.scheme.codebook}"] = word
+        return stored
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> TrellisTensor:
+        name = f"{module}.trellis"
+        trellis = expect_dtype(name, source.tensor(name), torch.int16)
+        if trellis.dim() != 3 or trellis.shape[2] % TILE:
+            raise BadInput(
+                f"{name} has shape {tuple(trellis.shape)}, but the format has "
+                "[in / 16, out / 16, 16 × bits]"
+            )
+        scales = []
+        for side, tiles in zip(("suh", "svh"), trellis.shape[:2], strict=True):
+            scale = expect_dtype(
+                f"{module}.{side}", source.tensor(f"{module}.{side}"), torch.float16
+            )
+            if tuple(scale.shape) != (tiles * TILE,) or scale.numel() % BLOCK:
+                raise BadInput(
+                    f"{module}.{side} has shape {tuple(scale.shape)}, but {name} implies "
+                    f"({tiles * TILE},), in whole blocks of {BLOCK}"
+                )
+            scales.append(scale)
+        marks = [name for name in MULTIPLIERS if f"{module}.{name}" in source]
+        if len(marks) > 1:
+            raise BadInput(f"{module} is marked for two codebooks: {' and '.join(marks)}")
+        scheme = TrellisScheme(trellis.shape[2] // TILE, marks[0] if marks else "3inst")
+        input_scales, output_scales = scales
+        return TrellisTensor(trellis, input_scales, output_scales, scheme)
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        kinds = {module: self._scheme(scheme) for module, scheme in schemes.items()}
+        codebooks = {scheme.codebook for scheme in kinds.values()}
+        if len(codebooks) != 1:
+            raise BadInput(
+                f"format exl3 has one codebook in its config, not {', '.join(sorted(codebooks))}"
+            )
+        bits = [scheme.bits for scheme in kinds.values()]
+        head = kinds.get("lm_head")
+        return {
+            "quant_method": "exl3",
+            "version": LAYOUT_VERSION,
+            "bits": round(sum(bits) / len(bits), 3),
+            "head_bits": head.bits if head else _PLAIN_HEAD_BITS,
+            "out_scales": "always",
+            "codebook": codebooks.pop(),
+            "tensor_storage": {module: _storage(scheme) for module, scheme in kinds.items()},
+        }
+
+    def scheme(self, config: Config, module: str) -> TrellisScheme:
+        stored = (config.get("tensor_storage") or {}).get(module) or {}
+        bits = stored.get("bits_per_weight", config.get("bits"))
+        codebook = next((name for name in MULTIPLIERS if f"{name}_multiplier" in stored), None)
+        codebook = codebook or ("3inst" if stored else config.get("codebook", "3inst"))
+        if not isinstance(bits, int | float) or codebook not in TRELLIS_CODEBOOKS:
+            raise BadInput(
+                f"quant_method exl3 says no bits for {module}, or a codebook other than "
+                f"{', '.join(TRELLIS_CODEBOOKS)}"
+            )
+        return TrellisScheme(round(bits), codebook)
+
+
+def with_stored_tensors(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A `quantization_config` of this format with the headers of each module's tensors in a folder."""
+    headers = read_headers(sorted(folder.glob("*.safetensors")))
+    storage = {}
+    for module, entry in config["tensor_storage"].items():
+        names = (f"{module}{suffix}" for suffix in (*Exl3Format.suffixes, ".bias"))
+        stored = {name: _header(headers[name]) for name in names if name in headers}
+        storage[module] = {"stored_tensors": stored, **entry}
+    return {**config, "tensor_storage": storage}
+
+
+def _header(entry: Entry) -> dict[str, Any]:
+    """One tensor as exllamav3 records it (`dtype`), and as GPTQModel reads it (`torch_dtype`)."""
+    return {
+        "shape": list(entry.shape),
+        "n_bytes": entry.nbytes,
+        "dtype": f"torch.{_DTYPES[entry.dtype]}",
+        "torch_dtype": _DTYPES[entry.dtype],
+    }
+
+
+def _storage(scheme: TrellisScheme) -> dict[str, Any]:
+    """The entry of a module in `tensor_storage`, but for its tensors."""
+    entry: dict[str, Any] = {"quant_format": "exl3", "bits_per_weight": scheme.bits}
+    if scheme.codebook in MULTIPLIERS:
+        entry[f"{scheme.codebook}_multiplier"] = MULTIPLIERS[scheme.codebook]
+    return entry

@@ -1,0 +1,49 @@
+"""What `awq` takes where the command leaves it open: the float model's outputs as targets (GPTAQ), and R2.
+
+`tools/choices.py` measures them on a real model (docs/rotations.md). Neither changes what a loader sees: R2
+turns the values of heads inside a layer, so that a tied output projection stays tied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..base.errors import BadInput
+from ..methods.solvers import solver_of
+from ..model.checkpoint import Checkpoint
+from ..model.experts_apart import with_experts_apart
+from ..request.request import QuantizeRequest
+from ..rotation.rotate import rotated
+from ..rotation.rotation_map import R2
+
+
+def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
+    """The request with `rotations` and `options.asymmetric` decided where they are None.
+
+    Both are taken by `awq` with error feedback on decoder layers that are run as they are quantized; R2 where
+    the model's values can be turned.
+    """
+    options, rotations = request.options, request.rotations
+    if rotations is not None and options.asymmetric is not None:
+        return request
+    feeds_back = request.method == "awq" and solver_of(request.method, options.solver) == "gptq"
+    runs = request.errors and request.stats is None and options.true_sequential
+    taken = feeds_back and runs and not request.vision
+    if rotations is None:
+        rotations = (R2,) if taken and _turns(request) else ()
+    asymmetric = taken if options.asymmetric is None else options.asymmetric
+    return replace(request, rotations=rotations, options=replace(options, asymmetric=asymmetric))
+
+
+def _turns(request: QuantizeRequest) -> bool:
+    """Whether R2 leaves the model's logits, and nothing else takes its tensors apart."""
+    if request.gguf_type is not None or "gguf" in (request.format or ""):
+        return False
+    try:
+        checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
+        if with_experts_apart(checkpoint) is not checkpoint:
+            return False
+        rotated(checkpoint, (R2,), request.seed)
+    except BadInput:  # what is wrong with the model itself is said by the plan
+        return False
+    return True
