@@ -22,11 +22,13 @@ class ActivationQuant:
     Attributes:
         input_scale: float32 [1], static scale from calibration; None: dynamic.
         int8_levels: the int8 code of the largest magnitude; 127.5 in compressed-tensors.
+        block: channels that share a scale, as ggml's activations do; 0: as `activations` say.
     """
 
     activations: Activations
     input_scale: torch.Tensor | None = None
     int8_levels: float = 127.5
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class QuantizedActivations:
 
     Attributes:
         codes: int8 or float8_e4m3fn `[rows, size]`.
-        scales: float32 `[rows, 1]` per token, or `[rows, groups]` for groups of 128.
+        scales: float32 `[rows, 1]` per token, or `[rows, groups]` for groups of channels.
     """
 
     codes: torch.Tensor

@@ -9,9 +9,12 @@ import torch
 
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_rows
+from ..common.verdicts import Trial
+from .flash_attention import attend_flash, refuses_flash_attention
 from .native_attention import HEAD_CHANNELS, attend_native, native_attention
 from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, attend_sdpa
 from .paged_tensor import PagedTensor
+from .trial import attention_trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,34 @@ def _attend_triton(
     return attend_triton(queries, keys, values, batch, rule, sink_queries)
 
 
+def _trial(kernel_query: AttentionKernelQuery) -> Trial[AttentionKernel] | None:
+    if kernel_query.has_masks:
+        return None
+    device, dtype = torch.device(kernel_query.device), kernel_query.dtype
+    return attention_trial(device, dtype, kernel_query.key_dim, kernel_query.value_dim)
+
+
+def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
+    if kernel_query.has_masks:
+        return _ONLY_CAUSAL
+    if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
+        return reason  # our kernel serves what it does not
+    return refuses_flash_attention(
+        kernel_query.device, kernel_query.dtype, kernel_query.key_dim, kernel_query.value_dim
+    )
+
+
+_attend_flash = attend_flash(_attend_triton)
+
 PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
     "paged attention",
     [
+        Candidate("flash-attention-3", _refuses_flash, _attend_flash),
         Candidate("triton-paged", _refuses_triton, _attend_triton),
         Candidate("native-paged", _refuses_native, attend_native),
         Candidate("torch-sdpa", lambda kernel_query: None, attend_sdpa),
     ],
+    _trial,
 )
 
 
@@ -132,6 +156,11 @@ def attention_kernels(
     return AttentionKernels(choose(False), choose(True))
 
 
+def takes_static_metadata(kernel: AttentionKernel) -> bool:
+    """Whether a kernel reads all of a step from tensors: a captured launch serves others of its size."""
+    return kernel in (_attend_triton, _attend_flash)
+
+
 def reads_in_place(kernel: AttentionKernel) -> bool:
     """Whether a kernel reads KV blocks in place, whatever the block table's width (no gather)."""
-    return kernel in (attend_native, _attend_triton)
+    return kernel in (attend_native, _attend_triton, _attend_flash)

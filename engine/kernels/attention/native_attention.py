@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..common.build import Native, native
+from ....quant.native.build import Native, native
 from ..common.launch import launch
 from .paged_attention import AttentionBatch, AttentionRule
 from .paged_tensor import PagedTensor

@@ -62,10 +62,17 @@ INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
     return iload(some);
 }
 
-/* A run of vectors of `words` words, transposed to floats [dim][RUN]; unscaled. */
-INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, const SlotRun *slot_run,
-                            int64_t head, float *columns) {
-    const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 ? 2 : 4;
+/* Two 8-bit codes of every word as a pair of bfloat16, which hold them exactly; 0 <= part < 2. */
+INLINE ivec word_pair(int64_t type, ivec word, int part) {
+    ivec low = ibits(word_part(type, word, 2 * part)), high = ibits(word_part(type, word, 2 * part + 1));
+    return ior(ISHR(low, 16), high);
+}
+
+/* A run of vectors of `words` words, transposed to floats [dim][RUN], or with `pairs` to pairs of bfloat16
+ * [dim / 2][RUN]; unscaled. */
+INLINE void read_columns_of(const int64_t type, const int pairs, int64_t words, const Paged *p,
+                            const SlotRun *slot_run, int64_t head, float *columns) {
+    const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 || pairs ? 2 : 4;
     for (int half = 0; half < RUN; half += LANES)
         for (int64_t first = 0; first < words; first += LANES) {
             ivec block[LANES];
@@ -76,47 +83,59 @@ INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, c
             for (int64_t w = 0; w < count; w++)
                 for (int part = 0; part < parts; part++)
                     fstore(columns + ((first + w) * parts + part) * RUN + half,
-                           word_part(type, block[w], part));
+                           pairs ? fbits(word_pair(type, block[w], part)) : word_part(type, block[w], part));
         }
 }
 
-/* The same; with `pairs`, bfloat16 stay packed two per word, [dim / 2][RUN]. */
-static void read_columns(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *columns) {
+/* What the columns of a run are read as: floats, pairs of bfloat16, or int8 codes, four in a word. */
+enum { AS_FLOATS = 0, AS_PAIRS = 1, AS_CODES = 2 };
+
+static void read_columns(const Paged *p, const SlotRun *slot_run, int64_t head, int as, float *columns) {
     int64_t words = p->dim / word_floats(p);
-    switch (pairs ? STORED_F32 : p->type) { /* a pair is moved like a float */
-    case STORED_F32: read_columns_of(STORED_F32, words, p, slot_run, head, columns); break;
-    case STORED_BF16: read_columns_of(STORED_BF16, words, p, slot_run, head, columns); break;
-    case STORED_S8: read_columns_of(STORED_S8, words, p, slot_run, head, columns); break;
-    default: read_columns_of(STORED_E4M3, words, p, slot_run, head, columns); break;
+    int is_whole = as == AS_CODES || (as == AS_PAIRS && p->type == STORED_BF16);
+    switch (is_whole ? STORED_F32 : p->type) { /* a word that stays as it is is moved like a float */
+    case STORED_F32: read_columns_of(STORED_F32, 0, words, p, slot_run, head, columns); break;
+    case STORED_BF16: read_columns_of(STORED_BF16, 0, words, p, slot_run, head, columns); break;
+    case STORED_S8: read_columns_of(STORED_S8, 0, words, p, slot_run, head, columns); break;
+    default:
+        if (as == AS_PAIRS) read_columns_of(STORED_E4M3, 1, words, p, slot_run, head, columns);
+        else read_columns_of(STORED_E4M3, 0, words, p, slot_run, head, columns);
     }
 }
 
-/* Interleaves two bfloat16 vectors into pairs, the first in the lower halves. */
-INLINE void pair_rows(const uint16_t *first, const uint16_t *second, int64_t dim, float *pairs) {
-    for (int64_t d = 0; d < dim; d += LANES)
-        istore(pairs + d, ior(iwiden_u16(first + d), ISHL(iwiden_u16(second + d), 16)));
+/* LANES elements of a vector as the bits of floats. */
+INLINE ivec element_bits(const int64_t type, const uint8_t *vector, int64_t d) {
+    if (type == STORED_F32) return iload(vector + d * 4);
+    if (type == STORED_BF16) return ISHL(iwiden_u16((const uint16_t *)vector + d), 16);
+    if (type == STORED_S8) return ibits(itof(iwiden_s8(vector + d)));
+    return ibits(e4m3_to_float(iwiden_u8(vector + d)));
 }
 
-/* A run of vectors as rows, floats [RUN][dim], unscaled; with `pairs`, the bfloat16 of two neighbouring
- * positions per word, [RUN / 2][dim]. dim is a multiple of 16. */
+/* Interleaves two vectors into pairs of bfloat16, which hold them exactly, the first in the lower halves. */
+INLINE void pair_rows(const int64_t type, const uint8_t *first, const uint8_t *second, int64_t dim,
+                      float *pairs) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        istore(pairs + d, ior(ISHR(element_bits(type, first, d), 16), element_bits(type, second, d)));
+}
+
+/* A run of vectors as rows, floats [RUN][dim], unscaled; with `pairs`, two neighbouring positions per word in
+ * bfloat16, [RUN / 2][dim]. dim is a multiple of 16. */
 static void read_rows(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *rows) {
     if (pairs) {
-        for (int i = 0; i < RUN; i += 2)
-            pair_rows((const uint16_t *)vector_at(p, slot_run->slots[i], head),
-                      (const uint16_t *)vector_at(p, slot_run->slots[i + 1], head), p->dim,
-                      rows + i / 2 * p->dim);
+        for (int i = 0; i < RUN; i += 2) {
+            const uint8_t *first = vector_at(p, slot_run->slots[i], head);
+            const uint8_t *second = vector_at(p, slot_run->slots[i + 1], head);
+            float *to = rows + i / 2 * p->dim;
+            if (p->type == STORED_BF16) pair_rows(STORED_BF16, first, second, p->dim, to);
+            else if (p->type == STORED_S8) pair_rows(STORED_S8, first, second, p->dim, to);
+            else pair_rows(STORED_E4M3, first, second, p->dim, to);
+        }
         return;
     }
     for (int i = 0; i < RUN; i++) {
         const uint8_t *vector = vector_at(p, slot_run->slots[i], head);
-        float *row = rows + i * p->dim;
-        for (int64_t d = 0; d < p->dim; d += LANES) {
-            if (p->type == STORED_F32) fstore(row + d, fload((const float *)vector + d));
-            else if (p->type == STORED_BF16)
-                fstore(row + d, fbits(ISHL(iwiden_u16((const uint16_t *)vector + d), 16)));
-            else if (p->type == STORED_S8) fstore(row + d, itof(iwiden_s8(vector + d)));
-            else fstore(row + d, e4m3_to_float(iwiden_u8(vector + d)));
-        }
+        for (int64_t d = 0; d < p->dim; d += LANES)
+            istore(rows + i * p->dim + d, element_bits(p->type, vector, d));
     }
 }
 

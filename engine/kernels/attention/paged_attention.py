@@ -122,13 +122,15 @@ class AttentionBatch:
         decode: DecodeGroup | None,
         block_size: int,
         dtype: torch.dtype,
+        kernel_metadata: object = None,
     ) -> None:
         self.spans = spans
         self.decode = decode
         self.block_size = block_size
         self._dtype = dtype
         self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
-        self._kernel_metadata: Any = None
+        self._static_metadata = kernel_metadata
+        self._kernel_metadata: dict[object, Any] = {}
 
     @property
     def has_trees(self) -> bool:
@@ -151,10 +153,16 @@ class AttentionBatch:
         )
 
     def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
-        """A kernel's metadata of the batch, made once for all layers; a model uses one kernel."""
-        if self._kernel_metadata is None:
-            self._kernel_metadata = make(self)
-        return self._kernel_metadata
+        """A kernel's metadata of the batch, made once for all layers."""
+        known: Any = self._static_metadata
+        if known is None and (known := self._kernel_metadata.get(make)) is None:
+            known = self._kernel_metadata[make] = make(self)
+        return known
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is known by its kernel's metadata alone, which a captured step fills."""
+        return self._static_metadata is not None
 
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""

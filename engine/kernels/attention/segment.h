@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "paged.h"
+#include "quantize.h"
 
 #define SEGMENT 256
 #define TILE_ROWS 32
@@ -92,16 +93,44 @@ static inline int64_t head_of(const Call *c, const Tile *tile, int64_t r) {
     return tile->head * group_of(c) + (tile->first + r) % group_of(c);
 }
 
+/* Whether scores are integer dot products: int8 keys and queries quantized to int8, as in llama.cpp. */
+static inline int in_codes(const Call *c) { return c->is_bf16 && c->keys.type == STORED_S8; }
+
 /* Whether to use bfloat16 dot products on keys or values, without widening them to float32. */
 static inline int in_pairs(const Call *c, const Paged *p) {
-    return HAS_PAIRS && c->is_bf16 && p->type == STORED_BF16;
+    return HAS_PAIRS && c->is_bf16 && p->type != STORED_F32 && !(p == &c->keys && in_codes(c));
 }
 
-/* Loads queries as scaled floats; or as bfloat16 pairs, whose scores are scaled later. */
+/* A query quantized to int8: its codes [dim] are followed by these, in the room of its floats. */
+typedef struct {
+    float scale;
+    int32_t start;         /* of its dot products with 128 + key: -128 times the sum of its codes */
+} QuantizedQuery;
+
+static void quantize_query(const uint16_t *from, int64_t dim, float factor, int8_t *codes) {
+    fvec largest = fset(0.0f);
+    for (int64_t d = 0; d < dim; d += LANES)
+        largest = fmax_(largest, fabs_(fbits(ISHL(iwiden_u16(from + d), 16))));
+    float scale = scale_of(largest, 127.0f);
+    ivec sum = iset(0);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        ivec code = quantize_to(fbits(ISHL(iwiden_u16(from + d), 16)), fset(scale));
+        istore_s8(codes + d, code);
+        sum = iadd(sum, code);
+    }
+    QuantizedQuery query = {scale * factor, -128 * isum_lanes(sum)};
+    memcpy(codes + dim, &query, sizeof query);
+}
+
+/* Loads queries as scaled floats; or as codes; or as bfloat16 pairs, whose scores are scaled later. */
 static void load_queries(const Call *c, const Tile *tile, const void *from, int64_t stride, float *to) {
     int64_t dim = c->keys.dim;
     for (int64_t r = 0; r < tile->rows; r++) {
         int64_t at = token_of(c, tile, r) * stride + head_of(c, tile, r) * dim;
+        if (in_codes(c)) {
+            quantize_query((const uint16_t *)from + at, dim, c->scale, (int8_t *)(to + r * dim));
+            continue;
+        }
         if (in_pairs(c, &c->keys)) {
             memcpy(to + r * dim, (const uint16_t *)from + at, (size_t)dim * 2);
             continue;
@@ -152,6 +181,26 @@ INLINE void multiply_keys(const int rows, const int pairs, const float *queries,
         for (int v = 0; v < VECTORS; v++) fstore(scores + r * SEGMENT + v * LANES, sums[r][v]);
 }
 
+/* The same of int8 codes, four elements at a time; `dim` elements of a head. */
+INLINE void multiply_codes(const int rows, const float *queries, int64_t dim, const float *columns,
+                           float *scores) {
+    ivec sums[MAX_ROWS][VECTORS];
+    QuantizedQuery query[MAX_ROWS];
+    for (int r = 0; r < rows; r++) {
+        memcpy(query + r, (const int8_t *)(queries + r * dim) + dim, sizeof query[r]);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = iset(query[r].start);
+    }
+    for (int64_t d = 0; d < dim / 4; d++)
+        for (int v = 0; v < VECTORS; v++) {
+            ivec keys = ixor(iload(columns + d * RUN + v * LANES), iset((int32_t)0x80808080));
+            for (int r = 0; r < rows; r++)
+                sums[r][v] = dot4(sums[r][v], keys, ibroadcast((const int8_t *)(queries + r * dim) + d * 4), 0);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++)
+            fstore(scores + r * SEGMENT + v * LANES, fmul(itof(sums[r][v]), fset(query[r].scale)));
+}
+
 /* P V: adds a weighted run of values to 32 or 16 elements of a few rows; `depth` positions or pairs. */
 INLINE void multiply_values(const int rows, const int vectors, const int pairs, const float *weights,
                             int64_t stride, const float *values, int64_t depth, int64_t dim, float *mixed) {
@@ -195,7 +244,14 @@ INLINE void score_rows(const int pairs, const Call *c, int64_t rows, const float
 
 static void score_run(const Call *c, int64_t rows, const float *queries, const float *columns,
                       float *scores) {
-    if (in_pairs(c, &c->keys)) score_rows(1, c, rows, queries, columns, scores);
+    if (in_codes(c)) {
+        int64_t dim = c->keys.dim;
+        for (int64_t r = 0; r < rows; r += MAX_ROWS) {
+#define DO(n) multiply_codes(n, queries + r * dim, dim, columns, scores + r * SEGMENT)
+            FOR_ROWS(smaller(rows - r, MAX_ROWS), DO)
+#undef DO
+        }
+    } else if (in_pairs(c, &c->keys)) score_rows(1, c, rows, queries, columns, scores);
     else score_rows(0, c, rows, queries, columns, scores);
 }
 
@@ -218,7 +274,7 @@ INLINE void mix_rows(const int pairs, const Call *c, int64_t rows, const float *
     }
 }
 
-/* Attention weights are rounded to bfloat16 if the values are bfloat16, as in torch's attention. */
+/* Attention weights are rounded to bfloat16 if the values are multiplied so, as in torch's attention. */
 static void mix_run(const Call *c, int64_t rows, const float *weights, const float *values, float *mixed) {
     if (!in_pairs(c, &c->values)) {
         mix_rows(0, c, rows, weights, SEGMENT, values, mixed);
@@ -287,7 +343,8 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
             const Part *part = s->parts + (tile->head - tile->heads_begin);
             if (i + 1 < count) fetch(&c->keys, slot_run + i + 1, tile->head, tile->head + 1);
             else fetch(&c->values, slot_run, tile->head, tile->head + 1);
-            read_columns(&c->keys, slot_run + i, tile->head, in_pairs(c, &c->keys), s->run);
+            int as = in_codes(c) ? AS_CODES : in_pairs(c, &c->keys) ? AS_PAIRS : AS_FLOATS;
+            read_columns(&c->keys, slot_run + i, tile->head, as, s->run);
             float *scores = part->scores + i * RUN;
             score_run(c, tile->rows, part->queries, s->run, scores);
             if (c->sink_queries && runs[i] < c->num_sink_tokens) {

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...base.transfer import to_device
 from .paged_attention import AttentionBatch
+from .triton_attention_kernels import list_parts
 
+PART_TOKENS = 256
+MAX_PARTS = 64
+"""A part of the split is `PART_TOKENS` keys, or more where that would make more parts than this."""
+LISTED = 128
+"""Query tiles per program of the work list."""
 SHORT_SPAN = 8
 """Query tokens of a sequence up to which its keys are split over several programs (split-KV)."""
 
@@ -28,6 +35,16 @@ class Tiles:
     index: torch.Tensor
     rows: torch.Tensor
     width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What decides which tiles of keys a token sees: the tile's size, and a layer's rule; 0 is none."""
+
+    tile: int
+    window: int
+    num_sink_tokens: int
+    chunk: int
 
 
 class AttentionMetadata:
@@ -74,6 +91,7 @@ class AttentionMetadata:
         self.segments = segments[0] if len(segments) == 1 else torch.cat(segments)
         self._block_size = batch.block_size
         self._made: dict[tuple[int, bool], Tiles | None] = {}
+        self._work_lists: dict[tuple[int, Visibility], torch.Tensor] = {}
 
     def tiles(self, tokens: int, short: bool) -> Tiles | None:
         """Tiles of `tokens` query tokens of the short or of the long sequences; None: there are none."""
@@ -81,6 +99,36 @@ class AttentionMetadata:
         if key not in self._made:
             self._made[key] = self._tiles(tokens, short)
         return self._made[key]
+
+    def work_list(self, tokens: int, visibility: Visibility, num_parts: int) -> torch.Tensor:
+        """The work list of the short sequences' tiles: made on the device once for the layers of a rule.
+
+        int32 [1 + tiles * num_parts]: the number of parts, then each part's tile and number
+        (`triton_attention_kernels.list_parts`).
+        """
+        if (key := (tokens, visibility)) not in self._work_lists:
+            tiles = self.tiles(tokens, True)
+            assert tiles is not None
+            count = tiles.index.shape[0]
+            work = torch.empty(1 + count * num_parts, dtype=torch.int32, device=self._device)
+            kernel: Any = list_parts
+            kernel[(-(-count // LISTED),)](
+                work,
+                tiles.index,
+                self.segments,
+                count,
+                TOKENS=tokens,
+                TILE=visibility.tile,
+                WINDOW=visibility.window,
+                NUM_SINK_TOKENS=visibility.num_sink_tokens,
+                CHUNK=visibility.chunk,
+                PART_TILES=max(1, PART_TOKENS // visibility.tile),
+                MAX_PARTS=MAX_PARTS,
+                BLOCK=LISTED,
+                num_warps=4,
+            )
+            self._work_lists[key] = work
+        return self._work_lists[key]
 
     def _tiles(self, tokens: int, short: bool) -> Tiles | None:
         chosen = range(self._num_short) if short else range(self._num_short, len(self._spans))

@@ -2,7 +2,8 @@
 
 Each operation has candidates in order of preference. A candidate either supports a kernel query (device,
 dtype, shape, scheme) or gives the reason why not; the first that does is selected, and if none does, the
-error lists every reason. `llmopt doctor` prints the same table for this machine.
+error lists every reason. On a CUDA device a candidate must also have earned its place there (`verdicts.py`).
+`llmopt doctor` prints the same table for this machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from .device_verdicts import current_verdicts
+from .verdicts import Trial
 
 KernelQuery = TypeVar("KernelQuery")
 Implementation = TypeVar("Implementation")
@@ -39,28 +43,59 @@ class Choice:
 
 
 class Operation(Generic[KernelQuery, Implementation]):
-    """An operation and its candidates, in order of preference."""
+    """An operation and its candidates, in order of preference.
+
+    Args:
+        trial: what the candidates for a kernel query are compared and timed on, on a CUDA device; None: there
+            is nothing for this query, and the order decides.
+    """
 
     def __init__(
-        self, name: str, candidates: Sequence[Candidate[KernelQuery, Implementation]]
+        self,
+        name: str,
+        candidates: Sequence[Candidate[KernelQuery, Implementation]],
+        trial: Callable[[KernelQuery], Trial[Implementation] | None] = lambda _: None,
     ) -> None:
         self.name = name
         self.candidates = tuple(candidates)
+        self.trial = trial
 
-    def select(self, kernel_query: KernelQuery) -> Candidate[KernelQuery, Implementation]:
-        """The first candidate that supports `kernel_query`.
+    def select(
+        self,
+        kernel_query: KernelQuery,
+        trial: Callable[[], Trial[Implementation] | None] | None = None,
+    ) -> Candidate[KernelQuery, Implementation]:
+        """The first candidate that supports `kernel_query`, and on a CUDA device has earned its place there.
+
+        Args:
+            trial: instead of the operation's own, where the caller has the weight that it is about.
 
         Raises:
             NoKernel: none does.
+            Failure: a candidate that was tried left the device unusable.
         """
-        for candidate in self.candidates:
-            if candidate.refuses(kernel_query) is None:
-                return candidate
-        reasons = "; ".join(f"{c.name}: {c.refuses(kernel_query)}" for c in self.candidates)
-        raise NoKernel(f"no kernel for {self.name} with {kernel_query}: {reasons}")
+        supported = [each for each in self.candidates if each.refuses(kernel_query) is None]
+        if not supported:
+            reasons = "; ".join(f"{c.name}: {c.refuses(kernel_query)}" for c in self.candidates)
+            raise NoKernel(f"no kernel for {self.name} with {kernel_query}: {reasons}")
+        verdicts = current_verdicts() if is_tried(kernel_query) else None
+        if len(supported) == 1 or verdicts is None:
+            return supported[0]
+        make = trial or (lambda: self.trial(kernel_query))
+        dropped = verdicts.judge(self.name, str(kernel_query), supported, make)
+        return next(each for each in supported if each.name not in dropped)
 
     def explain(self, kernel_query: KernelQuery) -> Choice:
-        """The decision of `select`, with every candidate's reason."""
-        reasons = tuple((c.name, c.refuses(kernel_query)) for c in self.candidates)
+        """The decision of `select`, with every candidate's reason; what is not tried yet is not tried."""
+        verdicts = current_verdicts() if is_tried(kernel_query) else None
+        dropped = {} if verdicts is None else verdicts.dropped(self.name, str(kernel_query))
+        reasons = tuple(
+            (c.name, c.refuses(kernel_query) or dropped.get(c.name)) for c in self.candidates
+        )
         chosen = next((name for name, reason in reasons if reason is None), None)
         return Choice(self.name, str(kernel_query), chosen, reasons)
+
+
+def is_tried(kernel_query: object) -> bool:
+    """Whether a kernel query is for a device on which candidates are tried."""
+    return getattr(kernel_query, "device", None) == "cuda"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .build import native
+from ....quant.native.build import native
 
 Launch = tuple[Any, ctypes.Structure]
 """A C function and its only argument."""

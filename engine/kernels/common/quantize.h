@@ -1,4 +1,4 @@
-/* Per-token int8 quantization of activations: one scale per row, codes from -128 to 127. */
+/* int8 quantization of activations, per token or per block: codes from -128 to 127. */
 #ifndef LLMOPT_QUANTIZE_H
 #define LLMOPT_QUANTIZE_H
 

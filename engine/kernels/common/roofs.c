@@ -5,10 +5,11 @@
 #include "vectors.h"
 
 #define SLICE (1 << 20)
+#define ROUNDS_AT_ONCE 4096
 
 typedef struct {
     const uint8_t *data;
-    int64_t bytes, rounds;
+    int64_t bytes, slice, rounds;
     atomic_long next;
     _Atomic int32_t sink; /* keeps the compiler from eliminating the work */
 } Roof;
@@ -17,9 +18,9 @@ static void read_slices(void *argument) {
     Roof *roof = argument;
     ivec sums[4] = {iset(0), iset(0), iset(0), iset(0)};
     for (;;) {
-        int64_t begin = atomic_fetch_add(&roof->next, SLICE);
+        int64_t begin = atomic_fetch_add(&roof->next, roof->slice);
         if (begin >= roof->bytes) break;
-        int64_t end = roof->bytes - begin < SLICE ? roof->bytes : begin + SLICE;
+        int64_t end = roof->bytes - begin < roof->slice ? roof->bytes : begin + roof->slice;
         const int64_t width = LANES * 4;
         for (int64_t at = begin; at + 4 * width <= end; at += 4 * width)
             for (int i = 0; i < 4; i++) sums[i] = iadd(sums[i], iload(roof->data + at + i * width));
@@ -29,7 +30,7 @@ static void read_slices(void *argument) {
 
 /* Reads `bytes` once. */
 int32_t llmopt_read(const void *data, int64_t bytes, int64_t threads) {
-    Roof roof = {.data = data, .bytes = bytes};
+    Roof roof = {.data = data, .bytes = bytes, .slice = SLICE};
     run_parallel(read_slices, &roof, threads);
     return roof.sink;
 }
@@ -39,17 +40,31 @@ static void multiply_registers(void *argument) {
     Roof *roof = argument;
     ivec sums[12], weights = iset(0x01020304), inputs = iset((int32_t)roof->rounds);
     for (int i = 0; i < 12; i++) sums[i] = iset(i);
-    for (int64_t round = 0; round < roof->rounds; round++) {
-        for (int i = 0; i < 12; i++) sums[i] = dot4(sums[i], weights, inputs, 0);
-        __asm__ volatile("" : "+x"(weights), "+x"(inputs)); /* else the loop would be simplified away */
-    }
+    while (atomic_fetch_add(&roof->next, ROUNDS_AT_ONCE) < roof->rounds)
+        for (int round = 0; round < ROUNDS_AT_ONCE; round++) {
+            for (int i = 0; i < 12; i++) sums[i] = dot4(sums[i], weights, inputs, 0);
+            OPAQUE(weights);
+            OPAQUE(inputs);
+        }
     for (int i = 1; i < 12; i++) sums[0] = iadd(sums[0], sums[i]);
     roof->sink += isum_lanes(sums[0]);
 }
 
-/* Runs the operations and returns their number: two (multiply, add) per pair of bytes. */
+/* Runs the operations, of all threads together, and returns their number: two (multiply, add) per pair of bytes. */
 int64_t llmopt_multiply(int64_t rounds, int64_t threads) {
-    Roof roof = {.rounds = rounds};
+    Roof roof = {.rounds = (rounds * threads + ROUNDS_AT_ONCE - 1) / ROUNDS_AT_ONCE * ROUNDS_AT_ONCE};
     run_parallel(multiply_registers, &roof, threads);
-    return roof.sink == 1 ? 0 : rounds * threads * 12 * LANES * 4 * 2;
+    return roof.sink == 1 ? 0 : roof.rounds * 12 * LANES * 4 * 2;
+}
+
+/* Reads `bytes` in so many parallel calls of equal parts, as a decode step does. */
+int32_t llmopt_read_in_calls(const void *data, int64_t bytes, int64_t calls, int64_t threads) {
+    int64_t part = bytes / calls, slice = (part / (threads * 8) + 1023) / 1024 * 1024;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < calls; i++) {
+        Roof roof = {.data = (const uint8_t *)data + i * part, .bytes = part, .slice = slice};
+        run_parallel(read_slices, &roof, threads);
+        sum += roof.sink;
+    }
+    return sum;
 }

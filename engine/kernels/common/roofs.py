@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .build import native
+from ....quant.native.build import native
 
 READ_BYTES = 2**27
 ROUNDS = 500_000

@@ -1,15 +1,22 @@
-/* The few vector operations that the kernels use, 16 lanes wide with AVX-512 and 8 with AVX2.
+/* The few vector operations that the kernels use, 16 lanes wide with AVX-512 and 8 with AVX2 and NEON.
  *
- * A lane is one output channel. A panel is `PANEL` output channels, in VECTORS registers. Both widths
+ * A lane is one output channel. A panel is `PANEL` output channels, in VECTORS registers. All widths
  * accumulate in the same order, so that their results are bit-identical. */
 #ifndef LLMOPT_VECTORS_H
 #define LLMOPT_VECTORS_H
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #define PANEL 32
+
+#if defined(__aarch64__)
+#include "neon.h"
+#else
+#include <immintrin.h>
+#define HAS_MATRIX_TILES 0
+/* Keeps the compiler from simplifying a loop over a vector that does not change. */
+#define OPAQUE(v) __asm__ volatile("" : "+x"(v))
 
 #if defined(__AVX512F__)
 
@@ -25,6 +32,13 @@ static inline void istore(void *p, ivec v) { _mm512_storeu_si512(p, v); }
 static inline ivec iset(int32_t x) { return _mm512_set1_epi32(x); }
 static inline ivec iand(ivec a, ivec b) { return _mm512_and_si512(a, b); }
 static inline ivec ior(ivec a, ivec b) { return _mm512_or_si512(a, b); }
+static inline ivec ixor(ivec a, ivec b) { return _mm512_xor_si512(a, b); }
+/* p[index of each lane] */
+static inline ivec igather(const int32_t *p, ivec index) { return _mm512_i32gather_epi32(index, p, 4); }
+/* p[byte] of each byte, which are less than 16 */
+static inline ivec ilook_bytes(const uint8_t *p, ivec bytes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)), bytes);
+}
 #define ISHR(v, n) _mm512_srli_epi32(v, n)
 #define ISHL(v, n) _mm512_slli_epi32(v, n)
 static inline ivec iwiden_s8(const void *p) {
@@ -129,6 +143,11 @@ static inline void istore(void *p, ivec v) { _mm256_storeu_si256((__m256i *)p, v
 static inline ivec iset(int32_t x) { return _mm256_set1_epi32(x); }
 static inline ivec iand(ivec a, ivec b) { return _mm256_and_si256(a, b); }
 static inline ivec ior(ivec a, ivec b) { return _mm256_or_si256(a, b); }
+static inline ivec ixor(ivec a, ivec b) { return _mm256_xor_si256(a, b); }
+static inline ivec igather(const int32_t *p, ivec index) { return _mm256_i32gather_epi32(p, index, 4); }
+static inline ivec ilook_bytes(const uint8_t *p, ivec bytes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)), bytes);
+}
 #define ISHR(v, n) _mm256_srli_epi32(v, n)
 #define ISHL(v, n) _mm256_slli_epi32(v, n)
 static inline ivec iwiden_s8(const void *p) {
@@ -239,9 +258,27 @@ static inline fvec table_look(ftable t, ivec codes) {
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
+static inline fvec pairs_multiply_add(fvec sum, ivec a, ivec b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+/* The bits of the nearest bfloat16, ties to even. */
+static inline ivec ibits_bf16(fvec v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)); }
+static inline void store_nearest_bf16(uint16_t *to, fvec v) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(v));
+}
+
+/* table[low four bits of each 16], of 16-bit values */
+typedef __m512i htable;
+static inline htable halves_load(const uint16_t *p) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline ivec halves_look(htable t, ivec codes) { return _mm512_permutexvar_epi16(codes, t); }
 #else
 #define HAS_PAIRS 0
 #endif
+
+#endif /* the processor */
 
 #define VECTORS (PANEL / LANES)
 
@@ -257,10 +294,7 @@ INLINE ivec ibroadcast(const void *p) {
 /* sum + a * b: of floats, or with `pairs` of two bfloat16 in every lane, where HAS_PAIRS. */
 INLINE fvec multiply_add(fvec sum, ivec a, ivec b, const int pairs) {
 #if HAS_PAIRS
-    if (pairs) {
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-        return sum;
-    }
+    if (pairs) return pairs_multiply_add(sum, a, b);
 #else
     (void)pairs;
 #endif
@@ -271,7 +305,7 @@ INLINE fvec multiply_add(fvec sum, ivec a, ivec b, const int pairs) {
 INLINE void store_bf16(uint16_t *to, const float *values, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
 #if HAS_PAIRS
-        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(fload(values + i)));
+        store_nearest_bf16(to + i, fload(values + i));
 #else
         ivec bits = ibits(fload(values + i));
         ivec up = iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)));

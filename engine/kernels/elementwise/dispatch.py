@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -15,13 +15,13 @@ from ..common.runtime import refuses_rows
 from .head_norms import HeadNorms
 from .native_layer import (
     CHANNELS,
-    NativeGeluTanhGate,
+    NativeGate,
     NativeNorm,
     NativeRopeAndCache,
-    NativeSiluGate,
     native_layer,
 )
 from .rotary import apply_rotary_emb
+from .trials import gate_trial, norm_trial, rope_trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,13 @@ class RowKernelQuery:
 
     def __str__(self) -> str:
         return f"rows of {self.size} in {self.dtype} on {self.device}"
+
+
+@runtime_checkable
+class TakesWideWeights(Protocol):
+    """A kernel that computes in float32: its norm weights may be float32 beside 16-bit rows (Gemma)."""
+
+    takes_wide_weights: ClassVar[bool]
 
 
 class NormKernel(Protocol):
@@ -66,9 +73,15 @@ def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def _native_gelu_gate(is_tanh: bool) -> GateKernel:
-    """The kernel of the tanh approximation; of the error function, torch's."""
-    return NativeGeluTanhGate() if is_tanh else _torch_gelu_gate(is_tanh)
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def torch_clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of gpt-oss: gate and up are clamped, and 1 is added to `up`."""
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
 def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
@@ -161,6 +174,12 @@ def _triton_gelu_gate(is_tanh: bool) -> GateKernel:
     return TritonGate("gelu_tanh" if is_tanh else "gelu")
 
 
+def _triton_clamped_swiglu() -> GateKernel:
+    from .triton_gate import TritonGate
+
+    return TritonGate("clamped_swiglu")
+
+
 def _triton_rope_and_cache() -> RopeAndCacheKernel:
     from .triton_rope_and_cache import TritonRopeAndCache
 
@@ -174,24 +193,37 @@ NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = O
         Candidate("native", _refuses_norm, NativeNorm),
         Candidate("torch", lambda _: None, TorchNorm),
     ],
+    lambda q: norm_trial(torch.device(q.device), q.dtype, q.size),
 )
 GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
     "silu gate",
     [
         Candidate("triton", _refuses_triton, _triton_silu_gate),
-        Candidate("native", _refuses, NativeSiluGate),
+        Candidate("native", _refuses, lambda: NativeGate("silu")),
         Candidate("torch", lambda _: None, lambda: torch_silu_gate),
     ],
+    lambda q: gate_trial(torch.device(q.device), q.dtype, q.size, ()),
 )
 GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
     "gelu gate",
     [
         Candidate("triton", _refuses_triton, _triton_gelu_gate),
-        Candidate("native", _refuses, _native_gelu_gate),
+        Candidate(
+            "native", _refuses, lambda is_tanh: NativeGate("gelu_tanh" if is_tanh else "gelu")
+        ),
         Candidate("torch", lambda _: None, _torch_gelu_gate),
     ],
+    lambda q: gate_trial(torch.device(q.device), q.dtype, q.size, (True,), (False,)),
 )
 """The candidates take whether to use the tanh approximation."""
+CLAMPED_SWIGLU_GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
+    "clamped swiglu gate",
+    [
+        Candidate("triton", _refuses_triton, _triton_clamped_swiglu),
+        Candidate("native", _refuses, lambda: NativeGate("clamped_swiglu")),
+        Candidate("torch", lambda _: None, lambda: torch_clamped_swiglu),
+    ],
+)
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
     [
@@ -199,4 +231,5 @@ ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Op
         Candidate("native", _refuses_rope_and_cache, NativeRopeAndCache),
         Candidate("torch", lambda _: None, TorchRopeAndCache),
     ],
+    lambda q: rope_trial(torch.device(q.device), q.dtype, q.size),
 )

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads."""
+    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads, or in float32
+    for a kernel that takes wide weights."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -9,10 +9,11 @@
 #include "parallel.h"
 #include "quantize.h"
 
-/* Quantized output (per-token int8) of a row; `codes` NULL: the output is not quantized. */
+/* Quantized output (int8) of a row; `codes` NULL: the output is not quantized. */
 typedef struct {
     int8_t *codes;         /* [rows][size] */
-    float *scales;         /* [rows] */
+    float *scales;         /* [rows][blocks] */
+    int64_t block;         /* elements that share a scale, whole vectors; 0: the row */
     float levels;          /* the code of the largest magnitude */
 } Quantized;
 
@@ -29,11 +30,13 @@ typedef struct {
     atomic_int failed;
 } NormCall;
 
+enum { SILU = 0, GELU_TANH = 1, GELU = 2, CLAMPED_SWIGLU = 3 };
+
 typedef struct {
     Quantized rounded;
     const void *gate, *up; /* [rows][stride] */
     void *out;             /* as above */
-    int64_t rows, size, stride, is_bf16, is_gelu, threads;
+    int64_t rows, size, stride, is_bf16, activation, threads;
     atomic_long next;
     atomic_int failed;
 } GateCall;
@@ -56,7 +59,7 @@ INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
 /* The bits of the nearest bfloat16, ties to even. */
 INLINE ivec rounded(fvec v) {
 #if HAS_PAIRS
-    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v));
+    return ibits_bf16(v);
 #else
     ivec bits = ibits(v);
     return ISHR(iadd(bits, iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)))), 16);
@@ -71,17 +74,25 @@ INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
 /* The value after a store and a load: rounded to the stored dtype. */
 INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
 
-/* Quantizes a row of `size` floats; `values` is padded to whole vectors. */
-static void quantize_row(const Quantized *to, int64_t row, int64_t size, const float *values, fvec largest) {
-    float scale = scale_of(largest, to->levels);
+/* Quantizes a row of `size` floats, block by block; `values` is zero-padded to whole vectors. */
+static void quantize_row(const Quantized *to, int64_t row, int64_t size, const float *values) {
+    int64_t block = to->block ? to->block : size, blocks = (size + block - 1) / block;
     int8_t *codes = to->codes + row * size;
-    to->scales[row] = scale;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) istore_s8(codes + i, quantize_to(fload(values + i), fset(scale)));
-    if (i < size) {
-        int8_t last[LANES];
-        istore_s8(last, quantize_to(fload(values + i), fset(scale)));
-        memcpy(codes + i, last, (size_t)(size - i));
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t end = size < (b + 1) * block ? size : (b + 1) * block;
+        fvec largest = fset(0.0f);
+        for (int64_t i = b * block; i < end; i += LANES) largest = fmax_(largest, fabs_(fload(values + i)));
+        float scale = to->scales[row * blocks + b] = scale_of(largest, to->levels);
+        for (int64_t i = b * block; i < end; i += LANES) {
+            ivec code = quantize_to(fload(values + i), fset(scale));
+            if (i + LANES <= end) {
+                istore_s8(codes + i, code);
+                continue;
+            }
+            int8_t last[LANES];
+            istore_s8(last, code);
+            memcpy(codes + i, last, (size_t)(end - i));
+        }
     }
 }
 
@@ -102,7 +113,6 @@ INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *v
     }
     if (c->added) x = c->sum, from = to;
     fvec factor = fset(1.0f / sqrtf(fsum_lanes(squares) / (float)c->size + c->eps));
-    fvec largest = fset(0.0f);
     for (int64_t i = 0; i < c->size; i += LANES) {
         fvec v = as_stored(fmul(load(x, from + i, is_bf16), factor), is_bf16);
         v = fmul(v, load(c->weight, i, is_bf16));
@@ -110,11 +120,9 @@ INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *v
             store(c->out, to + i, v, is_bf16);
             continue;
         }
-        v = as_stored(v, is_bf16);
-        fstore(values + i, v);
-        largest = fmax_(largest, fabs_(v));
+        fstore(values + i, as_stored(v, is_bf16));
     }
-    if (values) quantize_row(&c->rounded, row, c->size, values, largest);
+    if (values) quantize_row(&c->rounded, row, c->size, values);
 }
 
 /* x / (1 + e^-z), where z has the sign of x, with e^-|z| on both sides of zero. */
@@ -123,15 +131,49 @@ INLINE fvec times_sigmoid(fvec x, fvec z) {
     return fdiv(fadd(fmax_(x, none), fmul(fmin_(x, none), e)), fadd(fset(1.0f), e));
 }
 
-/* SiLU; or GELU by its tanh approximation, where (1 + tanh u) / 2 is the sigmoid of 2u. */
-INLINE fvec activation(const GateCall *c, fvec x) {
-    if (!c->is_gelu) return times_sigmoid(x, x);
+INLINE fvec sigmoid(fvec z) {
+    fvec none = fset(0.0f), e = exp_not_above_zero(fsub(none, fabs_(z)));
+    return fdiv(exp_not_above_zero(fmin_(z, none)), fadd(fset(1.0f), e));
+}
+
+/* GELU by the error function: x (1 - erfc(x / sqrt 2) / 2), or x erfc(-x / sqrt 2) / 2 below zero; erfc within
+ * 1.2e-7 of itself (Press et al., "Numerical Recipes in C", 2nd ed., section 6.2). */
+INLINE fvec gelu(fvec x) {
+    const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                           0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+    fvec z = fmul(fabs_(x), fset(0.70710678f));
+    fvec t = fdiv(fset(1.0f), ffma(z, fset(0.5f), fset(1.0f)));
+    fvec sum = fset(0.17087277f);
+    for (int i = 0; i < 9; i++) sum = ffma(sum, t, fset(terms[i]));
+    fvec half = fmul(fmul(t, exp_not_above_zero(ffnma(z, z, sum))), fset(0.5f)), none = fset(0.0f);
+    return ffma(fmin_(x, none), half, fmul(fmax_(x, none), fsub(fset(1.0f), half)));
+}
+
+/* SiLU; or GELU, by its tanh approximation too, where (1 + tanh u) / 2 is the sigmoid of 2u. */
+INLINE fvec activate(int64_t activation, fvec x) {
+    if (activation == SILU) return times_sigmoid(x, x);
+    if (activation == GELU) return gelu(x);
     fvec cube = ffma(fmul(fset(0.044715f), fmul(x, x)), x, x);
     return times_sigmoid(x, fmul(fset(1.5957691216f), cube));
 }
 
+/* Clamped SwiGLU (gpt-oss): (up + 1) gate sigmoid(1.702 gate), both clamped to 7, every step as stored. */
+INLINE fvec clamped_swiglu(fvec gate, fvec up, const int is_bf16) {
+    const fvec limit = fset(7.0f);
+    gate = fmin_(gate, limit);
+    up = fmin_(fmax_(up, fset(-7.0f)), limit);
+    fvec opened = sigmoid(as_stored(fmul(gate, fset(1.702f)), is_bf16));
+    fvec gated = as_stored(fmul(gate, as_stored(opened, is_bf16)), is_bf16);
+    return fmul(as_stored(fadd(up, fset(1.0f)), is_bf16), gated);
+}
+
+/* activation(gate) * up, unrounded. */
+INLINE fvec open_gate(int64_t activation, fvec gate, fvec up, const int is_bf16) {
+    if (activation == CLAMPED_SWIGLU) return clamped_swiglu(gate, up, is_bf16);
+    return fmul(as_stored(activate(activation, gate), is_bf16), up);
+}
+
 INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *values) {
-    fvec largest = fset(0.0f);
     const int64_t width = is_bf16 ? 2 : 4;
     const uint8_t *gate = (const uint8_t *)c->gate + row * c->stride * width;
     const uint8_t *up = (const uint8_t *)c->up + row * c->stride * width;
@@ -146,18 +188,15 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *v
             memcpy(last[0], from, left), memcpy(last[1], other, left);
             from = last[0], other = last[1], to = last[2];
         }
-        fvec opened = as_stored(activation(c, load(from, 0, is_bf16)), is_bf16);
-        fvec v = fmul(opened, load(other, 0, is_bf16));
+        fvec v = open_gate(c->activation, load(from, 0, is_bf16), load(other, 0, is_bf16), is_bf16);
         if (values) {
-            v = as_stored(v, is_bf16);
-            fstore(values + i, v);
-            largest = fmax_(largest, fabs_(v));
+            fstore(values + i, as_stored(v, is_bf16));
             continue;
         }
         store(to, 0, v, is_bf16);
         if (to == last[2]) memcpy(out + i * width, last[2], left);
     }
-    if (values) quantize_row(&c->rounded, row, c->size, values, largest);
+    if (values) quantize_row(&c->rounded, row, c->size, values);
 }
 
 INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int is_bf16, float *values) {

@@ -1,16 +1,16 @@
-"""RMSNorm, SiLU gate and RoPE + KV-cache write on CPU: ctypes bindings of the C kernels in `layer.c`."""
+"""RMSNorm, gated activations, RoPE + KV-cache write on CPU: ctypes bindings of the kernels in `layer.c`."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ....quant.native.build import Native, native
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations
 from ..attention.paged_tensor import PagedTensor
-from ..common.build import Native, native
 from ..common.launch import launch
 from .head_norms import HeadNorms
 
@@ -23,7 +23,12 @@ _GRAIN = 32768
 class _Quantized(ctypes.Structure):
     """`Quantized` of `layer.c`."""
 
-    _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("levels", ctypes.c_float)]
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("block", ctypes.c_int64),
+        ("levels", ctypes.c_float),
+    ]
 
 
 class _Call(ctypes.Structure):
@@ -52,7 +57,7 @@ _Norm = _struct(
     is_quantized=True,
 )
 _Gate = _struct(
-    "_Gate", "gate up out", "rows size stride is_bf16 is_gelu threads", is_quantized=True
+    "_Gate", "gate up out", "rows size stride is_bf16 activation threads", is_quantized=True
 )
 _RopeAndCache = _struct(
     "_RopeAndCache",
@@ -66,13 +71,20 @@ def native_layer() -> Native:
     return native(Path(__file__).with_name("layer.c"))
 
 
-def _empty_quantized(rows: int, size: int) -> QuantizedActivations:
+def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
+    rows, size = like.shape
     codes = torch.empty(rows, size, dtype=torch.int8)
-    return QuantizedActivations(codes, torch.empty(rows, 1, dtype=torch.float32))
+    blocks = -(-size // block) if block else 1
+    return QuantizedActivations(codes, torch.empty(rows, blocks, dtype=torch.float32))
 
 
 def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
-    return _Quantized(rows.codes.data_ptr(), rows.scales.data_ptr(), activation_quant.int8_levels)
+    return _Quantized(
+        rows.codes.data_ptr(),
+        rows.scales.data_ptr(),
+        activation_quant.block,
+        activation_quant.int8_levels,
+    )
 
 
 def _run(function: Any, call: _Call) -> None:
@@ -102,8 +114,8 @@ class NativeNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """The same, with an int8 norm: one scale per row."""
-        rows = _empty_quantized(*x.shape)
+        """The same, with an int8 norm: one scale per row or block."""
+        rows = _empty_quantized(x, activation_quant.block)
         return self._sum(x, added, _quantized(rows, activation_quant), None), rows
 
     def _sum(
@@ -134,15 +146,19 @@ class NativeNorm:
         return total
 
 
-class NativeSiluGate:
-    """`silu(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
+GatedActivation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
+ACTIVATIONS: tuple[GatedActivation, ...] = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
+"""In the order of their numbers in `layer.c`."""
 
-    _is_gelu = False
 
-    def __init__(self) -> None:
+class NativeGate:
+    """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
+
+    def __init__(self, activation: GatedActivation) -> None:
         library = native_layer().library
         assert library is not None
         self._function = library.llmopt_gate
+        self.activation = ACTIVATIONS.index(activation)
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = gate.new_empty(gate.shape)
@@ -152,8 +168,8 @@ class NativeSiluGate:
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """The same in int8: one scale per row."""
-        rows = _empty_quantized(*gate.shape)
+        """The same in int8: one scale per row or block."""
+        rows = _empty_quantized(gate, activation_quant.block)
         self._fill(gate, up, _quantized(rows, activation_quant), None)
         return rows
 
@@ -172,16 +188,10 @@ class NativeSiluGate:
             size,
             gate.stride(0),
             gate.dtype is torch.bfloat16,
-            self._is_gelu,
+            self.activation,
             _threads(rows * size),
         )
         _run(self._function, call)
-
-
-class NativeGeluTanhGate(NativeSiluGate):
-    """`gelu(gate) * up` by the tanh approximation, likewise."""
-
-    _is_gelu = True
 
 
 class NativeRopeAndCache:

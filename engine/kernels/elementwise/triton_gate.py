@@ -18,16 +18,23 @@ from ..activations.triton_per_token_quant import (
 )
 
 BLOCK = 1024
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+SWIGLU_ALPHA = tl.constexpr(1.702)
+SWIGLU_LIMIT = tl.constexpr(7.0)
+"""Of gpt-oss: gate and up are clamped to the limit."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
 
 @triton.jit
-def _activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """`activation(gate) * up`, rounded to `dtype` after the activation, as torch's two operations are."""
     if ACTIVATION == "silu":
         active = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, SWIGLU_LIMIT)
+        up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1.0
+        active = gate / (1.0 + tl.exp(gate * -SWIGLU_ALPHA))
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
@@ -51,7 +58,7 @@ def _gate(
     mask = lanes < size
     gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
-    out = _activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION)
+    out = activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION)
     tl.store(out_ptr + row * size + lanes, out, mask=mask)
 
 
@@ -79,7 +86,7 @@ def _quantized_gate(
     mask = lanes < SIZE
     gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
-    out = _activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION).to(tl.float32)
+    out = activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION).to(tl.float32)
     store_quantized(
         out,
         mask,
@@ -101,7 +108,7 @@ class TritonGate:
     """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
 
     def __init__(self, activation: Activation) -> None:
-        self._activation = activation
+        self.activation: Activation = activation
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if gate.stride(1) != 1 or up.stride(1) != 1:
@@ -116,7 +123,7 @@ class TritonGate:
                 size,
                 gate.stride(0),
                 up.stride(0),
-                ACTIVATION=self._activation,
+                ACTIVATION=self.activation,
                 BLOCK=BLOCK,
                 num_warps=4,
             )
@@ -137,7 +144,7 @@ class TritonGate:
                 rows.codes,
                 gate_row=gate.stride(0),
                 up_row=up.stride(0),
-                ACTIVATION=self._activation,
+                ACTIVATION=self.activation,
                 SIZE=size,
                 BLOCK=block,
                 **store_arguments(rows, activation_quant, block),

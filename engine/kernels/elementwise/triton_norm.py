@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -78,7 +78,9 @@ def _norm(
 
 
 class TritonNorm:
-    """RMSNorm with a weight [size]."""
+    """RMSNorm with a weight [size], of the rows' dtype or of float32."""
+
+    takes_wide_weights: ClassVar[bool] = True
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight, self._eps = weight.contiguous(), eps

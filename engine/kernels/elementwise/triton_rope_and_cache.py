@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ HEADS = 8
 
 
 @triton.jit
-def _write(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: tl.constexpr):
+def write_heads(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: tl.constexpr):
     """Write vectors [HEADS, BLOCK] of a token to its slot, quantized as `PagedTensor.write` does."""
     if LARGEST > 0.0:
         largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
@@ -96,16 +98,18 @@ def _rope_and_cache(
     at = slot * key_slot + kv_head[:, None] * key_head + lanes[None, :]
     mask = is_key[:, None] & is_lane[None, :]
     scale_at = slot * KV_HEADS + kv_head
-    _write(key_ptr, key_scale_ptr, at, scale_at, rotated.to(tl.float32), is_key, mask, LARGEST)
+    write_heads(key_ptr, key_scale_ptr, at, scale_at, rotated.to(tl.float32), is_key, mask, LARGEST)
     kv_head = kv_head - KV_HEADS
     at = slot * value_slot + kv_head[:, None] * value_head + lanes[None, :]
     mask = is_value[:, None] & is_lane[None, :]
     scale_at = slot * KV_HEADS + kv_head
-    _write(value_ptr, value_scale_ptr, at, scale_at, x.to(tl.float32), is_value, mask, LARGEST)
+    write_heads(value_ptr, value_scale_ptr, at, scale_at, x.to(tl.float32), is_value, mask, LARGEST)
 
 
 class TritonRopeAndCache:
     """Returns the rotated queries in a new tensor [tokens, heads, dim]; `stacked` is not modified."""
+
+    takes_wide_weights: ClassVar[bool] = True
 
     def __call__(
         self,

@@ -65,6 +65,10 @@ class GraphMemoryPool:
 class CpuGraph:
     """`call`, captured; `replay` runs it.
 
+    Attributes:
+        result: what `call` returned, which every replay overwrites.
+        is_native: whether it is kernel launches alone, so that a replay calls nothing of torch.
+
     Raises:
         NotCapturable: `call` is data-dependent.
     """
@@ -73,15 +77,26 @@ class CpuGraph:
         self._parts: list[Callable[[], object]] = []
         self._launches: list[Launch] = []
         self._call = call  # keeps alive what the captured launches point at
+        self.is_native = True
         with capturing_launches(self._launches.append), _CaptureMode(self._capture_operation, pool):
-            self._result = call()
+            self.result = call()
         self._flush_launches()
 
     def replay(self) -> torch.Tensor:
         """The result, which the next replay overwrites."""
-        for part in self._parts:
-            part()
-        return self._result
+        if self.is_native:
+            for part in self._parts:
+                part()
+            return self.result
+        with torch.inference_mode():
+            for part in self._parts:
+                part()
+        return self.result
+
+    def _add_operation(self, operation: Callable[[], object]) -> None:
+        self._flush_launches()
+        self._parts.append(operation)
+        self.is_native = False
 
     def _flush_launches(self) -> None:
         if self._launches:
@@ -90,17 +105,20 @@ class CpuGraph:
 
     def _capture_operation(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         if function._schema.is_mutable:
-            self._flush_launches()
-            self._parts.append(lambda: function(*args, **kwargs))
+            self._add_operation(lambda: function(*args, **kwargs))
             return
         # A result in its arguments' storage is a view. (The schema cannot tell: `to` may view or copy.)
         if (made := _storages(result)) and made <= _storages((args, kwargs)):
             return
-        self._flush_launches()
-        if isinstance(result, torch.Tensor):
-            self._parts.append(lambda: result.copy_(function(*args, **kwargs)))
-        else:
-            raise NotCapturable(f"{function} returns something other than a tensor")
+        held = tree_leaves(result)  # several of those with indices, as `topk`
+        if not all(isinstance(each, torch.Tensor) for each in held):
+            raise NotCapturable(f"{function} returns something other than tensors")
+
+        def operation() -> None:
+            for each, new in zip(held, tree_leaves(function(*args, **kwargs)), strict=True):
+                each.copy_(new)
+
+        self._add_operation(operation)
 
 
 class _CaptureMode(TorchDispatchMode):

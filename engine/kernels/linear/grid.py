@@ -6,7 +6,7 @@ A grid is affine (`w = scale * code - offset` per group of input channels), a lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,11 @@ class Grid:
     table: torch.Tensor | None = None
     is_fp8: bool = False
     order: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out_features, in_features)`."""
+        return self.codes.shape[0], self.codes.shape[1]
 
 
 # Types of ggml's blocks whose codes are whole numbers, and those whose codes index a table.
@@ -204,6 +209,13 @@ def _gguf(weight: GgufTensor) -> Grid:
         outer_offsets=half(2),
         nested=8,
     )
+
+
+def with_whole_table(grid: Grid) -> Grid:
+    """The grid with a table of whole numbers, for integer GEMMs: e2m1's values are halves."""
+    if grid.table is None or bool((grid.table == grid.table.round()).all()):
+        return grid
+    return replace(grid, table=grid.table * 2, scales=_small(grid.scales.to(torch.float32) / 2))
 
 
 def _small(scales: torch.Tensor) -> torch.Tensor:

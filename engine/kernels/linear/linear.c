@@ -10,6 +10,7 @@
 
 #include "parallel.h"
 #include "quantize.h"
+#include "matrix_tile.h"
 #include "tile.h"
 
 #define AHEAD 512 /* prefetch distance of the codes, in input channels */
@@ -21,7 +22,7 @@ enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
 typedef struct {
     const Weight *weight;
     const void *x;         /* [rows][x_stride], bfloat16 or float32; or int8 codes (quantized activations) */
-    const float *scales;   /* [rows], of int8 codes; else NULL */
+    const float *scales;   /* [rows][blocks], of int8 codes; else NULL */
     void *y;               /* [rows][out_features] */
     const float *bias;     /* [out_features] or NULL */
     int64_t rows, x_stride;
@@ -29,8 +30,9 @@ typedef struct {
     int64_t gives_bf16;    /* of y; else float32 */
     int64_t input_dtype;   /* INPUT_... */
     int64_t threads;
+    int64_t input_block;   /* int8 inputs: input channels that share a scale, whole steps; 0: all of them */
     float levels;          /* int8 inputs: the code of the largest magnitude, 127 or 127.5 */
-    float fixed_scale;     /* int8 inputs: the static scale; 0: dynamic, per token */
+    float fixed_scale;     /* int8 inputs: the static scale; 0: dynamic */
     float threshold;       /* int8 inputs: outliers from here up count as 0; 0: no threshold */
 } Call;
 
@@ -41,7 +43,7 @@ typedef struct {
     uint8_t *values;       /* [rows][stride] */
     int64_t stride;        /* bytes */
     void *sums;            /* [rows][steps], of `keep_sum` or float */
-    float *scales;         /* [rows] */
+    float *scales;         /* [rows][steps], of int8 inputs */
     atomic_long next;
 } Job;
 
@@ -64,68 +66,81 @@ INLINE void load_chunk(const Call *call, int64_t row, int64_t begin, int64_t in,
     for (int i = 0; i < CHUNK; i++) values[i] = i < count ? x[i] : 0.0f;
 }
 
-/* Zero-point correction of a step of an int8 row: -base times the sum of its inputs where all codes share the
- * base, else the sum itself, to be multiplied by the offsets. */
-INLINE void keep_sum(Job *job, int64_t at, int32_t sum) {
-    if (has_own_offsets(job->weight)) ((float *)job->sums)[at] = (float)sum;
+/* Keeps the scale of a step of an int8 row and its zero-point correction: -base times the sum of its inputs
+ * where all codes share the base, else the scaled sum, to be multiplied by the offsets. */
+INLINE void keep_sum(Job *job, int64_t at, int32_t sum, float scale) {
+    job->scales[at] = scale;
+    if (has_own_offsets(job->weight)) ((float *)job->sums)[at] = (float)sum * scale;
     else ((int32_t *)job->sums)[at] = -(int32_t)job->weight->base * sum;
+}
+
+static inline int64_t padded_inputs(const Weight *w) { return num_chunks(w) * CHUNK; }
+
+/* Input channels that share an activation scale. */
+static inline int64_t input_block(const Job *job) {
+    return job->call->input_block ? job->call->input_block : padded_inputs(job->weight);
 }
 
 /* Prepares a row of quantized activations: copies its codes, sums them per step. */
 static void prepare_codes(Job *job, int64_t row) {
     const Weight *w = job->weight;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
+    int64_t padded = padded_inputs(w), block = input_block(job);
     memcpy(codes, (const int8_t *)job->call->x + row * job->call->x_stride, (size_t)w->in_features);
-    memset(codes + w->in_features, 0, (size_t)(num_chunks(w) * CHUNK - w->in_features));
-    job->scales[row] = job->call->scales[row];
+    memset(codes + w->in_features, 0, (size_t)(padded - w->in_features));
+    const float *scales = job->call->scales + row * ceil_div(padded, block);
     for (int64_t s = 0, k = 0; s < num_steps(w); s++) {
-        int64_t end = k + w->step < num_chunks(w) * CHUNK ? k + w->step : num_chunks(w) * CHUNK;
+        float scale = scales[k / block];
+        int64_t end = k + w->step < padded ? k + w->step : padded;
         ivec sum = iset(0);
         for (; k < end; k += LANES) sum = iadd(sum, iwiden_s8(codes + k));
-        keep_sum(job, row * num_steps(w) + s, isum_lanes(sum));
+        keep_sum(job, row * num_steps(w) + s, isum_lanes(sum), scale);
     }
 }
 
-/* Prepares a row: quantizes it to int8, dynamically or with the static scale. */
+/* Loads a chunk of a row, with outliers as 0. */
+INLINE void load_inliers(const Call *call, int64_t row, int64_t begin, int64_t in, float *values) {
+    load_chunk(call, row, begin, in, values);
+    if (!(call->threshold > 0.0f)) return;
+    for (int i = 0; i < CHUNK; i += LANES)
+        fstore(values + i, fzero_unless_below(fload(values + i), fset(call->threshold)));
+}
+
+/* Prepares a row: quantizes it to int8, with a dynamic scale per block or the static scale. */
 static void prepare_s8(Job *job, int64_t row) {
     const Weight *w = job->weight;
     const Call *call = job->call;
     float values[CHUNK];
-    fvec bound = fset(call->threshold);
-    float scale = call->fixed_scale;
-    if (scale == 0.0f) {
-        fvec largest = fset(0.0f);
-        for (int64_t k = 0; k < w->in_features; k += CHUNK) {
-            load_chunk(call, row, k, w->in_features, values);
-            for (int i = 0; i < CHUNK; i += LANES) {
-                fvec v = fload(values + i);
-                if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
-                largest = fmax_(largest, fabs_(v));
-            }
-        }
-        scale = scale_of(largest, call->levels);
-    }
-    job->scales[row] = scale;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
-    int64_t at = row * num_steps(w);
-    ivec sum = iset(0);
-    int64_t left = w->step; /* of the step, in channels */
-    for (int64_t k = 0; k < w->in_features; k += CHUNK) {
-        load_chunk(call, row, k, w->in_features, values);
-        for (int i = 0; i < CHUNK; i += LANES) {
-            fvec v = fload(values + i);
-            if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
-            ivec code = quantize_to(v, fset(scale));
-            istore_s8(codes + k + i, code);
-            sum = iadd(sum, code);
-            if ((left -= LANES) == 0) {
-                keep_sum(job, at++, isum_lanes(sum));
-                sum = iset(0);
-                left = w->step;
+    int64_t at = row * num_steps(w), padded = padded_inputs(w), block = input_block(job);
+    for (int64_t begin = 0; begin < padded; begin += block) {
+        int64_t end = begin + block < padded ? begin + block : padded;
+        float scale = call->fixed_scale;
+        if (scale == 0.0f) {
+            fvec largest = fset(0.0f);
+            for (int64_t k = begin; k < end; k += CHUNK) {
+                load_inliers(call, row, k, w->in_features, values);
+                for (int i = 0; i < CHUNK; i += LANES) largest = fmax_(largest, fabs_(fload(values + i)));
+            }
+            scale = scale_of(largest, call->levels);
+        }
+        ivec sum = iset(0);
+        int64_t left = w->step; /* of the step, in channels */
+        for (int64_t k = begin; k < end; k += CHUNK) {
+            load_inliers(call, row, k, w->in_features, values);
+            for (int i = 0; i < CHUNK; i += LANES) {
+                ivec code = quantize_to(fload(values + i), fset(scale));
+                istore_s8(codes + k + i, code);
+                sum = iadd(sum, code);
+                if ((left -= LANES) == 0) {
+                    keep_sum(job, at++, isum_lanes(sum), scale);
+                    sum = iset(0);
+                    left = w->step;
+                }
             }
         }
+        if (left != w->step) keep_sum(job, at++, isum_lanes(sum), scale);
     }
-    if (left != w->step) keep_sum(job, at, isum_lanes(sum));
 }
 
 /* Prepares a row in floats; in bfloat16 the middle two of every four are swapped, to match the weights. */
@@ -193,33 +208,34 @@ static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, u
         }
 }
 
-/* The same for 4-bit codes, directly from the packed bytes: `values` is the table of 16 bfloat16, twice. */
-static void unpack_bf16_4(const uint8_t *packed, int64_t chunks, __m512i values, uint8_t *halves) {
+/* The same for 4-bit codes, directly from the packed bytes: `values` is the table of 16 bfloat16. */
+static void unpack_bf16_4(const uint8_t *packed, int64_t chunks, htable values, uint8_t *halves) {
     for (int64_t two = 0; two < chunks * QUADS / 2; two++)
         for (int v = 0; v < VECTORS; v++) {
-            __m512i codes = iload(packed + two * QUAD_BYTES + v * LANES * 4);
+            ivec codes = iload(packed + two * QUAD_BYTES + v * LANES * 4);
             uint8_t *to = halves + two * 4 * QUAD_BYTES + v * LANES * 4;
-            istore(to, _mm512_permutexvar_epi16(codes, values));
-            istore(to + 2 * QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values));
-            istore(to + QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), values));
-            istore(to + 3 * QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), values));
+            istore(to, halves_look(values, codes));
+            istore(to + 2 * QUAD_BYTES, halves_look(values, ISHR(codes, 4)));
+            istore(to + QUAD_BYTES, halves_look(values, ISHR(codes, 8)));
+            istore(to + 3 * QUAD_BYTES, halves_look(values, ISHR(codes, 12)));
         }
 }
 
-static __m512i sixteen_values(const Weight *w) {
-    uint16_t twice[32];
+static htable sixteen_values(const Weight *w) {
+    uint16_t halves[16];
     for (int code = 0; code < 16; code++) {
         float value = w->kind == CODES_TABLE ? w->table[code] : (float)(code - w->base);
         uint32_t bits;
         memcpy(&bits, &value, 4);
-        twice[code] = twice[code + 16] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        halves[code] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     }
-    return iload(twice);
+    return halves_load(halves);
 }
 #endif
 
 /* Rows of a tile: their accumulators fit registers (with short steps, those of the whole block too). */
 static int tile_rows(int64_t input_dtype, int64_t step) {
+    if (HAS_MATRIX_TILES && input_dtype == INPUT_S8) return MATRIX_ROWS;
     return input_dtype != INPUT_S8 ? FLOAT_ROWS : step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
 }
 
@@ -232,11 +248,13 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
     for (int64_t r = 0, tiles = ceil_div(rows, most); r < rows; tiles--) {
         int count = (int)ceil_div(rows - r, tiles); /* tiles of about the same size */
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
-        const uint8_t *sums = (const uint8_t *)job->sums + ((first + r) * b->steps + step_at) * 4;
+        int64_t at = (first + r) * b->steps + step_at;
+        const uint8_t *sums = (const uint8_t *)job->sums + at * 4;
+        const float *input_scales = job->scales + at;
         float *to = acc + r * PANEL;
         /* clang-format off */
 #define S8_OF(n, narrow, offsets, nibbles) \
-    tile_s8(n, b, narrow, offsets, nibbles, (const int8_t *)x, job->stride, sums, to, ahead)
+    tile_s8(n, b, narrow, offsets, nibbles, (const int8_t *)x, job->stride, sums, input_scales, to, ahead)
 #define S8_AS(n, narrow, nibbles) \
     if (b->has_offsets) S8_OF(n, narrow, 1, nibbles); \
     else S8_OF(n, narrow, 0, nibbles);
@@ -250,7 +268,9 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
     case n: \
         tile_float(n, b, halves, x, job->stride, (const float *)sums, to, ahead); \
         break;
-        if (input_dtype == INPUT_S8) {
+        if (HAS_MATRIX_TILES && input_dtype == INPUT_S8 && count > MAX_ROWS) {
+            matrix_tile(count, b, (const int8_t *)x, job->stride, sums, input_scales, to, ahead);
+        } else if (input_dtype == INPUT_S8) {
             switch (count) {
 #if MAX_ROWS == 8
                 S8(8) S8(7) S8(6) S8(5) S8(4) S8(3)
@@ -259,7 +279,12 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
             }
 #if HAS_PAIRS
         } else if (input_dtype == INPUT_BF16) {
-            switch (count) { FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
+            switch (count) {
+#if FLOAT_ROWS >= 6
+                FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1)
+#endif
+                FLOATS(2, 1) FLOATS(1, 1)
+            }
 #endif
         } else {
             switch (count) {
@@ -284,11 +309,10 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
     int64_t begin = panel * PANEL;
     int64_t count = w->out_features - begin < PANEL ? w->out_features - begin : PANEL;
     for (int64_t r = 0; r < rows; r++) {
-        float scale = call->input_dtype == INPUT_S8 ? job->scales[first + r] : 1.0f;
         float bias[PANEL] = {0}, values[PANEL];
         if (call->bias) memcpy(bias, call->bias + begin, (size_t)count * sizeof(float));
         for (int i = 0; i < PANEL; i += LANES)
-            fstore(values + i, ffma(fload(acc + r * PANEL + i), fset(scale), fload(bias + i)));
+            fstore(values + i, fadd(fload(acc + r * PANEL + i), fload(bias + i)));
         int64_t at = (first + r) * w->out_features + begin;
         if (!call->gives_bf16) {
             memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
@@ -306,11 +330,13 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
-    Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
+    Block b = {.step = w->step, .steps = num_steps(w)};
+    b.narrow = w->bits <= 6 && w->kind == CODES_INTEGER;
     int most = tile_rows(input_dtype, w->step);
     /* The tiles of a block divide the prefetch, so that memory reads and compute overlap. */
-    b.ahead_rate = ceil_div(w->bits * PANEL / 8, ceil_div(rows, most));
-    b.in_nibbles = input_dtype == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
+    b.ahead_rate = ceil_div(chunk_bytes(w) / CHUNK, ceil_div(rows, most));
+    b.in_nibbles = input_dtype == INPUT_S8 && w->bits == 4 && w->kind == CODES_INTEGER &&
+                   (UNPACKING_IS_FREE || rows <= most);
     b.has_offsets = has_own_offsets(w);
     int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* already subtracted from unpacked floats */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
@@ -319,7 +345,8 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
 #if HAS_PAIRS
-    __m512i sixteen = w->bits == 4 ? sixteen_values(w) : iset(0);
+    htable sixteen = {0};
+    if (w->bits == 4) sixteen = sixteen_values(w);
 #endif
     for (int64_t c = 0; c < chunks; c += block_chunks) {
         int64_t now = chunks - c < block_chunks ? chunks - c : block_chunks;
@@ -335,7 +362,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         if (b.in_nibbles) {
             b.weights = run;
         } else if (input_dtype == INPUT_S8) {
-            b.weights = codes_as_bytes(w, run, now, scratch);
+            b.weights = operand_bytes(w, run, now, scratch);
         } else if (input_dtype == INPUT_F32) {
             unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
             b.weights = floats;
@@ -376,21 +403,36 @@ int llmopt_has_bf16(void) {
 #endif
 }
 
+static inline int64_t prepared_stride(const Weight *w, int64_t input_dtype) {
+    int64_t width = input_dtype == INPUT_S8 ? 1 : input_dtype == INPUT_BF16 ? 2 : 4;
+    return padded_inputs(w) * width + 64; /* power-of-two strides would conflict in the cache sets */
+}
+
+static inline int64_t sums_bytes(const Weight *w, int64_t rows) {
+    return ceil_div(rows * num_steps(w) * 4, 64) * 64;
+}
+
+/* Bytes of prepared rows, their sums and their scales. */
+static inline int64_t prepared_bytes(const Weight *w, int64_t input_dtype, int64_t rows) {
+    return rows * prepared_stride(w, input_dtype) + 2 * sums_bytes(w, rows);
+}
+
+/* The job of a call, with its prepared rows in `memory`. */
+static void lay_out_job(Job *job, const Call *call, uint8_t *memory) {
+    const Weight *w = call->weight;
+    job->weight = w, job->call = call;
+    job->stride = prepared_stride(w, call->input_dtype);
+    job->values = memory;
+    job->sums = memory + call->rows * job->stride;
+    job->scales = (float *)((uint8_t *)job->sums + sums_bytes(w, call->rows));
+}
+
 /* Returns 0, or 1 if the workspace cannot be allocated. */
 int llmopt_linear(const Call *call) {
-    const Weight *w = call->weight;
-    int64_t padded = num_chunks(w) * CHUNK;
-    int64_t width = call->input_dtype == INPUT_S8 ? 1 : call->input_dtype == INPUT_BF16 ? 2 : 4;
-    int64_t steps = num_steps(w);
-    Job job = {.weight = w, .call = call};
-    job.stride = padded * width + 64; /* power-of-two strides would conflict in the cache sets */
-    int64_t values = call->rows * job.stride;
-    int64_t sums = ceil_div(call->rows * steps * 4, 64) * 64;
-    uint8_t *memory = workspace(0, values + sums + call->rows * 4);
+    uint8_t *memory = workspace(0, prepared_bytes(call->weight, call->input_dtype, call->rows));
     if (!memory) return 1;
-    job.values = memory;
-    job.sums = memory + values;
-    job.scales = (float *)(memory + values + sums);
+    Job job = {0};
+    lay_out_job(&job, call, memory);
     run_parallel(prepare_rows, &job, call->rows < 3 ? 1 : call->threads);
     atomic_store(&job.next, 0);
     run_parallel(multiply_panels, &job, call->threads);

@@ -59,10 +59,16 @@ class TorchLinear:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+        self.bias: torch.Tensor | None = None
         self.weight_bytes = weight.nbytes
 
+    def fuse_bias(self, bias: torch.Tensor) -> None:
+        """See `FusesBias`."""
+        self.bias = bias
+        self.weight_bytes += bias.nbytes
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight)
+        return functional.linear(x, self.weight, self.bias)
 
 
 class OneDnnLinear:

@@ -20,8 +20,15 @@ typedef struct {
 } LookupJob;
 
 /* The codes of one output channel in a chunk: each word has four input channels. */
-static void channel_codes(const uint8_t *chunk, int64_t bits, int64_t channel, uint32_t words[QUADS]) {
+static void channel_codes(const Weight *w, const uint8_t *chunk, int64_t channel, uint32_t words[QUADS]) {
     int shift = 0;
+    int64_t bits = w->bits;
+    if (w->kind == CODES_LATTICE) { /* of all channels, since they share vectors */
+        uint8_t bytes[CHUNK * PANEL];
+        lattice_chunks(&w->lattice, chunk, 1, bytes);
+        for (int q = 0; q < QUADS; q++) memcpy(words + q, bytes + q * QUAD_BYTES + channel * 4, 4);
+        return;
+    }
     memset(words, 0, QUADS * sizeof(uint32_t));
     for (int width = 8; width; width /= 2) {
         if (!(bits & width)) continue;
@@ -43,7 +50,7 @@ static void lookup_row(const LookupCall *call, int64_t row) {
     float scales[PANEL], offsets[PANEL], values[CHUNK];
     for (int64_t c = 0; c < num_chunks(w); c++) {
         uint32_t words[QUADS];
-        channel_codes(w->codes + (panel * num_chunks(w) + c) * chunk_bytes(w), w->bits, channel, words);
+        channel_codes(w, w->codes + (panel * num_chunks(w) + c) * chunk_bytes(w), channel, words);
         int64_t left = w->in_features - c * CHUNK, count = left < CHUNK ? left : CHUNK;
         for (int64_t k = 0; k < count; k++) {
             int64_t group = (c * CHUNK + k) / w->group;

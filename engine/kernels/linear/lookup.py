@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..common.build import Native, native
+from ....quant.native.build import Native, native
 from ..common.launch import launch
 from .native_pack import PackedWeight
 

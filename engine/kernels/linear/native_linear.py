@@ -8,12 +8,13 @@ from typing import Literal
 
 import torch
 
+from ....quant.native.build import Native, native
 from ..activations.quantized_activations import QuantizedActivations
-from ..common.build import Native, native
 from ..common.launch import launch
-from .grid import Grid
+from .grid import Grid, with_whole_table
+from .lattice_grid import LatticeGrid
 from .lookup import lookup_rows
-from .native_pack import PackedWeight
+from .native_pack import CHUNK, PackedWeight, WeightStruct
 
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
@@ -36,6 +37,7 @@ class CallStruct(ctypes.Structure):
         ("gives_bf16", ctypes.c_int64),
         ("input_dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),
+        ("input_block", ctypes.c_int64),
         ("levels", ctypes.c_float),
         ("fixed_scale", ctypes.c_float),
         ("threshold", ctypes.c_float),
@@ -60,17 +62,19 @@ class PackedLinear:
 
     Args:
         grid: the weight.
-        input_dtype: dtype of the GEMM's inputs. "int8" quantizes them per token.
-        levels: the int8 code of a row's largest magnitude.
+        input_dtype: dtype of the GEMM's inputs. "int8" quantizes them.
+        input_block: the most int8 inputs that share a scale, a multiple of 32; 0: all of a token.
+        levels: the int8 code of a block's largest magnitude.
         fixed_scale: static scale of int8 inputs, from calibration; 0: dynamic.
         threshold: int8 inputs of at least this magnitude (outliers) count as 0.
     """
 
     def __init__(
         self,
-        grid: Grid,
+        grid: Grid | LatticeGrid,
         input_dtype: InputDtype,
         *,
+        input_block: int = 0,
         levels: float = 127.5,
         fixed_scale: float = 0.0,
         threshold: float = 0.0,
@@ -80,12 +84,15 @@ class PackedLinear:
         self._run = library.llmopt_linear
         if input_dtype == "bfloat16" and not has_bf16():
             input_dtype = "float32"
-        self._weight = PackedWeight(grid, _MAX_STEPS[input_dtype])
-        self._order = grid.order
-        self._out_features, self._in_features = grid.codes.shape
+        if isinstance(grid, Grid) and input_dtype == "int8":
+            grid = with_whole_table(grid)
+        self._weight = PackedWeight(grid, input_block or _MAX_STEPS[input_dtype])
+        self.input_block = max(CHUNK, self._weight.struct.step) if input_block else 0
+        self._order = None if isinstance(grid, LatticeGrid) else grid.order
+        self._out_features, self._in_features = grid.shape
         self._input_dtype, self._levels = _INPUT_DTYPES[input_dtype], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
-        self._bias: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
         self.weight_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -93,7 +100,7 @@ class PackedLinear:
         return self._multiply(x, None, dtype or x.dtype)
 
     def of_quantized(self, x: QuantizedActivations, dtype: torch.dtype) -> torch.Tensor:
-        """The GEMM of quantized activations: int8, one scale per token; the result is in `dtype`."""
+        """The GEMM of quantized activations: int8, a scale per `input_block`; the result is in `dtype`."""
         return self._multiply(x.codes, x.scales, dtype)
 
     def _multiply(
@@ -105,30 +112,52 @@ class PackedLinear:
             x = x.contiguous()
         rows = x.shape[0]
         y = torch.empty(rows, self._out_features, dtype=dtype)
-        call = CallStruct(
-            ctypes.addressof(self._weight.struct),
-            x.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            y.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            rows,
-            x.stride(0),
-            x.dtype is torch.bfloat16,
-            dtype is torch.bfloat16,
-            self._input_dtype,
-            torch.get_num_threads(),
-            self._levels,
-            self._fixed_scale,
-            self._threshold,
-        )
+        call = self.call_like(x)
+        call.scales = None if scales is None else scales.data_ptr()
+        call.y, call.gives_bf16 = y.data_ptr(), dtype is torch.bfloat16
         if rows and launch(self._run, call):
             raise MemoryError(f"no memory for {rows} rows of {self._in_features} inputs")
         return y
 
+    def call_like(self, x: torch.Tensor) -> CallStruct:
+        """The C struct of a GEMM of `x [rows, in]`, but for its result, which is in `x`'s dtype."""
+        return CallStruct(
+            ctypes.addressof(self._weight.struct),
+            x.data_ptr(),
+            None,
+            None,
+            None if self.bias is None else self.bias.data_ptr(),
+            x.shape[0],
+            x.stride(0),
+            x.dtype is torch.bfloat16,
+            x.dtype is torch.bfloat16,
+            self._input_dtype,
+            torch.get_num_threads(),
+            self.input_block,
+            self._levels,
+            self._fixed_scale,
+            self._threshold,
+        )
+
+    @property
+    def weight_struct(self) -> WeightStruct:
+        """`Weight` of `weight.h`."""
+        return self._weight.struct
+
+    @property
+    def grouping(self) -> tuple[object, ...] | None:
+        """Key that is equal where inputs are prepared alike; None: each weight has its own way."""
+        weight = self._weight.struct
+        if self._order is not None or self._fixed_scale or self._threshold:
+            return None
+        shape = (weight.out_features, weight.in_features, weight.step, weight.base)
+        offsets = weight.offset_kind > 0
+        return (*shape, offsets, self._input_dtype, self.input_block, self._levels)
+
     def fuse_bias(self, bias: torch.Tensor) -> None:
         """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
-        self._bias = bias.to(torch.float32).contiguous()
-        self.weight_bytes += self._bias.nbytes
+        self.bias = bias.to(torch.float32).contiguous()
+        self.weight_bytes += self.bias.nbytes
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes or permuted inputs."""

@@ -9,12 +9,14 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL
-from ..common.build import native
+from ....quant.native.build import native
 from .grid import Grid
+from .lattice_grid import BASE, LatticeGrid
 
 PANEL, CHUNK = 32, 32
 _SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
+_SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
 
 
 class WeightStruct(ctypes.Structure):
@@ -32,6 +34,8 @@ class WeightStruct(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("codes", "scales", "offsets", "outer_scales", "outer_offsets", "table")
         ],
+        ("points", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("dim", "high_bits", "has_signs")],
     ]
 
 
@@ -43,8 +47,27 @@ class PackedWeight:
         max_step: the most input channels that are accumulated before a scale is applied.
     """
 
-    def __init__(self, grid: Grid, max_step: int) -> None:
-        out_features, in_features = grid.codes.shape
+    def __init__(self, grid: Grid | LatticeGrid, max_step: int) -> None:
+        out_features, in_features = grid.shape
+        if isinstance(grid, LatticeGrid):
+            self._hold(_lattice_tensors(grid))
+            self._base = BASE
+            self.struct = WeightStruct(
+                out_features=out_features,
+                in_features=in_features,
+                bits=8,
+                kind=3,
+                base=BASE,
+                group=grid.group,
+                step=step_of(grid.group, max_step),
+                scale_kind=_SCALE_KINDS.index(grid.scales.dtype),
+                nested=grid.nested,
+                dim=grid.points.shape[1],
+                high_bits=grid.high_bits,
+                has_signs=grid.signs is not None,
+                **self._pointers(),
+            )
+            return
         whole = grid.group == PER_CHANNEL
         group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
         tensors = {
@@ -55,24 +78,31 @@ class PackedWeight:
             "outer_offsets": _panels(grid.outer_offsets),
             "table": grid.table,
         }
-        self._tensors = {name: t for name, t in tensors.items() if t is not None}
-        self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        self._base = grid.base
+        self._hold(tensors)
+        self._base = BASE if grid.table is not None else grid.base
         self.struct = WeightStruct(
             out_features=out_features,
             in_features=in_features,
             bits=grid.bits,
             kind=2 if grid.is_fp8 else 1 if grid.table is not None else 0,
-            base=grid.base,
+            base=self._base,
             group=group,
             step=max_step if whole else step_of(group, max_step),
-            scale_kind=[torch.float32, torch.float16, torch.int8].index(grid.scales.dtype),
+            scale_kind=_SCALE_KINDS.index(grid.scales.dtype),
             offset_kind=0
             if grid.offsets is None
             else 1 + [torch.uint8, torch.float16, torch.int8].index(grid.offsets.dtype),
             nested=grid.nested,
-            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
+            **self._pointers(),
         )
+
+    def _hold(self, tensors: dict[str, torch.Tensor | None]) -> None:
+        self._tensors = {name: t for name, t in tensors.items() if t is not None}
+        shared = "points"  # by all weights of a type
+        self.nbytes = sum(t.nbytes for name, t in self._tensors.items() if name != shared)
+
+    def _pointers(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Dequantized weights of some input channels, float32 `[out, columns]`: 8-bit, per channel."""
@@ -80,6 +110,15 @@ class PackedWeight:
         chosen = bytes_[:, columns // CHUNK, columns % CHUNK // 4, :, columns % 4]
         codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self._base
         return (codes * self._tensors["scales"].flatten().unsqueeze(1))[: self.struct.out_features]
+
+
+def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
+    return {
+        "codes": grid.packed(),
+        "scales": _panels(grid.scales),
+        "outer_scales": _panels(grid.outer_scales),
+        "points": grid.points,
+    }
 
 
 def step_of(group: int, max_step: int) -> int:

@@ -21,20 +21,26 @@ from ....quant.base.scheme import (
     GgufScheme,
     IntScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
+from ....quant.ggml.lattice_tables import LATTICES
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
 from ....quant.tensors.fp4 import Fp4Tensor
+from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
-from .grid import WHOLE_BLOCKS, grid_of, refuses_grid
+from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
+from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
+from .lattice_grid import LatticeGrid, lattice_grid
 from .linear import LinearKernel
+from .marlin import MarlinLinear, refuses_marlin
 from .native_linear import native_linear
 from .packed_linear import (
     Packed8Linear,
@@ -42,6 +48,8 @@ from .packed_linear import (
     PackedOutlierLinear,
     wants_8_bit_inputs,
 )
+from .trellis_linear import NativeTrellisLinear, TransformedLinear, native_trellis
+from .trial import linear_trial
 from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group
 
 MAX_INPUTS = 2**20
@@ -170,14 +178,21 @@ def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.in_features > MAX_INPUTS:
         return f"its accumulators hold at most {MAX_INPUTS} inputs"
+    if _has_lattice(kernel_query.scheme):
+        return None
     return refuses_grid(kernel_query.scheme, kernel_query.in_features)
+
+
+def _has_lattice(scheme: Scheme) -> bool:
+    return isinstance(scheme, GgufScheme) and scheme.type in LATTICES
 
 
 def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     scheme = kernel_query.scheme
-    whole = isinstance(scheme, GgufScheme) and scheme.type in WHOLE_BLOCKS
-    if not whole and not isinstance(scheme, IntScheme | VectorwiseScheme):
-        return f"it is for integer weights, not {scheme.label}"
+    blocks = isinstance(scheme, GgufScheme) and scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
+    others = isinstance(scheme, IntScheme | VectorwiseScheme | Fp4Scheme)
+    if not blocks and not others and not _has_lattice(scheme):
+        return f"it is for weights of whole numbers, not {scheme.label}"
     if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
         return "it quantizes the activations to 8 bits, which is not asked for"
     return _refuses_packed(kernel_query)
@@ -270,6 +285,22 @@ def _refuses_triton_quantized_input(kernel_query: QuantizedLinearKernelQuery) ->
     return None
 
 
+def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if not isinstance(kernel_query.scheme, TrellisScheme):
+        return f"it is for trellis codes, not {kernel_query.scheme.label}"
+    return None
+
+
+def _refuses_native_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := _refuses_trellis(kernel_query)) is not None:
+        return reason
+    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
+    return native_trellis().reason
+
+
 def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     assert isinstance(weight, IntTensor)
     return Int4PackLinear(weight, dtype)
@@ -299,20 +330,42 @@ def _triton_quantized_input(weight: QuantizedTensor, dtype: torch.dtype) -> Line
     return QuantizedInputLinear(weight, tiles, dtype)
 
 
+def _packed_grid(weight: QuantizedTensor) -> Grid | LatticeGrid | None:
+    if isinstance(weight, GgufTensor) and _has_lattice(weight.scheme):
+        return lattice_grid(weight)
+    return grid_of(weight)
+
+
 def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = grid_of(weight)
+    grid = _packed_grid(weight)
     if grid is None:
         return TiledDequantLinear(weight, dtype)
     if isinstance(weight, VectorwiseTensor):
+        assert isinstance(grid, Grid)
         return PackedOutlierLinear(weight, grid)
     return Packed8Linear(weight, grid, dtype)
 
 
 def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = grid_of(weight)
+    grid = _packed_grid(weight)
     return (
         TiledDequantLinear(weight, dtype) if grid is None else Packed16Linear(weight, grid, dtype)
     )
+
+
+def _refuses_marlin(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    return refuses_marlin(*_linear_of(kernel_query))
+
+
+def _refuses_deep_gemm(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    return refuses_deep_gemm(*_linear_of(kernel_query))
+
+
+def _linear_of(
+    kernel_query: QuantizedLinearKernelQuery,
+) -> tuple[str, torch.dtype, Scheme, int, int]:
+    query = kernel_query
+    return query.device, query.dtype, query.scheme, query.out_features, query.in_features
 
 
 def _refuses_tiled(kernel_query: QuantizedLinearKernelQuery) -> str | None:
@@ -328,10 +381,14 @@ QUANTIZED_LINEAR: Operation[
 ] = Operation(
     "quantized linear",
     [
+        Candidate("deep-gemm", _refuses_deep_gemm, DeepGemmLinear),
+        Candidate("marlin", _refuses_marlin, MarlinLinear),
         Candidate("triton-8bit-inputs", _refuses_triton_quantized_input, _triton_quantized_input),
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
+        Candidate("native-trellis", _refuses_native_trellis, NativeTrellisLinear),
+        Candidate("torch-trellis", _refuses_trellis, TransformedLinear),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
         Candidate("torch-int8-product", _refuses_int8_matmul, Int8MatmulLinear),
@@ -360,6 +417,9 @@ def prepare_quantized_linear(
         input_bits,
     )
     try:
-        return QUANTIZED_LINEAR.select(kernel_query).run(weight, dtype)
+        chosen = QUANTIZED_LINEAR.select(
+            kernel_query, lambda: linear_trial(weight, dtype, input_bits)
+        )
+        return chosen.run(weight, dtype)
     except NoKernel as error:
         raise BadInput(str(error)) from error

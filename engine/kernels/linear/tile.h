@@ -25,9 +25,10 @@ INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
     __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
 }
 
+/* Integer micro-kernel; `sums` and `input_scales` are those of the first step, [rows][b->steps]. */
 INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
-                    const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums, float *acc,
-                    const uint8_t *ahead) {
+                    const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums,
+                    const float *input_scales, float *acc, const uint8_t *ahead) {
     const int quads = in_nibbles ? 2 : 1; /* in a register of weights */
     int64_t step = b->step;
     fvec whole[MAX_ROWS][VECTORS];
@@ -59,7 +60,8 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
             fvec scales = fload(b->scales[s] + v * LANES), offsets = fset(0.0f);
             if (has_offsets) offsets = fload(b->offsets[s] + v * LANES);
             for (int r = 0; r < rows; r++) {
-                whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
+                fvec scale = fmul(scales, fset(input_scales[r * b->steps + s]));
+                whole[r][v] = ffma(itof(part[r][v]), scale, whole[r][v]);
                 if (has_offsets)
                     whole[r][v] =
                         ffnma(offsets, fbits(ibroadcast(sums + (r * b->steps + s) * 4)), whole[r][v]);

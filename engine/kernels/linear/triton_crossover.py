@@ -1,30 +1,20 @@
 """Autotuned crossover between the fused mixed-input GEMM and dequantize + cuBLAS, in tokens per call.
 
-Measured once per device and shape, and kept in the user's cache folder: one file per device and version of
-the measured kernels.
+Measured once per device and shape, and kept in the device's verdict table (`common/verdicts.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from ....quant.base.atomic_io import write_atomically
-from ....quant.base.errors import BadInput
-from ..common.build import cache_folder
+from ..common.device_verdicts import current_verdicts, seconds_of
 
 TOKENS = (16, 32, 64, 128, 256)
 """Batch sizes that are measured, in order, until cuBLAS is faster."""
 DEFAULT_CROSSOVER = 64
 """The crossover where nothing is measured: in the interpreter, and where memory does not suffice."""
-SOURCES = ("triton_gemm.py", "triton_dequantize.py", "triton_packed_weight.py")
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,35 +26,23 @@ def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: 
         name: cache key: the weight's shape and kind.
         inputs: activations of at least `max(TOKENS)` tokens.
     """
-    if inputs.device.type != "cuda":
+    verdicts = current_verdicts() if inputs.device.type == "cuda" else None
+    if verdicts is None:
         return DEFAULT_CROSSOVER
 
     def is_faster(tokens: int) -> bool:
         from triton.runtime.errors import OutOfResources
 
         try:
-            return _seconds(fused, inputs[:tokens]) <= _seconds(dequantized, inputs[:tokens])
+            few = inputs[:tokens]
+            return seconds_of(lambda: fused(few)) <= seconds_of(lambda: dequantized(few))
         except OutOfResources:
             return False  # a small GPU lacks the shared memory for this batch size
 
-    path = _file(torch.cuda.get_device_name(inputs.device))
     try:
-        return cached_crossover(path, name, lambda: last_faster_size(is_faster))
+        return verdicts.crossover(name, lambda: last_faster_size(is_faster))
     except torch.OutOfMemoryError:
         return DEFAULT_CROSSOVER
-
-
-def cached_crossover(path: Path, name: str, measure: Callable[[], int]) -> int:
-    """The crossover that the file `path` holds under `name`; if absent, it is measured and stored."""
-    known = _known(path)
-    if name not in known:
-        known[name] = measure()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(known, indent=1, sort_keys=True).encode())
-        except (OSError, BadInput):
-            pass  # the next process measures again
-    return known[name]
 
 
 def last_faster_size(is_faster: Callable[[int], bool]) -> int:
@@ -75,34 +53,3 @@ def last_faster_size(is_faster: Callable[[int], bool]) -> int:
             break
         last = tokens
     return last
-
-
-@cache
-def _known(path: Path) -> dict[str, int]:
-    """The stored crossovers of a file; empty where it is missing or damaged."""
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    is_sound = isinstance(stored, dict) and all(isinstance(n, int) for n in stored.values())
-    return stored if is_sound else {}
-
-
-@cache
-def _file(device_name: str) -> Path:
-    """The crossover file of a device, for these kernel sources, this torch and this Triton."""
-    import triton
-
-    digest = hashlib.sha256(f"{torch.__version__} {triton.__version__}".encode())
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    device = re.sub(r"\W+", "-", device_name)
-    return cache_folder().parent / "borders" / f"{device}-{digest.hexdigest()[:16]}.json"
-
-
-def _seconds(gemm: Gemm, x: torch.Tensor) -> float:
-    """The median time of a call with a cold L2 cache."""
-    from triton.testing import do_bench
-
-    milliseconds: Any = do_bench(lambda: gemm(x), warmup=5, rep=20, return_mode="median")
-    return milliseconds / 1000

@@ -38,41 +38,42 @@ def group_of(run, piece, PIECES: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def dequantize_tile(
-    packed,
-    piece,
-    magic,
-    low_ptr,
-    outer_low_ptr,
-    scale_ptr,
-    outer_scale_ptr,
+def unpack(packed, piece, MAGIC: tl.constexpr):
+    """The two codes of a piece that each word has: int32, 16 bits each.
+
+    MAGIC is or'ed into both: they become the low mantissa bits of 128 (bfloat16) or 1024 (float16), so that
+    no cast from integers is needed.
+    """
+    pair = ((packed >> (piece * 4)) & 0x000F000F) | MAGIC
+    return pair & 0xFFFF, (pair >> 16) & 0xFFFF
+
+
+@triton.jit
+def decode(
+    codes,
+    scale,
+    low,
     table_ptr,
-    group,
     output,
-    columns,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
     TABLE_ROW: tl.constexpr,
+    MAGIC: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Dequantize a piece `[OUTPUTS, PIECE]` for a matmul in TYPE; unscaled, unless the grid is affine.
+    """Dequantize codes `[OUTPUTS, inputs]` for a matmul in TYPE; unscaled, unless the grid is affine.
 
-    `magic`: `MAGIC` of TYPE. It is an argument because the assembler splits the mask and a constant into two
-    instructions.
+    Nothing here but loads and constants may come from outside a loop over codes: only then does the compiler
+    load the codes in the layout of the tensor core's operand, where they are decoded in place.
+
+    Args:
+        codes: with MAGIC in them, where it is not 0.
+        scale, low: `[OUTPUTS]`, of the group: `low` is the zero point, or the minimum of an affine grid.
     """
-    IS_SHORT: tl.constexpr = TYPE.primitive_bitwidth == 16
-    codes = packed
-    if BITS == 4:
-        pair = (packed >> (piece * 4)) & 0x000F000F
-        if KIND == "code" and IS_SHORT and not IS_AFFINE:
-            # The code as the low mantissa bits of 128 (bfloat16) or 1024 (float16): no int-to-float cast.
-            pair = pair | magic
-        codes = tl.interleave(pair & 0xFFFF, (pair >> 16) & 0xFFFF)
     if KIND == "element":
-        value = packed
+        value = codes
     elif KIND == "table":
         value = tl.load(table_ptr + output[:, None] * TABLE_ROW + codes.to(tl.int32))
     elif KIND == "e4m3":
@@ -80,26 +81,59 @@ def dequantize_tile(
         bits = codes.to(tl.uint16)
         bits = ((bits & 128) << 8) | ((bits & 127) << 7)
         value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif BITS == 4 and IS_SHORT and not IS_AFFINE:
+    elif MAGIC > 0:
+        value = codes.to(tl.uint16).to(TYPE, bitcast=True)
         if ZERO < 0:
-            zero = tl.load(low_ptr + group * columns + output).to(tl.int32)
+            zero = (low | (MAGIC & 0xFFFF)).to(tl.uint16).to(TYPE, bitcast=True)
+            value = value - zero[:, None]
         else:
-            zero = tl.full([output.shape[0]], ZERO, tl.int32)
-        zero = ((zero | magic) & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True)
-        value = codes.to(tl.uint16).to(TYPE, bitcast=True) - zero[:, None]
+            unit: tl.constexpr = 128.0 if MAGIC == 0x43004300 else 1024.0
+            value = value - tl.full(codes.shape, unit + ZERO, tl.float32).to(TYPE)
     else:
         # The code as the low mantissa bits of 2**23: no int-to-float cast.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         if IS_AFFINE:
-            scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
-            low = scale_of(low_ptr, outer_low_ptr, group, output, columns, NESTED)
             value = (value - 8388608.0) * scale[:, None] - low[:, None]
         elif ZERO < 0:
-            zero = tl.load(low_ptr + group * columns + output).to(tl.float32)
-            value = value - (8388608.0 + zero)[:, None]
+            value = value - (8388608.0 + low.to(tl.float32))[:, None]
         else:
             value = value - (8388608.0 + ZERO)
     return value
+
+
+@triton.jit
+def zeros_of(ptr, run, output, columns, BITS: tl.constexpr, ZERO: tl.constexpr):
+    """The zero points of a run of 4-bit codes: int32 `[OUTPUTS]`, a byte for each piece.
+
+    Whole words, because asynchronous copies take no fewer than four bytes.
+    """
+    if BITS == 4 and ZERO < 0:
+        zeros = tl.load(ptr + run * columns + output)
+    else:
+        zeros = output * 0
+    return zeros
+
+
+@triton.jit
+def low_of(
+    ptr,
+    outer_ptr,
+    group,
+    output,
+    columns,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_AFFINE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Minimums of an affine grid, float32, or zero points of 8-bit codes; without either an unread 0."""
+    if IS_AFFINE:
+        low = scale_of(ptr, outer_ptr, group, output, columns, NESTED)
+    elif ZERO < 0 and BITS != 4:
+        low = tl.load(ptr + group * columns + output)
+    else:
+        low = output * 0
+    return low
 
 
 @triton.jit
@@ -130,41 +164,46 @@ def _dequantize(
     """Dequantize a weight to floats [outputs, inputs]. Grid: tiles of outputs, runs."""
     PIECES: tl.constexpr = 4 if BITS == 4 else 1
     WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
+    # A word has an input of either half of a piece, or two neighbours.
+    BEHIND: tl.constexpr = PIECE // 2 if PIECE >= 32 else 1
+    SPACING: tl.constexpr = 1 if PIECE >= 32 else 2
     tile = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1).to(tl.int64)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    lanes = tl.arange(0, PIECE)
     within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + tl.arange(0, WORDS)[None, :]
     packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
+    zeros = zeros_of(low_ptr, run, output, columns, BITS, ZERO)
     for piece in tl.static_range(PIECES):
         first = (run * PIECES + piece) * PIECE
         group = group_of(run, piece, PIECES, PIECE, GROUP)
-        value = dequantize_tile(
-            packed,
-            piece,
-            0,
-            low_ptr,
-            outer_low_ptr,
-            scale_ptr,
-            outer_scale_ptr,
-            table_ptr,
-            group,
-            output,
-            columns,
-            KIND,
-            BITS,
-            ZERO,
-            IS_AFFINE,
-            NESTED,
-            TABLE_ROW,
-            tl.float32,
-        ).to(tl.float32)
-        if not IS_AFFINE:
-            scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
-            value = value * scale[:, None]
-        place = output[:, None] * (num_runs * PIECES * PIECE) + first + lanes[None, :]
-        out = value.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place, out, mask=(output < num_outputs)[:, None])
+        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
+        low = low_of(low_ptr, outer_low_ptr, group, output, columns, BITS, ZERO, IS_AFFINE, NESTED)
+        if BITS == 4 and ZERO < 0:
+            low = (zeros >> (8 * piece)) & 255
+        place = output[:, None] * (num_runs * PIECES * PIECE) + first
+        mask = (output < num_outputs)[:, None]
+        if BITS == 4:
+            front, back = unpack(packed, piece, 0)
+            lanes = tl.arange(0, WORDS)[None, :] * SPACING
+            for half in tl.static_range(2):
+                codes = front if half == 0 else back
+                value = decode(
+                    codes, scale, low, table_ptr, output, KIND, BITS, ZERO, IS_AFFINE,
+                    TABLE_ROW, 0, tl.float32,
+                ).to(tl.float32)  # fmt: skip
+                if not IS_AFFINE:
+                    value = value * scale[:, None]
+                out = value.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
+        else:
+            value = decode(
+                packed, scale, low, table_ptr, output, KIND, BITS, ZERO, IS_AFFINE,
+                TABLE_ROW, 0, tl.float32,
+            ).to(tl.float32)  # fmt: skip
+            if not IS_AFFINE:
+                value = value * scale[:, None]
+            out = value.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + place + tl.arange(0, PIECE)[None, :], out, mask=mask)
 
 
 def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:

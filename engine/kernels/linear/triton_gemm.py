@@ -7,43 +7,116 @@ e4m3 for quantized activations. Outputs are the rows of a tile and tokens its co
 cores take rows from registers, 64 of them, and as few columns as 8.
 
 Scales are applied to the partial sums of their groups, not to the weights, so 16 bits hold integer codes
-exactly. With few output tiles the input channels are split over programs (split-K); the number of splits
-depends on the weight alone, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a
-`TokenPermutation` it is a grouped GEMM over experts.
+exactly. With few output tiles the input channels are split over programs (split-K), and the one that
+arrives last adds the partial sums; the number of splits depends on the weight alone, so the results are
+batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it is a grouped GEMM over experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..common.gpu_limits import gpu_limits
 from ..common.runtime import power_of_two
 from .triton_dequantize import (
     MAGIC,
     constants,
-    dequantize_tile,
+    decode,
     group_of,
+    low_of,
     pointers,
     scale_of,
     strides,
+    unpack,
+    zeros_of,
 )
 from .triton_packed_weight import OUTPUTS, PIECES, TritonPackedWeight
+from .triton_split import split_runs
 
 FEW_TOKENS = 64
 """Decode-sized batches: tokens per call up to which the GEMM is split-K."""
-MULTIPROCESSORS = 132
-"""Of a Hopper GPU: the target number of programs of prefill-sized batches; four times that for decode."""
+FEW_ROWS = 16
+"""Rows of the least tile. Of 8, Hopper would take another instruction, whose sums differ in the last bits."""
+DECODE_SLOTS = 4
+"""Most programs on a multiprocessor that a decode-sized batch is split for; a prefill-sized one has one."""
+RESERVED = 1024
+"""Shared memory that the GPU keeps of each program."""
+MOST_TILES = 1 << 16
+"""Tiles of a batch up to which it is split: each has a count of the programs that have arrived."""
 
-REDUCE_BLOCK = 512
-"""Elements per program of the split-K reduction."""
+
+@triton.jit
+def _scales(
+    scale_ptr,
+    outer_scale_ptr,
+    low_ptr,
+    outer_low_ptr,
+    x_scale_ptr,
+    run,
+    piece,
+    output,
+    columns,
+    is_row,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_AFFINE: tl.constexpr,
+    NESTED: tl.constexpr,
+    X_RUN: tl.constexpr,
+):
+    """What the group of a piece is scaled by: scales, zero points or minimums, scales of the inputs."""
+    group = group_of(run, piece, PIECES, PIECE, GROUP)
+    if GROUP > 0 or IS_AFFINE:
+        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
+    else:
+        scale = (output * 0).to(tl.float32)
+    low = low_of(low_ptr, outer_low_ptr, group, output, columns, BITS, ZERO, IS_AFFINE, NESTED)
+    if X_RUN > 0:
+        at = x_scale_ptr + (run * PIECES + piece) * PIECE // X_RUN
+        x_scale = tl.load(at, mask=is_row, other=0.0)
+    else:
+        x_scale = is_row.to(tl.float32)
+    return scale, low, x_scale
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _run_scales(
+    scale_ptr,
+    outer_scale_ptr,
+    low_ptr,
+    outer_low_ptr,
+    x_scale_ptr,
+    run,
+    output,
+    columns,
+    is_row,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_AFFINE: tl.constexpr,
+    NESTED: tl.constexpr,
+    X_RUN: tl.constexpr,
+):
+    """`_scales` of each piece of a run, as a tuple."""
+    scales = ()
+    for piece in tl.static_range(PIECES):
+        one = _scales(
+            scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scale_ptr, run, piece, output,
+            columns, is_row, PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
+        )  # fmt: skip
+        scales = scales + (one,)  # noqa: RUF005 - a starred tuple is no Triton
+    return scales
+
+
+@triton.jit(do_not_specialize=["num_rows", "runs_per_split"])
 def _gemm(
     x_ptr,
     x_scale_ptr,
@@ -54,9 +127,10 @@ def _gemm(
     outer_low_ptr,
     table_ptr,
     out_ptr,
+    split_ptr,
+    arrived_ptr,
     order_ptr,
     part_ptr,
-    magic,
     num_rows,
     num_outputs,
     columns,
@@ -78,19 +152,26 @@ def _gemm(
     NESTED: tl.constexpr,
     TABLE_ROW: tl.constexpr,
     X_RUN: tl.constexpr,
+    SPAN: tl.constexpr,
     IS_INTEGER: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     TOP_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    MAGIC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: tiles of outputs, splits of K, tiles of rows. `out_ptr` [splits, rows, outputs].
+    """Grid: tiles of outputs, splits of K, tiles of rows. `out_ptr` [rows, outputs].
 
-    `X_RUN`: group size of the activation scales; 0: per token; -1: unquantized inputs. With `TOP_K` (grouped
-    GEMM) each tile of rows has one part (expert) of the weight and a range of `order_ptr`, which holds its
-    rows; `TOP_K` consecutive rows read the same row of `x`.
+    `X_RUN`: group size of the activation scales; 0: per token; -1: unquantized inputs. `SPAN`: pieces whose
+    sums are scaled together. With `TOP_K` (grouped GEMM) each tile of rows has one part (expert) of the
+    weight and a range of `order_ptr`, which holds its rows; `TOP_K` consecutive rows read the same of `x`.
+
+    With `IS_SPLIT` (split-K) partial sums go to `split_ptr` [splits, rows, outputs], and the program of a
+    tile that arrives last, by the count in `arrived_ptr`, adds them in their order.
     """
     PIECES: tl.constexpr = 4 if BITS == 4 else 1
     WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
+    HALVES: tl.constexpr = BITS == 4 and PIECE >= 32
     # Affine grids are dequantized with their scales. Hopper accumulates e4m3 in few bits: keep sums short.
     IS_E4M3: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
     BY_GROUP: tl.constexpr = (GROUP > 0 and not IS_AFFINE) or X_RUN > 0 or IS_E4M3
@@ -113,72 +194,89 @@ def _gemm(
         is_row = row < num_rows
         source = row
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    lanes = tl.arange(0, PIECE)
     within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + tl.arange(0, WORDS)[None, :]
+    at_row = x_ptr + source[None, :] * x_row
+    x_scales = x_scale_ptr + source * x_scale_row
     sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
     total = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
-    end_run = tl.minimum(split * runs_per_split + runs_per_split, num_runs)
-    for run in tl.range(split * runs_per_split, end_run, num_stages=STAGES):
+    first_run = split * runs_per_split
+    end_run = tl.minimum(first_run + runs_per_split, num_runs)
+    # Scales are loaded a run ahead, into registers: 8 or 16 bits are too short for asynchronous copies.
+    start = tl.maximum(tl.minimum(first_run, num_runs - 1), 0)
+    scales = _run_scales(
+        scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scales, start, output, columns, is_row,
+        PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
+    )  # fmt: skip
+    for run in tl.range(first_run, end_run, num_stages=STAGES):
         packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
+        zeros = zeros_of(low_ptr, run, output, columns, BITS, ZERO)
+        following = tl.minimum(run + 1, num_runs - 1)
+        next_scales = _run_scales(
+            scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scales, following, output, columns, is_row,
+            PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
+        )  # fmt: skip
         for piece in tl.static_range(PIECES):
-            first = (run * PIECES + piece) * PIECE
-            group = group_of(run, piece, PIECES, PIECE, GROUP)
-            place = x_ptr + source[None, :] * x_row + first + lanes[:, None]
-            x = tl.load(place, mask=is_row[None, :], other=0.0)
-            value = dequantize_tile(
-                packed,
-                piece,
-                magic,
-                low_ptr,
-                outer_low_ptr,
-                scale_ptr,
-                outer_scale_ptr,
-                table_ptr,
-                group,
-                output,
-                columns,
-                KIND,
-                BITS,
-                ZERO,
-                IS_AFFINE,
-                NESTED,
-                TABLE_ROW,
-                x.dtype,
-            )
-            if BY_GROUP:
+            scale, low, x_scale = scales[piece]
+            if BITS == 4 and ZERO < 0:
+                low = (zeros >> (8 * piece)) & 255
+            place = at_row + (run * PIECES + piece) * PIECE
+            if BY_GROUP and piece % SPAN == 0:
                 sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
-            value = value.to(x.dtype)
-            sums = tl.dot(value, x, sums, input_precision=PRECISION, out_dtype=TYPE)
-            if BY_GROUP:
+            if BITS == 4:
+                front, back = unpack(packed, piece, MAGIC)
+            else:
+                front, back = packed, packed
+            if BITS == 4 and not HALVES:
+                front = tl.interleave(front, back)
+            for half in tl.static_range(2 if HALVES else 1):
+                lanes = half * WORDS + tl.arange(0, WORDS if HALVES else PIECE)
+                x = tl.load(place + lanes[:, None], mask=is_row[None, :], other=0.0)
+                value = decode(
+                    front if half == 0 else back,
+                    scale,
+                    low,
+                    table_ptr,
+                    output,
+                    KIND,
+                    BITS,
+                    ZERO,
+                    IS_AFFINE,
+                    TABLE_ROW,
+                    MAGIC,
+                    x.dtype,
+                ).to(x.dtype)
+                sums = tl.dot(value, x, sums, input_precision=PRECISION, out_dtype=TYPE)
+            if BY_GROUP and piece % SPAN == SPAN - 1:
                 part_sum = sums.to(tl.float32)
                 if X_RUN > 0:
-                    at = x_scale_ptr + source * x_scale_row + first // X_RUN
-                    part_sum *= tl.load(at, mask=is_row, other=0.0)[None, :]
+                    part_sum *= x_scale[None, :]
                 if GROUP > 0 and not IS_AFFINE:
-                    scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
                     part_sum *= scale[:, None]
                 total += part_sum
+        scales = next_scales
     if not BY_GROUP:
         total = sums.to(tl.float32)
     if X_RUN == 0:
-        total *= tl.load(x_scale_ptr + source * x_scale_row, mask=is_row, other=0.0)[None, :]
+        total *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
     if GROUP == 0 and not IS_AFFINE:
         total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, NESTED)[:, None]
-    place = (split * num_rows + row[None, :]) * num_outputs + column[:, None]
+    place = row[None, :] * num_outputs + column[:, None]
     mask = is_row[None, :] & (column < num_outputs)[:, None]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_splits", "size"])
-def _reduce_splits(part_ptr, out_ptr, num_splits, size, BLOCK: tl.constexpr):
-    """Split-K reduction: sum `[num_splits, size]` over the splits. Grid: blocks of elements."""
-    lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = lanes < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(num_splits):
-        total += tl.load(part_ptr + lanes, mask=mask, other=0.0)
-        part_ptr += size
-    tl.store(out_ptr + lanes, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if IS_SPLIT:
+        size = num_rows.to(tl.int64) * num_outputs
+        tl.store(split_ptr + split * size + place, total, mask=mask)
+        # Every thread's sums are stored before one of them counts the program as arrived.
+        tl.debug_barrier()
+        arrived = arrived_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.num_programs(1) - 1
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == last:
+            total = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
+            for other in range(tl.num_programs(1)):
+                total += tl.load(split_ptr + other * size + place, mask=mask, other=0.0)
+            tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(arrived, 0)
+    else:
+        tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,37 +314,48 @@ def gemm(
         x = x.index_select(1, weight.order)
     x = x if x.stride(1) == 1 else x.contiguous()
     count = x.shape[0] if parts is None else parts.order.shape[0]
+    out = torch.empty(count, weight.out_features, dtype=dtype, device=x.device)
     if not count:
-        return x.new_empty(0, weight.out_features, dtype=dtype)
+        return out
     if parts is not None:
         rows, row_tiles = parts.rows, parts.tiles.shape[0]
     else:
-        # `tl.dot` takes at least 16 rows.
-        rows = min(2 * FEW_TOKENS, max(16, power_of_two(count)))
+        rows = min(2 * FEW_TOKENS, max(FEW_ROWS, power_of_two(count)))
         row_tiles = -(-count // rows)
     is_large = rows > FEW_TOKENS
     outputs = 2 * OUTPUTS if is_large and not weight.is_packed else OUTPUTS
     num_tiles = weight.part_outputs // outputs
     if count <= FEW_TOKENS:
-        num_splits = max(1, 4 * MULTIPROCESSORS // num_tiles)
+        runs_per_split = split_runs(num_tiles, weight.num_runs, _slots(x, weight))
     else:
-        num_splits = max(1, MULTIPROCESSORS // (num_tiles * row_tiles))
-    runs_per_split = -(-weight.num_runs // min(num_splits, max(1, weight.num_runs // 2)))
+        # Partial sums of many tokens are large: they are split only where multiprocessors would be idle.
+        num_splits = gpu_limits(x.device).multiprocessors // (num_tiles * row_tiles)
+        most = max(1, weight.num_runs // 2)
+        runs_per_split = -(-weight.num_runs // max(1, min(num_splits, most)))
+    if num_tiles * row_tiles > MOST_TILES:
+        runs_per_split = weight.num_runs
     num_splits = -(-weight.num_runs // runs_per_split)
-    wide = torch.float32 if num_splits > 1 else dtype
-    out = torch.empty(num_splits, count, weight.out_features, dtype=wide, device=x.device)
+    is_split = num_splits > 1
+    sums, arrived = out, out
+    if is_split:
+        sums = torch.empty(
+            num_splits, count, weight.out_features, dtype=torch.float32, device=x.device
+        )
+        arrived = _arrivals(x.device)
     x_run = -1
     if x_scales is not None:
         x_run = 0 if x_scales.shape[1] == 1 else 128
+    has_short_codes = weight.has_short_codes and x.dtype in MAGIC
     _gemm[(num_tiles, num_splits, row_tiles)](
         x,
         out if x_scales is None else x_scales,
         weight.codes,
         *pointers(weight),
         out,
+        sums,
+        arrived,
         out if parts is None else parts.order,
         out if parts is None else parts.tiles,
-        MAGIC.get(x.dtype, 0),
         count,
         weight.out_features,
         weight.padded,
@@ -258,39 +367,67 @@ def gemm(
         ROWS=rows,
         OUTPUTS=outputs,
         X_RUN=x_run,
+        SPAN=_span(x, weight, x_run),
         IS_INTEGER=x.dtype is torch.int8,
+        IS_SPLIT=is_split,
         TOP_K=0 if parts is None else parts.top_k,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+        MAGIC=MAGIC[x.dtype] if has_short_codes else 0,
         STAGES=_stages(x, weight, rows, outputs),
         **constants(weight),
         num_warps=8 if is_large else 4,
     )
-    return out[0] if num_splits == 1 else _reduced(out, dtype)
-
-
-def _reduced(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reduce partial sums [splits, rows, outputs] over the splits."""
-    num_splits, rows, outputs = parts.shape
-    out = torch.empty(rows, outputs, dtype=dtype, device=parts.device)
-    size = out.numel()
-    _reduce_splits[(-(-size // REDUCE_BLOCK),)](
-        parts, out, num_splits, size, BLOCK=REDUCE_BLOCK, num_warps=4
-    )
     return out
 
 
-def _stages(x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int) -> int:
-    """Software-pipelining stages that fit shared memory."""
+def _span(x: torch.Tensor, weight: TritonPackedWeight, x_run: int) -> int:
+    """Pieces whose sums are scaled together: those of a run that share all scales."""
+    if not weight.is_packed or x.dtype is torch.float8_e4m3fn:
+        return 1
+    shared = [size // weight.piece for size in (weight.group, x_run) if size > 0]
+    span = min([PIECES, *shared])
+    return span if PIECES % span == 0 and not any(size % span for size in shared) else 1
+
+
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many splits of each tile have arrived: zeros between the launches of a stream."""
+    if (known := _ARRIVALS.get(device)) is not None:
+        return known
+    made = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    if type(made) is torch.Tensor:  # not one that a dispatch mode made
+        _ARRIVALS[device] = made
+    return made
+
+
+_ARRIVALS: dict[torch.device, torch.Tensor] = {}
+
+
+def _ring_bytes(
+    x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int, stages: int
+) -> int:
+    """Shared memory of the software pipeline; the codes that are decoded need no buffer."""
     inputs = weight.piece * (PIECES if weight.is_packed else 1)
     codes = inputs // 2 if weight.is_packed else inputs * weight.codes.element_size()
-    run = rows * inputs * x.element_size() + outputs * codes
-    return max(1, min(4, _shared_bytes(x.device) * 3 // 4 // run))
+    zeros = 4 * weight.is_packed * (weight.zero < 0)
+    # Hopper's matrix instructions read inputs from shared memory until they are done.
+    buffers = stages if gpu_limits(x.device).capability // 10 == 9 else max(1, stages - 1)
+    own = (stages - 1) * outputs * (codes + zeros)
+    return own + buffers * rows * inputs * x.element_size()
 
 
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory per program, in bytes; without a GPU, Hopper's."""
-    if device.type != "cuda":
-        return 227 * 1024
-    driver: Any = triton.runtime.driver.active
-    return driver.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+def _slots(x: torch.Tensor, weight: TritonPackedWeight) -> int:
+    """Programs of a decode-sized batch that the GPU holds: they follow from the weight alone."""
+    limits = gpu_limits(x.device)
+    own = _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, _stages(x, weight, FEW_ROWS, OUTPUTS))
+    held = (limits.shared_bytes + RESERVED) // (own + RESERVED)
+    return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
+
+
+def _stages(x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int) -> int:
+    """Software-pipelining stages: of decode-sized tiles as many as leave room for the other programs."""
+    room = gpu_limits(x.device).shared_bytes
+    if rows <= FEW_ROWS:
+        each = (room + RESERVED) // DECODE_SLOTS - RESERVED
+        return 4 if _ring_bytes(x, weight, rows, outputs, 4) <= each else 3
+    fits = (n for n in (4, 3, 2) if _ring_bytes(x, weight, rows, outputs, n) <= room * 3 // 4)
+    return next(fits, 1)

@@ -1,9 +1,11 @@
 """Packed weights of the Triton GEMM: one layout for all grids.
 
 Codes of up to 4 bits are packed eight per 32-bit word, tile by tile, so that a tile is one contiguous load. A
-run (K tile) of inputs is four pieces; a word has two neighbouring inputs of each piece, one in either half: a
-shift and a mask extract the pair, already at the low mantissa bits of two 16-bit floats. Wider codes and
-floats are stored row by row.
+run (K tile) of inputs is four pieces; a word has an input of either half of each piece, one in either half of
+its bits: a shift and a mask extract both, already at the low mantissa bits of two 16-bit floats. The halves
+are multiplied one after the other, so that no code changes the thread that decodes it. In pieces of 16, whose
+halves are too short for a tensor core, a word has two neighbours of each. Wider codes and floats are stored
+row by row.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class TritonPackedWeight:
         piece: inputs of one group that a program reads at a time.
         scales: `[groups, padded]`, floats; or int8, in units of `outer_scales`.
         group: group size: inputs that share a scale; 0: all of them (per channel).
-        zero: the zero point if all groups share it, else -1, and `lows [groups, padded]` has it.
+        zero: the zero point if all groups share it, else -1, and `lows [groups, padded]` has it; of packed
+            codes `lows` is int32 `[runs, padded]`, a byte for each piece.
         is_affine: whether `lows` are minimums (offsets) subtracted after scaling, not zero points before.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
         table: float32 `[1, 16]`, or `[padded, codes]`: a lookup table per output channel.
@@ -84,6 +87,11 @@ class TritonPackedWeight:
         return self.codes.dim() == 4
 
     @property
+    def has_short_codes(self) -> bool:
+        """Whether codes less their zero point are exact in 16-bit floats, and scaled afterwards."""
+        return self.is_packed and self.kind == "code" and not self.is_affine
+
+    @property
     def num_runs(self) -> int:
         """Runs (K tiles) of a row."""
         return self.in_features // (self.piece * (PIECES if self.is_packed else 1))
@@ -103,6 +111,11 @@ class TritonPackedWeight:
         """Bytes of the weight that one GEMM reads."""
         parts = (self.codes, self.scales, self.lows, self.outer_scales, self.outer_lows, self.table)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+def has_halves(piece: int) -> bool:
+    """Whether a word has an input of either half of a piece, not two neighbours."""
+    return piece >= 32
 
 
 def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | None:
@@ -182,6 +195,9 @@ def pack_weight(
         table = table.to(codes.device, torch.float32).view(-1, table.shape[-1])
         table = functional.pad(table, (0, 0, 0, short)) if len(table) > 1 else table
     codes = torch.cat([codes, codes.new_zeros(short, inputs)]) if short else codes
+    lows = columns(offsets)
+    if lows is not None and zero < 0 and grid.bits <= 4:
+        lows = _by_run(lows, inputs // piece, group // piece)
     return TritonPackedWeight(
         _packed(codes, piece) if grid.bits <= 4 else codes.contiguous(),
         out,
@@ -192,7 +208,7 @@ def pack_weight(
         group,
         zero,
         is_affine,
-        columns(offsets),
+        lows,
         columns(grid.outer_scales),
         columns(grid.outer_offsets),
         grid.nested,
@@ -252,12 +268,29 @@ def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torc
 
 
 def _packed(codes: torch.Tensor, piece: int) -> torch.Tensor:
-    """Pack eight codes per word: the two neighbours of piece p are at bits 4p and 4p + 16."""
+    """Pack eight codes per word: the two of piece p are at bits 4p and 4p + 16."""
     runs = codes.shape[1] // (PIECES * piece)
-    tiles = codes.view(-1, OUTPUTS, runs, PIECES, piece // 2, 2).permute(0, 2, 1, 4, 5, 3)
+    if has_halves(piece):
+        halves = codes.view(-1, OUTPUTS, runs, PIECES, 2, piece // 2)
+        tiles = halves.permute(0, 2, 1, 5, 4, 3)
+    else:
+        neighbours = codes.view(-1, OUTPUTS, runs, PIECES, piece // 2, 2)
+        tiles = neighbours.permute(0, 2, 1, 4, 5, 3)
     # Two codes make a byte, and four bytes a word, lowest first (little-endian).
     low, high = tiles[..., 0::2], tiles[..., 1::2]
     return (low | (high << 4)).flatten(-2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _by_run(zeros: torch.Tensor, num_pieces: int, per_group: int) -> torch.Tensor:
+    """Zero points `[groups, padded]` as int32 `[runs, padded]`: a byte for each piece of a run.
+
+    `per_group`: pieces of a group; 0: of one group for all.
+    """
+    piece = torch.arange(num_pieces, device=zeros.device)
+    of_pieces = zeros[piece // per_group if per_group else piece * 0].view(
+        -1, PIECES, zeros.shape[1]
+    )
+    return of_pieces.permute(0, 2, 1).contiguous().view(torch.int32).squeeze(-1)
 
 
 def _narrow(scales: torch.Tensor) -> torch.Tensor:

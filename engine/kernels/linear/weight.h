@@ -17,7 +17,9 @@
 #define QUAD_BYTES (PANEL * 4)
 #define MAX_BLOCK 512 /* input channels that are unpacked at once */
 
-enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2 };
+#include "lattice.h"
+
+enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3 };
 enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2 };
 enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3 };
 
@@ -25,7 +27,7 @@ typedef struct {
     int64_t out_features, in_features;
     int64_t bits;
     int64_t kind;          /* CODES_... */
-    int64_t base;          /* the zero point, or a code near it */
+    int64_t base;          /* the zero point, or a code near it; lattices and tables as bytes: 128 */
     int64_t group;         /* input channels that share a scale; CHUNK divides it, or it is 16 */
     int64_t step;          /* input channels that are accumulated before a scale is applied */
     int64_t scale_kind;    /* float32; float16; or int8 times the float16 of `nested` groups */
@@ -33,14 +35,17 @@ typedef struct {
     int64_t nested;
     const uint8_t *codes;
     const void *scales, *offsets, *outer_scales, *outer_offsets;
-    const float *table;    /* 16 values, CODES_TABLE */
+    const float *table;    /* 16 values, CODES_TABLE; whole numbers below 128 if they are read as bytes */
+    Lattice lattice;       /* CODES_LATTICE, whose `bits` are 8: those that it is unpacked to */
 } Weight;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t num_chunks(const Weight *w) { return ceil_div(w->in_features, CHUNK); }
 static inline int64_t num_groups(const Weight *w) { return ceil_div(w->in_features, w->group); }
 static inline int64_t num_steps(const Weight *w) { return ceil_div(num_chunks(w) * CHUNK, w->step); }
-static inline int64_t chunk_bytes(const Weight *w) { return w->bits * PANEL * CHUNK / 8; }
+static inline int64_t chunk_bytes(const Weight *w) {
+    return w->kind == CODES_LATTICE ? lattice_bytes(&w->lattice) : w->bits * PANEL * CHUNK / 8;
+}
 
 /* Whether there are offsets other than base * scale. */
 static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OFFSET_BASE; }
@@ -110,6 +115,10 @@ INLINE void chunk_to_bytes(int64_t bits, const uint8_t *packed, uint8_t *bytes) 
 /* The codes of some chunks as bytes: in place if they have 8 bits, else unpacked into `scratch`. */
 static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int64_t chunks,
                                      uint8_t *scratch) {
+    if (w->kind == CODES_LATTICE) {
+        lattice_chunks(&w->lattice, packed, chunks, scratch);
+        return scratch;
+    }
     if (w->bits == 8) return packed;
     int64_t size = chunk_bytes(w);
     for (int64_t c = 0; c < chunks; c++) {
@@ -122,6 +131,18 @@ static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int
         default: chunk_to_bytes(6, packed + c * size, bytes); break;
         }
     }
+    return scratch;
+}
+
+/* The codes of some chunks as bytes for the integer GEMM: those of a table as 128 + value. */
+static const uint8_t *operand_bytes(const Weight *w, const uint8_t *packed, int64_t chunks,
+                                    uint8_t *scratch) {
+    const uint8_t *codes = codes_as_bytes(w, packed, chunks, scratch);
+    if (w->kind != CODES_TABLE) return codes;
+    uint8_t values[16];
+    for (int code = 0; code < 16; code++) values[code] = (uint8_t)(128 + (int)w->table[code]);
+    for (int64_t at = 0; at < chunks * CHUNK * PANEL; at += LANES * 4)
+        istore(scratch + at, ilook_bytes(values, iload(scratch + at)));
     return scratch;
 }
 

@@ -11,6 +11,11 @@ import torch
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_rows
 from .experts import Expert, ExpertsKernel, LoopedExperts, RoutedExpert
+from .native_experts import group_native, native_experts
+from .routing import Route, RouterLogits, RoutingRule, route_torch, router_logits_torch
+
+LOOP = "loop"
+"""The candidate that computes experts one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,84 @@ class ExpertsKernelQuery:
         return f"{which} in {self.dtype} on {self.device}"
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingKernelQuery:
+    """Kernel query of the top-k routing: device, and number of experts."""
+
+    device: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} experts on {self.device}"
+
+
+def _refuses_routing(kernel_query: RoutingKernelQuery) -> str | None:
+    return refuses_rows(kernel_query.device, torch.float32)
+
+
+def _route_triton(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route_triton`; Triton is imported by the first call."""
+    from .triton_routing import route_triton
+
+    return route_triton(logits, rule, correction, expert_scale)
+
+
+ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
+    "routing",
+    [
+        Candidate("triton", _refuses_routing, _route_triton),
+        Candidate("torch", lambda kernel_query: None, route_torch),
+    ],
+)
+
+
+def _router_logits_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`router_logits`; Triton is imported by the first call."""
+    from .triton_router_logits import router_logits
+
+    return router_logits(x, weight, bias)
+
+
+ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
+    "router logits",
+    [
+        Candidate("triton", _refuses_routing, _router_logits_triton),
+        Candidate("torch", lambda kernel_query: None, router_logits_torch),
+    ],
+)
+
+
 def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
     if not kernel_query.is_whole:
         return "it needs all experts in one process"
     if not kernel_query.is_gated:
         return "it takes gated MLPs"
     return refuses_rows(kernel_query.device, kernel_query.dtype)
+
+
+def _refuses_native(kernel_query: ExpertsKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_experts().reason) is not None:
+        return reason
+    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
+    return None if kernel_query.is_gated else "it takes gated MLPs"
+
+
+def _native(
+    experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
+) -> ExpertsKernel:
+    # They are gated: it refuses a query of others.
+    grouped = group_native(cast("Sequence[Expert]", experts), expert_ids.start, on_inputs)
+    return LoopedExperts(experts, expert_ids, count, on_inputs) if grouped is None else grouped
 
 
 def _grouped(
@@ -52,6 +129,7 @@ EXPERTS: Operation[
     "experts",
     [
         Candidate("triton-grouped", _refuses_grouped, _grouped),
-        Candidate("loop", lambda kernel_query: None, LoopedExperts),
+        Candidate("native-grouped", _refuses_native, _native),
+        Candidate(LOOP, lambda kernel_query: None, LoopedExperts),
     ],
 )

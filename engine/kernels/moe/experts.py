@@ -63,9 +63,14 @@ class ExpertsKernel(Protocol):
         ...
 
     def __call__(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`x` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]."""
+        """`x` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]; `added` [tokens,
+        hidden] is added to the result."""
         ...
 
 
@@ -87,7 +92,11 @@ class LoopedExperts:
         self.weight_bytes = sum(expert.weight_bytes for expert in experts)
 
     def __call__(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weights = weights.to(x.dtype).flatten()
         # Token permutation: sorted by expert, each expert's tokens are contiguous.
@@ -110,4 +119,4 @@ class LoopedExperts:
             else:
                 out.index_add_(0, tokens[run], expert(inputs) * routing_weights)
             begin += count
-        return out
+        return out if added is None else out + added

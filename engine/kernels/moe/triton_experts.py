@@ -13,6 +13,7 @@ from ..activations.quantized_activations import (
     Rows,
 )
 from ..activations.triton_per_token_quant import round_rows
+from ..elementwise.triton_gate import TritonGate
 from ..linear.linear import LinearKernel, TorchLinear
 from ..linear.triton_gemm import TokenPermutation, gemm
 from ..linear.triton_linear import FloatInputLinear, QuantizedInputLinear
@@ -22,6 +23,7 @@ from ..linear.triton_packed_weight import (
     stack_packed_weights,
 )
 from .experts import Expert, ExpertLinear
+from .triton_expert_rows import biased_gate, weighted_sum
 from .triton_token_permutation import permute_tokens
 
 
@@ -34,20 +36,16 @@ class GroupedLinear:
         bias: torch.Tensor | None,
         activation_quant: ActivationQuant | None,
     ) -> None:
-        self._packed_weight, self._bias, self.activation_quant = tiles, bias, activation_quant
+        self._packed_weight, self.bias, self.activation_quant = tiles, bias, activation_quant
         self.weight_bytes = tiles.weight_bytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(
-        self, x: Rows, dtype: torch.dtype, parts: TokenPermutation, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """Rows `[tokens * top_k, out]`, in the order of the expert ids `experts [tokens * top_k]`."""
+    def __call__(self, x: Rows, dtype: torch.dtype, parts: TokenPermutation) -> torch.Tensor:
+        """Rows `[tokens * top_k, out]`, token by token, without the `bias [experts, out]`."""
         if self.activation_quant is not None and isinstance(x, torch.Tensor):
             x = round_rows(x, self.activation_quant)
         if isinstance(x, QuantizedActivations):
-            y = gemm(x.codes, self._packed_weight, dtype, x.scales, parts)
-        else:
-            y = gemm(x, self._packed_weight, dtype, None, parts)
-        return y if self._bias is None else y + self._bias.index_select(0, experts)
+            return gemm(x.codes, self._packed_weight, dtype, x.scales, parts)
+        return gemm(x, self._packed_weight, dtype, None, parts)
 
 
 class GroupedExperts:
@@ -68,29 +66,33 @@ class GroupedExperts:
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
 
     def __call__(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens, top_k = experts.shape
-        expert_ids, weights = experts.flatten(), weights.to(x.dtype)
+        top_k, expert_ids = experts.shape[1], experts.flatten()
         if self._on_inputs:
-            x = (x[:, None, :] * weights[:, :, None]).flatten(0, 1)
+            x = (x[:, None, :] * weights.to(x.dtype)[:, :, None]).flatten(0, 1)
         permutation = permute_tokens(expert_ids, self._count, 1 if self._on_inputs else top_k)
-        gate, up = self._gate_up(x, x.dtype, permutation, expert_ids).chunk(2, dim=-1)
-        activation_quant = self._down.activation_quant
+        rows = self._gate_up(x, x.dtype, permutation)
+        by_row = TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1)
+        out = self._down(self._inner(rows, expert_ids), x.dtype, by_row)
+        factors = None if self._on_inputs else weights
+        return weighted_sum(out, factors, self._down.bias, expert_ids, top_k, added)
+
+    def _inner(self, rows: torch.Tensor, experts: torch.Tensor) -> Rows:
+        """The gated activation of rows [rows, 2 * inner], with its bias."""
+        activation_quant, bias = self._down.activation_quant, self._gate_up.bias
+        if bias is not None:
+            if activation_quant is None and isinstance(self._combine, TritonGate):
+                return biased_gate(rows, bias, experts, self._combine.activation)
+            rows = rows + bias.index_select(0, experts)
+        gate, up = rows.chunk(2, dim=-1)
         if activation_quant is not None and isinstance(self._combine, FusesGateQuant):
-            inner: Rows = self._combine.quantized(gate, up, activation_quant)
-        else:
-            inner = self._combine(gate, up)
-        out = self._down(
-            inner,
-            x.dtype,
-            TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1),
-            expert_ids,
-        )
-        out = out.view(tokens, top_k, -1)
-        if self._on_inputs:
-            return out.sum(dim=1)
-        return torch.bmm(weights[:, None, :], out).squeeze(1)
+            return self._combine.quantized(gate, up, activation_quant)
+        return self._combine(gate, up)
 
 
 def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
@@ -104,7 +106,7 @@ def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
 
 def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
     kernels = [linear.kernel for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [bias for linear in linears if (bias := _bias(linear)) is not None]
     tiles = [packed for kernel in kernels if (packed := _packed_weight(kernel)) is not None]
     activation_quants = [
         kernel.activation_quant for kernel in kernels if isinstance(kernel, QuantizedInputLinear)
@@ -122,6 +124,11 @@ def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
         return None
     bias = torch.stack(biases) if biases else None
     return GroupedLinear(stacked, bias, activation_quants[0] if activation_quants else None)
+
+
+def _bias(linear: ExpertLinear) -> torch.Tensor | None:
+    """The bias of a linear, where its kernel adds it too."""
+    return linear.kernel.bias if isinstance(linear.kernel, TorchLinear) else linear.bias
 
 
 def _packed_weight(kernel: LinearKernel | None) -> TritonPackedWeight | None:

@@ -1,7 +1,14 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Token permutation for grouped GEMMs (vLLM: moe_align_block_size), on the device, without host sync."""
+"""Token permutation for grouped GEMMs (vLLM: moe_align_block_size), on the device, without host sync.
+
+A counting sort: the rank of a routed row is the rows of smaller experts, plus those of its own before it. A
+step of few rows takes one launch, whose programs each count all rows; more take two, one that counts blocks
+of rows and one that ranks them, and every program of both reads its block and the counts alone.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -12,14 +19,57 @@ from ..linear.triton_gemm import TokenPermutation
 
 MAX_ROWS = 128
 """Most rows of a tile."""
-MAX_SORTED = 4096
-"""Routed rows (tokens x top_k) up to which they are sorted by pairwise comparison; above, by torch."""
+MAX_COUNTED = 1024
+"""Routed rows (tokens x top_k) up to which every program counts all of them."""
 BLOCK = 64
+COUNTED_BLOCK = 256
+"""Rows of a program where blocks are counted first."""
 
 
-@triton.jit(do_not_specialize=["total"])
-def _sort_by_expert(expert_ptr, order_ptr, total, BLOCK: tl.constexpr):
-    """Stable sort of the routed rows by expert: the rank of each by counting. Grid: blocks of rows."""
+@triton.jit
+def _write_tiles(
+    tile_ptr, expert_rows, expert_id, num_experts, tile, num_tiles, ROWS: tl.constexpr
+):
+    """Write the tiles `[tiles, 3]` numbered `tile`: expert, first row, end row (exclusive)."""
+    ends = tl.cumsum(expert_rows, 0)
+    tiles = (expert_rows + ROWS - 1) // ROWS
+    tile_ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    # A surplus tile begins after the end of the last expert, and so is empty.
+    expert = tl.minimum(expert, num_experts - 1)
+    is_expert = expert_id[None, :] == expert[:, None]
+    end = tl.sum(tl.where(is_expert, ends[None, :], 0), 1)
+    first = tl.sum(tl.where(is_expert, (ends - expert_rows)[None, :], 0), 1)
+    first_tile = tl.sum(tl.where(is_expert, (tile_ends - tiles)[None, :], 0), 1)
+    first += (tile - first_tile) * ROWS
+    place, mask = tile_ptr + tile * 3, tile < num_tiles
+    tl.store(place, expert, mask=mask)
+    tl.store(place + 1, first, mask=mask)
+    tl.store(place + 2, tl.minimum(first + ROWS, end), mask=mask)
+
+
+@triton.jit
+def _counted(expert_ptr, begin, total, expert_id, LANES: tl.constexpr):
+    """Rows of each expert among `LANES` of them from `begin` on."""
+    lane = begin + tl.arange(0, LANES)
+    expert = tl.load(expert_ptr + lane, mask=lane < total, other=-1)
+    return tl.sum((expert[:, None] == expert_id[None, :]).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["total", "num_experts", "num_tiles"])
+def _permute_few(
+    expert_ptr,
+    order_ptr,
+    tile_ptr,
+    total,
+    num_experts,
+    num_tiles,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rank rows by comparing them with all others; program 0 writes the tiles too. Grid: blocks of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ptr + row, mask=row < total, other=0)
     rank = tl.zeros([BLOCK], tl.int32)
@@ -30,43 +80,67 @@ def _sort_by_expert(expert_ptr, order_ptr, total, BLOCK: tl.constexpr):
         is_before |= (other_expert[None, :] == expert[:, None]) & (other[None, :] < row[:, None])
         rank += tl.sum(is_before.to(tl.int32), 1)
     tl.store(order_ptr + rank, row.to(tl.int64), mask=row < total)
+    if tl.program_id(0) == 0:
+        expert_id = tl.arange(0, EXPERTS)
+        expert_rows = tl.zeros([EXPERTS], tl.int32)
+        for begin in range(0, total, LANES):
+            expert_rows += _counted(expert_ptr, begin, total, expert_id, LANES)
+        for begin in range(0, num_tiles, LANES):
+            tile = begin + tl.arange(0, LANES)
+            _write_tiles(tile_ptr, expert_rows, expert_id, num_experts, tile, num_tiles, ROWS)
 
 
-@triton.jit(do_not_specialize=["total", "num_tiles"])
-def _permute_tokens(
+@triton.jit(do_not_specialize=["total"])
+def _count_blocks(
+    expert_ptr, count_ptr, total, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the rows of each expert in a block, `[blocks, EXPERTS]`. Grid: blocks of rows."""
+    block = tl.program_id(0)
+    expert_id = tl.arange(0, EXPERTS)
+    expert_rows = tl.zeros([EXPERTS], tl.int32)
+    for begin in range(block * BLOCK, (block + 1) * BLOCK, LANES):
+        expert_rows += _counted(expert_ptr, begin, total, expert_id, LANES)
+    tl.store(count_ptr + block * EXPERTS + expert_id, expert_rows)
+
+
+@triton.jit(do_not_specialize=["total", "num_experts", "num_tiles", "num_blocks"])
+def _rank_blocks(
     expert_ptr,
+    count_ptr,
+    order_ptr,
     tile_ptr,
     total,
     num_experts,
     num_tiles,
+    num_blocks,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the tiles `[tiles, 3]`: expert, first row, end row (exclusive). One program."""
+    """Rank a block's rows from the counts of all blocks, and write a share of the tiles. Grid: blocks."""
+    block = tl.program_id(0)
     expert_id = tl.arange(0, EXPERTS)
-    expert_rows = tl.zeros([EXPERTS], tl.int32)
-    for begin in range(0, total, BLOCK):
-        lane = begin + tl.arange(0, BLOCK)
-        expert = tl.load(expert_ptr + lane, mask=lane < total, other=-1)
-        expert_rows += tl.sum((expert[:, None] == expert_id[None, :]).to(tl.int32), 0)
-    ends = tl.cumsum(expert_rows, 0)
-    tiles = (expert_rows + ROWS - 1) // ROWS
-    tile_ends = tl.cumsum(tiles, 0)
-    for begin in range(0, num_tiles, BLOCK):
-        tile = begin + tl.arange(0, BLOCK)
-        expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        # A surplus tile begins after the end of the last expert, and so is empty.
-        expert = tl.minimum(expert, num_experts - 1)
-        is_expert = expert_id[None, :] == expert[:, None]
-        end = tl.sum(tl.where(is_expert, ends[None, :], 0), 1)
-        first = tl.sum(tl.where(is_expert, (ends - expert_rows)[None, :], 0), 1)
-        first_tile = tl.sum(tl.where(is_expert, (tile_ends - tiles)[None, :], 0), 1)
-        first += (tile - first_tile) * ROWS
-        place, mask = tile_ptr + tile * 3, tile < num_tiles
-        tl.store(place, expert, mask=mask)
-        tl.store(place + 1, first, mask=mask)
-        tl.store(place + 2, tl.minimum(first + ROWS, end), mask=mask)
+    expert_rows, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
+    for begin in range(0, num_blocks, LANES):
+        other = begin + tl.arange(0, LANES)
+        place = count_ptr + other[:, None] * EXPERTS + expert_id[None, :]
+        counts = tl.load(place, mask=(other < num_blocks)[:, None], other=0)
+        expert_rows += tl.sum(counts, 0)
+        before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
+    before += tl.cumsum(expert_rows, 0) - expert_rows
+    for begin in range(block * BLOCK, (block + 1) * BLOCK, LANES):
+        row = begin + tl.arange(0, LANES)
+        expert = tl.load(expert_ptr + row, mask=row < total, other=-1)
+        is_expert = expert[:, None] == expert_id[None, :]
+        rank = tl.sum(tl.where(is_expert, before[None, :], 0), 1)
+        same = (expert[None, :] == expert[:, None]) & (row[None, :] < row[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+        tl.store(order_ptr + rank, row.to(tl.int64), mask=row < total)
+        before += tl.sum(is_expert.to(tl.int32), 0)
+    for begin in range(block * LANES, num_tiles, num_blocks * LANES):
+        tile = begin + tl.arange(0, LANES)
+        _write_tiles(tile_ptr, expert_rows, expert_id, num_experts, tile, num_tiles, ROWS)
 
 
 def permute_tokens(experts: torch.Tensor, count: int, top_k: int) -> TokenPermutation:
@@ -80,20 +154,33 @@ def permute_tokens(experts: torch.Tensor, count: int, top_k: int) -> TokenPermut
     rows = min(MAX_ROWS, max(16, power_of_two(max(1, total // count))))
     num_tiles = total // rows + min(count, total)
     width = max(16, power_of_two(count))
+    lanes = max(1, min(BLOCK, 8192 // width))
     tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=experts.device)
-    _permute_tokens[(1,)](
-        experts,
-        tiles,
-        total,
-        count,
-        num_tiles,
-        ROWS=rows,
-        EXPERTS=width,
-        BLOCK=max(1, min(BLOCK, 8192 // width)),
-        num_warps=4,
-    )
-    if total > MAX_SORTED:
-        return TokenPermutation(tiles, experts.argsort(stable=True), rows, top_k)
     order = torch.empty_like(experts)
-    _sort_by_expert[(-(-total // BLOCK),)](experts, order, total, BLOCK=BLOCK, num_warps=4)
+    if total <= MAX_COUNTED:
+        _permute_few[(max(1, -(-total // BLOCK)),)](
+            experts,
+            order,
+            tiles,
+            total,
+            count,
+            num_tiles,
+            ROWS=rows,
+            EXPERTS=width,
+            LANES=lanes,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+        return TokenPermutation(tiles, order, rows, top_k)
+    blocks = -(-total // COUNTED_BLOCK)
+    counts = torch.empty(blocks, width, dtype=torch.int32, device=experts.device)
+    shape: dict[str, Any] = {
+        "EXPERTS": width,
+        "LANES": lanes,
+        "BLOCK": COUNTED_BLOCK,
+        "num_warps": 4,
+    }
+    _count_blocks[(blocks,)](experts, counts, total, **shape)
+    shape["ROWS"] = rows
+    _rank_blocks[(blocks,)](experts, counts, order, tiles, total, count, num_tiles, blocks, **shape)
     return TokenPermutation(tiles, order, rows, top_k)

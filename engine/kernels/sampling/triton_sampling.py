@@ -16,6 +16,8 @@ PIVOTS = 8
 """Candidate thresholds per pass over a row."""
 PART = 16384
 """Tokens of a row that one program samples from; the row's token is the best over its parts."""
+LEAST_STOP_IDS = 32
+"""Stop ids that a program holds, or more: few requests have more, which compile a kernel of their own."""
 _ALL = tl.constexpr(1 << 30)
 _LOWEST = tl.constexpr(-2139095041)
 """The key of minus infinity."""
@@ -185,7 +187,7 @@ def _noise(seed, position, stream, lanes):
     return tl.where(uniform < 0.001, series, -tl.log(1.0 - uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "stream"])
 def _exponential(key_ptr, out_ptr, size, stream, BLOCK: tl.constexpr):
     """Write Exp(1) noise. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
     row = tl.program_id(0).to(tl.int64)
@@ -261,7 +263,7 @@ def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size, BLOCK
     tl.store(scores, x, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stop_ids"])
 def _constrain(
     score_ptr,
     logit_ptr,
@@ -410,6 +412,6 @@ def constrain(
         words.shape[1],
         stop_ids.shape[1],
         BLOCK=BLOCK,
-        STOP_IDS=triton.next_power_of_2(max(1, stop_ids.shape[1])),
+        STOP_IDS=triton.next_power_of_2(max(LEAST_STOP_IDS, stop_ids.shape[1])),
         num_warps=8,
     )

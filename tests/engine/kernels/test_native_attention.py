@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 
 from ...support.attention_world import STORED, World, rules
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
 
 
 @pytest.fixture(params=HERE or ["none"])

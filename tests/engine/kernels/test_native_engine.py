@@ -11,9 +11,9 @@ import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, IntScheme
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 
 from ...support.quantized_world import random_model, write_checkpoint
 

@@ -14,7 +14,6 @@ from llmopt.engine.kernels.activations.quantized_activations import (
     TakesQuantizedInput,
 )
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     NORM,
@@ -22,23 +21,24 @@ from llmopt.engine.kernels.elementwise.dispatch import (
     RowKernelQuery,
     TorchNorm,
     TorchRopeAndCache,
+    torch_clamped_swiglu,
     torch_silu_gate,
 )
 from llmopt.engine.kernels.elementwise.native_layer import (
-    NativeGeluTanhGate,
+    NativeGate,
     NativeNorm,
     NativeRopeAndCache,
-    NativeSiluGate,
     native_layer,
 )
 from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 from torch.nn import functional
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -66,22 +66,24 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=bound)
 
 
-@pytest.mark.parametrize("levels", [127.0, 127.5])
+@pytest.mark.parametrize(
+    ("levels", "group", "block"), [(127.0, -1, 128), (127.0, 32, 32), (127.5, -1, 0)]
+)
 def test_quantized_activations_are_what_a_linear_would_make_of_them(
-    path: str, levels: float
+    path: str, levels: float, group: int, block: int
 ) -> None:
     """Bit-identical, with a row of zeros, and gate widths that do not fill a vector."""
-    scheme = IntScheme(8, -1, True, Activations("int8") if levels == 127.5 else None)
-    activation_quant = ActivationQuant(Activations("int8"), int8_levels=levels)
+    scheme = IntScheme(8, group, True, Activations("int8") if levels == 127.5 else None)
+    activation_quant = ActivationQuant(Activations("int8"), int8_levels=levels, block=block)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(st.integers(1, 70), st.integers(1, 19), st.sampled_from(DTYPES), st.booleans())
     def check(rows: int, sixteens: int, dtype: torch.dtype, adds: bool) -> None:
-        size = 16 * sixteens
+        size = 32 * (sixteens + 1) if block == 32 else 16 * sixteens
         weight = round_to_nearest(rows_of(40, size, torch.float32), scheme, torch.float32)
         linear: Any = prepare_quantized_linear(weight, dtype, input_bits=8)
         assert isinstance(linear, TakesQuantizedInput)
-        assert linear.activation_quant.int8_levels == levels
+        assert linear.activation_quant == activation_quant
         norm = NativeNorm(rows_of(1, size, dtype, 3)[0], 1e-5)
         x = rows_of(rows, size, dtype, 1)
         x[rows // 2] = 0.0
@@ -92,15 +94,18 @@ def test_quantized_activations_are_what_a_linear_would_make_of_them(
         )
         assert torch.equal(total, same)
         assert torch.equal(linear(quantized), linear(plain))
-        gate = NativeSiluGate()
+        gate = NativeGate("silu")
         both = gate.quantized(x, plain, activation_quant)
         assert torch.equal(linear(both), linear(gate(x, plain)))
         odd = gate.quantized(x[:, 1:], plain[:, 1:], activation_quant)
         values = gate(x[:, 1:], plain[:, 1:]).float()
-        scales = values.abs().amax(1, keepdim=True) / levels
+        width = block or size - 1
+        values = functional.pad(values, (0, -values.shape[1] % width)).unflatten(1, (-1, width))
+        scales = values.abs().amax(-1, keepdim=True) / levels
         scales = scales.where(scales > 0, 1.0)
-        assert torch.equal(odd.scales, scales)
-        assert torch.equal(odd.codes, (values / scales).round().clamp(-128, 127).to(torch.int8))
+        assert torch.equal(odd.scales, scales.squeeze(-1))
+        codes = (values / scales).round().clamp(-128, 127).to(torch.int8).flatten(1)
+        assert torch.equal(odd.codes, codes[:, : size - 1])
 
     check()
 
@@ -134,23 +139,30 @@ def test_gates(path: str) -> None:
         gate, up = both.chunk(2, dim=-1)
         if not stacked:
             gate = gate.contiguous()
-        close(NativeSiluGate()(gate, up), torch_silu_gate(gate, up))
+        close(NativeGate("silu")(gate, up), torch_silu_gate(gate, up))
+        close(NativeGate("clamped_swiglu")(gate, up), torch_clamped_swiglu(gate, up))
+        opened = functional.gelu(gate.double()).to(dtype)
+        close(NativeGate("gelu")(gate, up), opened * up)
         opened = functional.gelu(gate.double(), approximate="tanh").to(dtype)
         expected = opened * up
-        close(NativeGeluTanhGate()(gate, up), expected)
+        close(NativeGate("gelu_tanh")(gate, up), expected)
 
     sweep()
 
 
 def test_gates_far_from_zero(path: str) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.0, -1.0, -0.0, 0.0, 1.0, 88.0, 200.0, 1e30]])
-    got = NativeSiluGate()(gate, torch.ones_like(gate))
+    got = NativeGate("silu")(gate, torch.ones_like(gate))
     torch.testing.assert_close(
         got, torch_silu_gate(gate, torch.ones_like(gate)), atol=1e-30, rtol=1e-6
     )
-    got = NativeGeluTanhGate()(gate, torch.ones_like(gate))
+    got = NativeGate("gelu_tanh")(gate, torch.ones_like(gate))
     expected = functional.gelu(gate.double(), approximate="tanh").float()
     torch.testing.assert_close(got, expected, atol=1e-30, rtol=1e-6)
+    gate = torch.cat([gate, torch.linspace(-8, 8, 400)[None]], dim=1)
+    got = NativeGate("gelu")(gate, torch.ones_like(gate))
+    below = torch.special.erfc(-gate.double() * 0.5**0.5) / 2  # without cancellation
+    torch.testing.assert_close(got, (gate.double() * below).float(), atol=1e-30, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stored", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
@@ -190,10 +202,10 @@ def test_rope_and_cache_write(path: str, stored: torch.dtype) -> None:
 
 def test_a_second_thread_changes_nothing(path: str) -> None:
     x, weight = rows_of(64, 1024, torch.bfloat16), rows_of(1, 1024, torch.bfloat16)[0]
-    alone = NativeNorm(weight, 1e-5)(x)[1], NativeSiluGate()(x, x)
+    alone = NativeNorm(weight, 1e-5)(x)[1], NativeGate("silu")(x, x)
     torch.set_num_threads(2)
     try:
-        both = NativeNorm(weight, 1e-5)(x)[1], NativeSiluGate()(x, x)
+        both = NativeNorm(weight, 1e-5)(x)[1], NativeGate("silu")(x, x)
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))

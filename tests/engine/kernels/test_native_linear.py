@@ -14,9 +14,8 @@ from llmopt.engine.kernels.activations.fake_quantize import (
     fake_quantize_inputs,
     split_outliers,
 )
-from llmopt.engine.kernels.common.build import Native
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of, refuses_grid
+from llmopt.engine.kernels.linear.lattice_grid import lattice_grid
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
 from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
 from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
@@ -39,16 +38,20 @@ from llmopt.quant.base.scheme import (
     VectorwiseScheme,
 )
 from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.ggml.lattice_tables import LATTICES
+from llmopt.quant.native.build import Native
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.vectorwise import VectorwiseTensor
+from torch.nn import functional
 
 from ...support.quantized_world import quantized
 
 INT8 = Activations("int8")
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
 
 
 @pytest.fixture(params=HERE or ["none"])
@@ -153,12 +156,99 @@ def test_eight_bit_inputs_are_the_reference_s(path: str) -> None:
     sweep()
 
 
-@pytest.mark.parametrize("way", ["int8", "bfloat16", "float32"])
+def rounded_in_blocks(x: torch.Tensor, block: int, levels: float) -> torch.Tensor:
+    """`x [rows, in]` through int8, a scale for every `block` channels."""
+    values = functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    scale = values.abs().amax(dim=-1, keepdim=True) / levels
+    codes = (values / scale.where(scale > 0, 1.0)).round().clamp(-128, 127)
+    return (codes * scale).flatten(1)[:, : x.shape[1]]
+
+
+def random_lattice(kind: str, out: int, width: int) -> GgufTensor:
+    """A weight of random bytes, with float16 scales that are small numbers."""
+    scheme = GgufScheme(kind)
+    size = scheme.block[1]
+    g = torch.Generator().manual_seed(out)
+    blocks = torch.randint(0, 256, (out * width // 256, size), dtype=torch.uint8, generator=g)
+    if kind == "IQ1_M":  # its float16 is in the highest four bits of four words
+        words = blocks[:, 48:56].view(torch.int16)
+        parts = torch.tensor([0, 0, 0, 2], dtype=torch.int16) << 12  # 2 ** -7
+        words.copy_((words & 0x0FFF) | parts)
+    else:
+        heads = 2.0 ** torch.randint(-9, -3, (len(blocks), 1), generator=g)
+        blocks[:, :2] = heads.to(torch.float16).view(torch.uint8)
+    return GgufTensor(blocks.view(out, -1), scheme)
+
+
+@pytest.mark.parametrize("kind", LATTICES)
+def test_lattices_are_decoded_in_the_kernel(path: str, kind: str) -> None:
+    pytest.importorskip("gguf")
+    for out, width, rows in ((70, 512, 5), (32, 256, 1)):
+        weight = random_lattice(kind, out, width)
+        x = inputs_of(rows, width)
+        grid = lattice_grid(weight)
+        assert error(PackedLinear(grid, "float32")(x), x, weight) < 2e-6
+        linear = PackedLinear(grid, "int8", input_block=32, levels=127.0)
+        assert error(linear(x), rounded_in_blocks(x, 32, 127.0), weight) < 2e-6
+        half = x.bfloat16()
+        assert error(PackedLinear(grid, "bfloat16")(half), half, weight) < 6e-3
+        ids = torch.tensor([3, out - 1, 3])
+        torch.testing.assert_close(linear.rows(ids, torch.float32), weight.dequantize()[ids])
+    whole = random_lattice(kind, 64, 512)
+    assert PackedLinear(lattice_grid(whole), "int8").weight_bytes < 1.25 * whole.nbytes
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [*(GgufScheme(kind) for kind in TABLE_BLOCKS), Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4")],
+    ids=lambda scheme: scheme.label,
+)
+def test_tables_of_whole_numbers_take_8_bit_inputs(path: str, scheme: Scheme) -> None:
+    for out, width, rows in ((70, 512, 5), (32, 256, 1), (9, 768, 20)):
+        weight, x = weight_of(scheme, out, width), inputs_of(rows, width)
+        grid = grid_of(weight)
+        assert grid is not None
+        linear = PackedLinear(grid, "int8", input_block=32, levels=127.0)
+        assert error(linear(x), rounded_in_blocks(x, 32, 127.0), weight) < 2e-6
+        ids = torch.tensor([3, out - 1])
+        torch.testing.assert_close(linear.rows(ids, torch.float32), weight.dequantize()[ids])
+
+
+def test_blocks_of_inputs_have_scales_of_their_own(path: str) -> None:
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        st.one_of(integers, st.sampled_from([GgufScheme(kind) for kind in WHOLE_BLOCKS])),
+        st.integers(1, 140),
+        st.integers(1, 900),
+        st.integers(2, 20),
+        st.sampled_from([32, 64, 128]),
+    )
+    def sweep(scheme: Scheme, out: int, around: int, rows: int, most: int) -> None:
+        weight = weight_of(scheme, out, width_for(scheme, around))
+        grid = grid_of(weight)
+        assert grid is not None
+        x = inputs_of(rows, weight.in_features)
+        x[:, weight.in_features // 2] *= 100  # an outlier, which the other blocks do not see
+        x[0] = 0
+        linear = PackedLinear(grid, "int8", input_block=most, levels=127.0)
+        assert 32 <= linear.input_block <= most and linear.input_block % 32 == 0
+        got = linear(x)
+        assert error(got[1:], rounded_in_blocks(x, linear.input_block, 127.0)[1:], weight) < 2e-6
+        assert not got[0].any()
+
+    sweep()
+
+
+@pytest.mark.parametrize("way", ["int8", "blocks", "bfloat16", "float32"])
 def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
     for scheme in (IntScheme(4, 32, False), IntScheme(8, -1, True), GgufScheme("Q5_K")):
         grid = grid_of(weight_of(scheme, 70, 768))
         assert grid is not None
-        linear = PackedLinear(grid, way)
+        linear = (
+            PackedLinear(grid, "int8", input_block=32)
+            if way == "blocks"
+            else PackedLinear(grid, way)
+        )
         x = inputs_of(140, 768)
         x = x.bfloat16() if way == "bfloat16" else x
         together = linear(x)
@@ -183,16 +273,22 @@ def test_float32_results_are_the_unrounded_ones(path: str) -> None:
 
 
 def test_every_path_gives_the_same_bits_for_8_bit_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = inputs_of(9, 1152)
-    for scheme in (IntScheme(4, 128, False), IntScheme(8, -1, True), GgufScheme("Q4_0")):
+    x = inputs_of(9, 1280)
+    for scheme, block in (
+        (IntScheme(4, 128, False), 0),
+        (IntScheme(8, -1, True), 0),
+        (GgufScheme("Q4_0"), 32),
+        (GgufScheme("Q4_K"), 32),
+        (GgufScheme("Q6_K"), 32),
+    ):
         results = []
         for name in HERE:
             monkeypatch.setenv(VARIABLE, name)
             if native_linear().library is None:
                 pytest.skip(str(native_linear().reason))
-            grid = grid_of(weight_of(scheme, 50, 1152))
+            grid = grid_of(weight_of(scheme, 50, 1280))
             assert grid is not None
-            results.append(PackedLinear(grid, "int8")(x))
+            results.append(PackedLinear(grid, "int8", input_block=block)(x))
         assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -252,11 +348,12 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (IntScheme(8, -1, True, Activations("int8", "group128")), 16, "native-16bit-inputs"),
         (VectorwiseScheme(), 16, "native-8bit-inputs"),
         (GgufScheme("Q4_K"), 8, "native-8bit-inputs"),
-        (GgufScheme("IQ4_XS"), 8, "native-16bit-inputs"),
-        (GgufScheme("IQ2_XS"), 8, "tiled-dequant"),
+        (GgufScheme("IQ4_XS"), 8, "native-8bit-inputs"),
+        (GgufScheme("IQ2_XS"), 8, "native-8bit-inputs"),
+        (GgufScheme("IQ3_S"), 16, "native-16bit-inputs"),
         (CodebookScheme("nf4"), 8, "native-16bit-inputs"),
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
-        (Fp4Scheme("nvfp4"), 8, "native-16bit-inputs"),
+        (Fp4Scheme("nvfp4"), 8, "native-8bit-inputs"),
         (Fp4Scheme("mxfp4", Activations("mxfp4", "group32")), 16, "native-16bit-inputs"),
         (LookupScheme(4), 8, "tiled-dequant"),
         (IntScheme(4, 24, True), 16, "tiled-dequant"),

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of
 from llmopt.engine.kernels.linear.lookup import native_lookup
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
 from llmopt.quant.base.scheme import GgufScheme, IntScheme, Scheme
 from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.quantized_world import quantized
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
 BLOCKS = [GgufScheme(kind) for kind in WHOLE_BLOCKS + TABLE_BLOCKS]
 INTEGERS = [IntScheme(bits, 32, symmetric) for bits in (3, 4, 8) for symmetric in (True, False)]
 

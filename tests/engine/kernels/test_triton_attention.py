@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,18 +118,41 @@ def test_a_row_depends_on_its_own_prefix_alone() -> None:
     "given", [{}, {"sinks": SINKS}, {"window": 300, "num_sink_tokens": 3}], ids=str
 )
 def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """Split-KV: one program for all segments, one per segment, and more programs than segments."""
+    """Split-KV: one program for all parts of a head, some for each, and more programs than parts."""
     from llmopt.engine.kernels.attention import triton_attention as attention
 
     world = World([700, 20, 300], [1, 1, 2], heads=4, kv_heads=2, device=DEVICE)
     rule, found = pa.AttentionRule(0.2, **given), []
-    for programs in (1, 24, 4096):
-        monkeypatch.setattr(attention, "FULL_GRID", programs)
+    limits = attention.gpu_limits(world.device)
+    for count in (1, 3, 500):
+        few = replace(limits, multiprocessors=count)
+        monkeypatch.setattr(attention, "gpu_limits", lambda device, few=few: few)
         found.append(world.attend(attention.attend_triton, rule))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     torch.testing.assert_close(
         found[0], world.attend(pa.attend_reference, rule), atol=2e-5, rtol=2e-5
     )
+
+
+def test_the_work_list_has_every_part_once() -> None:
+    """Of more sequences than a program of the list counts, one of them much longer than the others."""
+    from llmopt.engine.kernels.attention.triton_metadata import (
+        LISTED,
+        MAX_PARTS,
+        AttentionMetadata,
+        Visibility,
+    )
+
+    lengths = [1 + 7 * i % 90 for i in range(2 * LISTED + 3)]
+    lengths[LISTED] = 3000
+    world = World(lengths, [1] * len(lengths), heads=1, kv_heads=1, dims=(8, 8), device=DEVICE)
+    _, batch = world.batch()
+    for window, longest in ((0, 12), (100, 1)):
+        metadata = AttentionMetadata(batch)
+        work = metadata.work_list(1, Visibility(64, window, 0, 0), 12).tolist()
+        parts = [longest if length == 3000 else 1 for length in lengths]
+        expected = [i * MAX_PARTS + part for i, count in enumerate(parts) for part in range(count)]
+        assert work[: work[0] + 1] == [len(expected), *expected]
 
 
 def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:

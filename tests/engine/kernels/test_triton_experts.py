@@ -96,16 +96,16 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     kernel = EXPERTS.select(kernel_query).run(experts, range(3), 3, False)
     assert isinstance(kernel, LoopedExperts)
     some = EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.float32, is_whole=False))
-    assert some.chosen == "loop"
+    assert some.chosen in ("loop", "native-grouped")
     assert dict(some.reasons)["triton-grouped"] == "it needs all experts in one process"
 
 
 @pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
 @pytest.mark.parametrize("spread", ["even", "one", "first and last"])
 def test_every_routed_token_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
-    from llmopt.engine.kernels.moe.triton_token_permutation import MAX_SORTED, permute_tokens
+    from llmopt.engine.kernels.moe.triton_token_permutation import MAX_COUNTED, permute_tokens
 
-    assert MAX_SORTED < 5000
+    assert MAX_COUNTED < 5000
     g, count = torch.Generator().manual_seed(total), 7
     experts = torch.randint(0, count, (total,), generator=g)
     if spread != "even":
@@ -121,7 +121,7 @@ def test_every_routed_token_is_in_a_tile_of_its_expert(total: int, spread: str) 
     assert sorted(met) == list(range(total))
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3", "gemma-3"])
 def test_greedy_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, *FAMILIES[family])
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

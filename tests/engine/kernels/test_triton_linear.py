@@ -12,6 +12,7 @@ from llmopt.engine.kernels.activations.fake_quantize import (
 )
 from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
 from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -220,6 +221,7 @@ def test_what_they_refuse(scheme: Scheme, inputs: int, name: str, reason: str) -
 def test_an_old_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setenv(TRIALS, "off")  # there is no GPU to try them on
     scheme = FloatScheme("channel", Activations("fp8"))
     choice = QUANTIZED_LINEAR.explain(
         QuantizedLinearKernelQuery("cuda", torch.bfloat16, 64, 128, scheme)

@@ -1,0 +1,428 @@
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+"""Triton kernels of paged attention: FlashAttention-2 over block tables, and Flash-Decoding's reduction.
+
+The block table's entries of a tile of keys are loaded one tile ahead and carried through the loop: a load
+whose address comes from another load of the same iteration would take stages of the software pipeline for
+itself, and leave the keys and values with a single buffer.
+
+Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Dao et al., "Flash-Decoding" (2023) for the parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _held_slot(position, sink_length, evicted_span):
+    """The slot of a position; of an evicted position, the slot after the evicted span."""
+    return tl.where(
+        position >= sink_length + evicted_span,
+        position - evicted_span,
+        tl.minimum(position, sink_length),
+    )
+
+
+@triton.jit
+def _with_sink(top, total, acc, sink):
+    """Add a learned sink logit (base 2) to the running softmax; it weighs no value."""
+    highest = tl.maximum(top, sink)
+    old = tl.exp2(top - highest)
+    return total * old + tl.exp2(sink - highest), acc * old[:, None]
+
+
+@triton.jit
+def _visible_tiles(
+    first,
+    num_cached,
+    count,
+    sink_length,
+    evicted_span,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Key tiles that `TOKENS` query tokens from `first` on see: sink tokens, then from the window's edge on.
+
+    Returns the end of the held slots, the sink tiles, the first tile behind them, and the number of all.
+    """
+    lowest = num_cached - count + first
+    highest = tl.minimum(lowest + TOKENS, num_cached) - 1
+    end = _held_slot(highest, sink_length, evicted_span) + 1
+    start = lowest * 0
+    if WINDOW:
+        start = tl.maximum(lowest - (WINDOW - 1), 0)
+    if CHUNK:
+        start = tl.maximum(start, lowest - lowest % CHUNK)
+    sink_tiles = (tl.minimum(end, NUM_SINK_TOKENS) + TILE - 1) // TILE
+    start_tile = tl.maximum(_held_slot(start, sink_length, evicted_span) // TILE, sink_tiles)
+    num_tiles = sink_tiles + tl.maximum((end + TILE - 1) // TILE - start_tile, 0)
+    return end, sink_tiles, start_tile, num_tiles
+
+
+@triton.jit
+def _part_tiles(num_tiles, PART_TILES: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """Key tiles of a part of the split: they follow from the sequence alone."""
+    return tl.maximum((num_tiles + MAX_PARTS - 1) // MAX_PARTS, PART_TILES)
+
+
+@triton.jit(do_not_specialize=["num_query_tiles"])
+def list_parts(
+    work_ptr,
+    tile_ptr,
+    segment_ptr,
+    num_query_tiles,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The work list of the split keys: `[0]` the number of parts, then query tile * `MAX_PARTS` + part each.
+
+    Grid: blocks of query tiles; a program counts the parts before its own.
+    """
+    own = tl.program_id(0) * BLOCK
+    before = 0
+    for begin in range(0, own + 1, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        is_tile = tile < num_query_tiles
+        segment = segment_ptr + tl.load(tile_ptr + tile * 3, mask=is_tile, other=0) * 6
+        first = tl.load(tile_ptr + tile * 3 + 1, mask=is_tile, other=0)
+        count = tl.load(segment + 1)
+        num_cached = tl.load(segment + 2)
+        sink_length = tl.load(segment + 3)
+        evicted_span = tl.load(segment + 4)
+        _, _, _, num_tiles = _visible_tiles(
+            first,
+            num_cached,
+            count,
+            sink_length,
+            evicted_span,
+            TOKENS,
+            TILE,
+            WINDOW,
+            NUM_SINK_TOKENS,
+            CHUNK,
+        )
+        each = _part_tiles(num_tiles, PART_TILES, MAX_PARTS)
+        parts = tl.where(is_tile, tl.maximum((num_tiles + each - 1) // each, 1), 0).to(tl.int32)
+        if begin < own:
+            before += tl.sum(parts, 0)
+        else:
+            ends = tl.cumsum(parts, 0)
+            place = work_ptr + 1 + before + ends - parts
+            for part in range(tl.max(parts, 0)):
+                tl.store(place + part, tile * MAX_PARTS + part, mask=part < parts)
+            if own + BLOCK >= num_query_tiles:
+                tl.store(work_ptr, before + tl.sum(parts, 0))
+
+
+@triton.jit
+def _blocks(table, slot, end, BLOCK_SIZE: tl.constexpr):
+    """The blocks of slots, 0 beyond the end."""
+    return tl.load(table + slot // BLOCK_SIZE, mask=slot < end, other=0)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def attend(
+    out_ptr,
+    part_ptr,
+    state_ptr,
+    used_ptr,
+    work_ptr,
+    query_ptr,
+    sink_query_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    sink_ptr,
+    tile_ptr,
+    segment_ptr,
+    table_ptr,
+    scale,
+    num_heads,
+    num_parts,
+    query_row,
+    query_head,
+    sink_query_row,
+    sink_query_head,
+    key_block,
+    key_slot,
+    key_head,
+    value_block,
+    value_slot,
+    value_head,
+    scale_block,
+    scale_slot,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    FRONT_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_SINK_QUERIES: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """FlashAttention-2 forward. Grid: query tiles x tiles of heads, the heads fastest.
+
+    With `IN_PARTS` the programs are persistent: those of a tile of heads share the work list `work_ptr` of
+    `list_parts` among them. `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the
+    partial results; `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span,
+    offset of its block table.
+    """
+    HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
+    TOKENS: tl.constexpr = ROWS // GROUP_TILE
+    worker = tl.program_id(0) // HEAD_PROGRAMS
+    head_program = tl.program_id(0) % HEAD_PROGRAMS
+    kv_head = (head_program // HEAD_TILES).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    in_group = (head_program % HEAD_TILES) * GROUP_TILE + row % GROUP_TILE
+    head = kv_head * GROUP + in_group
+    lanes = tl.arange(0, FRONT_DIM)
+    rest = FRONT_DIM + tl.arange(0, REST_DIM if REST_DIM else 1)
+    value_lanes = tl.arange(0, VALUE_TILE)
+    key_head_ptr = key_ptr + kv_head * key_head
+    value_head_ptr = value_ptr + kv_head * value_head
+    if IN_PARTS:
+        num_items, step = tl.load(work_ptr), tl.num_programs(0) // HEAD_PROGRAMS
+    else:
+        num_items, step = worker + 1, 1
+    for item in range(worker, num_items, step):
+        query_tile, part = item, 0
+        if IN_PARTS:
+            work = tl.load(work_ptr + 1 + item)
+            query_tile, part = work // MAX_PARTS, work % MAX_PARTS
+        at = tile_ptr + query_tile * 3
+        first = tl.load(at + 1)
+        part_row = tl.load(at + 2)
+        segment = segment_ptr + tl.load(at) * 6
+        begin = tl.load(segment)
+        count = tl.load(segment + 1)
+        num_cached = tl.load(segment + 2)
+        sink_length = tl.load(segment + 3)
+        evicted_span = tl.load(segment + 4)
+        table = table_ptr + tl.load(segment + 5)
+
+        token = first + row // GROUP_TILE
+        is_row = (token < count) & (in_group < GROUP)
+        query_position = num_cached - count + token
+        place = (begin + token) * query_row + head * query_head
+        lane_mask = is_row[:, None] & (lanes < KEY_DIM)[None, :]
+        query = tl.load(query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0)
+        if REST_DIM:
+            rest_mask = is_row[:, None] & (rest < KEY_DIM)[None, :]
+            query_rest = tl.load(
+                query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
+            )
+        if HAS_SINK_QUERIES:
+            place = (begin + token) * sink_query_row + head * sink_query_head
+            sink_queries = tl.load(
+                sink_query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0
+            )
+            if REST_DIM:
+                sink_query_rest = tl.load(
+                    sink_query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
+                )
+
+        end, sink_tiles, start_tile, num_tiles = _visible_tiles(
+            first,
+            num_cached,
+            count,
+            sink_length,
+            evicted_span,
+            TOKENS,
+            TILE,
+            WINDOW,
+            NUM_SINK_TOKENS,
+            CHUNK,
+        )
+        from_tile, to_tile = num_tiles * 0, num_tiles
+        if IN_PARTS:
+            each = _part_tiles(num_tiles, PART_TILES, MAX_PARTS)
+            from_tile = part * each
+            to_tile = tl.minimum(from_tile + each, num_tiles)
+            place = (part_row + row // GROUP_TILE) * num_heads + head
+            num_used = tl.maximum((num_tiles + each - 1) // each, 1)
+            tl.store(used_ptr + place, num_used, mask=is_row & (part == 0))
+
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+        acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
+        # The blocks of keys, values and scales: in three shapes, as threads hold each differently.
+        slot = (
+            tl.where(from_tile < sink_tiles, from_tile, start_tile + from_tile - sink_tiles) * TILE
+        )
+        slot += tl.arange(0, TILE)
+        key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
+        value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
+        scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
+        for index in range(from_tile, to_tile):
+            tile = tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
+            slot = tile * TILE + tl.arange(0, TILE)
+            is_held = slot < end
+            inside = slot % BLOCK_SIZE
+            position = slot + tl.where(slot >= sink_length, evicted_span, 0)
+
+            key_place = key_blocks * key_block + inside[None, :] * key_slot
+            mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
+            key = tl.load(key_head_ptr + key_place + lanes[:, None], mask=mask, other=0.0)
+            if HAS_SCALES:
+                key = key.to(tl.float32)
+            key = key.to(query.dtype)
+            scores = tl.dot(query, key, input_precision=PRECISION)
+            if REST_DIM:
+                mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
+                key_rest = tl.load(key_head_ptr + key_place + rest[:, None], mask=mask, other=0.0)
+                if HAS_SCALES:
+                    key_rest = key_rest.to(tl.float32)
+                key_rest = key_rest.to(query.dtype)
+                scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
+            if HAS_SINK_QUERIES:  # noqa: SIM102 - a constexpr, the inner condition is not
+                if index < sink_tiles:
+                    others = tl.dot(sink_queries, key, input_precision=PRECISION)
+                    if REST_DIM:
+                        others = tl.dot(
+                            sink_query_rest, key_rest, others, input_precision=PRECISION
+                        )
+                    scores = tl.where((position < NUM_SINK_TOKENS)[None, :], others, scores)
+            scores = scores * scale
+            if HAS_SCALES:
+                scale_place = scale_blocks * scale_block + inside * scale_slot + kv_head
+                key_scale = tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)
+                value_scale = tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)
+                scores = scores * key_scale[None, :]
+            if SOFTCAP > 0.0:
+                scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
+            scores = scores * _LOG2E
+            visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
+            if WINDOW:
+                in_window = position[None, :] > query_position[:, None] - WINDOW
+                visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
+            if CHUNK:
+                chunk_start = query_position - query_position % CHUNK
+                visible = visible & (position[None, :] >= chunk_start[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+
+            highest_score = tl.maximum(top, tl.max(scores, 1))
+            # Rows without a visible key yet: avoids inf - inf.
+            base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
+            old = tl.exp2(top - base)
+            weights = tl.exp2(scores - base[:, None])
+            total = total * old + tl.sum(weights, 1)
+            top = highest_score
+            if HAS_SCALES:
+                weights = weights * value_scale[None, :]
+            if VALUES_IN_KEYS:
+                value = tl.trans(key)
+            else:
+                value_place = value_blocks * value_block + inside[:, None] * value_slot
+                mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
+                value = tl.load(
+                    value_head_ptr + value_place + value_lanes[None, :], mask=mask, other=0.0
+                )
+                if HAS_SCALES:
+                    value = value.to(tl.float32)
+                value = value.to(query.dtype)
+            acc = acc * old[:, None]
+            acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
+
+            following = index + 1
+            tile = tl.where(following < sink_tiles, following, start_tile + following - sink_tiles)
+            slot = tile * TILE + tl.arange(0, TILE)
+            key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
+            value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
+            scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
+
+        out_mask = is_row[:, None] & (value_lanes < VALUE_DIM)[None, :]
+        if IN_PARTS:
+            place = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts + part
+            tl.store(state_ptr + place * 2, top, mask=is_row)
+            tl.store(state_ptr + place * 2 + 1, total, mask=is_row)
+            tl.store(
+                part_ptr + place[:, None] * VALUE_DIM + value_lanes[None, :], acc, mask=out_mask
+            )
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
+                total, acc = _with_sink(top, total, acc, sink)
+            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            place = ((begin + token) * num_heads + head) * VALUE_DIM
+            out = acc.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + place[:, None] + value_lanes[None, :], out, mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def reduce_parts(
+    out_ptr,
+    part_ptr,
+    state_ptr,
+    used_ptr,
+    sink_ptr,
+    row_ptr,
+    num_heads,
+    num_parts,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Reduce the partial results of the split keys (log-sum-exp rescaling). Grid: rows, heads."""
+    row = tl.load(row_ptr + tl.program_id(0))
+    head = tl.program_id(1)
+    first = tl.program_id(0).to(tl.int64) * num_heads + head
+    num_used = tl.load(used_ptr + first)
+    first = first * num_parts
+    lanes = tl.arange(0, VALUE_TILE)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    acc = tl.full([1, VALUE_TILE], 0.0, tl.float32)
+    for begin in range(0, num_used, STRIDE):
+        part = begin + tl.arange(0, STRIDE)
+        place = first + part
+        is_part = part < num_used
+        part_m = tl.load(state_ptr + place * 2, mask=is_part, other=float("-inf"))
+        part_l = tl.load(state_ptr + place * 2 + 1, mask=is_part, other=0.0)
+        is_full = part_m > float("-inf")
+        mask = is_full[:, None] & (lanes < VALUE_DIM)[None, :]
+        mixed = tl.load(
+            part_ptr + place[:, None] * VALUE_DIM + lanes[None, :], mask=mask, other=0.0
+        )
+        highest = tl.maximum(top, tl.max(part_m, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        old = tl.exp2(top - base)
+        factor = tl.where(is_full, tl.exp2(part_m - base), 0.0)
+        total = total * old + tl.sum(part_l * factor, 0)
+        acc = acc * old[:, None] + tl.sum(mixed * factor[:, None], 0)[None, :]
+        top = highest
+    if HAS_SINKS:
+        sink = tl.load(sink_ptr + head) * _LOG2E
+        total, acc = _with_sink(top, total, acc, sink)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    place = (row * num_heads + head) * VALUE_DIM
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place + lanes[None, :], out, mask=(lanes < VALUE_DIM)[None, :])

@@ -1,0 +1,335 @@
+"""Kernel verdicts: a candidate earns its place on a device, once per (GPU, driver, torch, Triton, kernels).
+
+The first time that an operation is selected for a kernel query on a CUDA device, every candidate that
+supports it is tried: compiled and run on small inputs, held against the operation's last candidate (the
+reference), and timed against the candidates behind it. One that is wrong, fails or is slower is dropped, with
+one warning line, and the verdicts are kept in the user's cache folder. Where trials end the process, a later
+one finds that noted, and drops the candidate. Other devices are not measured: there the order decides.
+
+To add a backend: a `Candidate` in its operation's list, at the place that it deserves where nothing is
+measured, and a `Trial`, which the operation makes from a kernel query (`Operation.trial`) or a caller passes
+to `select`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ....quant.base.atomic_io import write_atomically
+from ....quant.base.errors import BadInput, Failure, first_line
+
+_log = logging.getLogger(__name__)
+Implementation = TypeVar("Implementation")
+Tried = TypeVar("Tried", covariant=True)
+
+VARIABLE = "LLMOPT_KERNEL_TRIALS"
+"""`off`: no candidate is tried, and what is stored is not read: the order of the candidates decides."""
+MARGIN = 1.05
+"""A candidate stays where none behind it is faster by more than this: timings of two runs differ so much."""
+
+LONGEST_REASON = 200
+"""Characters of the error of a compiler or driver."""
+MOST_ATTEMPTS = 2
+"""Trials of a candidate that may end their process: a first one may have been killed from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial(Generic[Implementation]):
+    """What the candidates for a kernel query are compared and timed on.
+
+    Attributes:
+        compute: runs an implementation on small inputs, the same for each; returns its outputs.
+        tolerance: the most that |output - reference| / |reference| may be, of the worst output.
+        calls: from an implementation, what is timed: a call for each batch size that matters. Its time is
+            compared by the geometric mean of the ratios. None: the order of the candidates decides.
+    """
+
+    compute: Callable[[Implementation], Sequence[torch.Tensor]]
+    tolerance: float
+    calls: Callable[[Implementation], Sequence[Callable[[], object]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of a trial.
+
+    Attributes:
+        error: against the reference, as `Trial.tolerance`; None: it failed, or is the reference.
+        seconds: median time of each of the trial's calls; empty: not timed.
+        dropped: the reason why the candidate is not chosen; None: it earned its place.
+    """
+
+    error: float | None = None
+    seconds: tuple[float, ...] = ()
+    dropped: str | None = None
+
+
+class Contender(Protocol[Tried]):
+    """What is tried: a `Candidate`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run(self) -> Tried: ...
+
+
+Clock = Callable[[Callable[[], object]], float]
+"""Median seconds of a call on the device."""
+
+
+class VerdictTable:
+    """The verdicts and crossovers of one device.
+
+    Args:
+        path: the file that keeps them; one that is missing or damaged is written anew.
+        clock: times a call.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path, self._clock = path, clock
+        self._verdicts: dict[str, dict[str, Verdict]] = {}
+        self._crossovers: dict[str, int] = {}
+        self._trying: dict[str, dict[str, Any]] = {}
+        self._untried: set[str] = set()
+        self._read()
+
+    @property
+    def verdicts(self) -> Mapping[str, Mapping[str, Verdict]]:
+        """By `case_name`, then by candidate."""
+        return self._verdicts
+
+    @property
+    def crossovers(self) -> Mapping[str, int]:
+        """Crossover tokens of quantized linears, by shape and scheme."""
+        return self._crossovers
+
+    def dropped(self, operation: str, query: str) -> dict[str, str]:
+        """The candidates that are known not to deserve their place, and why."""
+        known = self._verdicts.get(case_name(operation, query), {})
+        return {name: each.dropped for name, each in known.items() if each.dropped is not None}
+
+    def judge(
+        self,
+        operation: str,
+        query: str,
+        contenders: Sequence[Contender[Implementation]],
+        make: Callable[[], Trial[Implementation] | None],
+    ) -> dict[str, str]:
+        """`dropped`, once every contender has been tried; the last of them is the reference, and stays.
+
+        Raises:
+            Failure: a candidate left the device unusable.
+        """
+        name = case_name(operation, query)
+        known = set(self._verdicts.get(name, {}))
+        if name not in self._untried and known != {each.name for each in contenders}:
+            try:
+                with torch.inference_mode():
+                    verdicts = self._tried(name, contenders, make)
+            except torch.OutOfMemoryError:
+                return {}  # no fault of a kernel: another start tries again
+            if verdicts is None:
+                self._untried.add(name)
+                return {}
+            self._verdicts[name] = verdicts
+            for candidate, verdict in verdicts.items():
+                if verdict.dropped is not None:
+                    _log.warning(
+                        "%s for %s: %s is dropped: %s", operation, query, candidate, verdict.dropped
+                    )
+            self._write()
+        return self.dropped(operation, query)
+
+    def crossover(self, name: str, measure: Callable[[], int]) -> int:
+        """The crossover that is stored under `name`; if absent, it is measured and stored."""
+        if name not in self._crossovers:
+            self._crossovers[name] = measure()
+            self._write()
+        return self._crossovers[name]
+
+    def clear(self) -> None:
+        """Forget everything, on disk as well: the next selection tries anew."""
+        self._verdicts, self._crossovers, self._trying = {}, {}, {}
+        self.path.unlink(missing_ok=True)
+
+    def _tried(
+        self,
+        name: str,
+        contenders: Sequence[Contender[Implementation]],
+        make: Callable[[], Trial[Implementation] | None],
+    ) -> dict[str, Verdict] | None:
+        """A verdict on each; None: there is no trial, or the reference itself fails in it."""
+        *candidates, reference = contenders
+        try:
+            trial = make()
+            if trial is None:
+                return None
+            expected = trial.compute(reference.run)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            self._check_device(reference.name, problem)
+            _log.warning("%s cannot be tried: %s", name, _reason(problem))
+            return None
+        verdicts = {each.name: self._try(name, each, trial, expected) for each in candidates}
+        verdicts[reference.name] = Verdict(seconds=self._seconds(reference, trial))
+        return _without_slower(verdicts)
+
+    def _try(
+        self,
+        name: str,
+        contender: Contender[Implementation],
+        trial: Trial[Implementation],
+        expected: Sequence[torch.Tensor],
+    ) -> Verdict:
+        attempt = self._trying.get(name, {})
+        times = attempt["times"] if attempt.get("candidate") == contender.name else 0
+        if times >= MOST_ATTEMPTS:
+            return Verdict(dropped=f"it ended the process that tried it, {times} times")
+        self._trying[name] = {
+            "candidate": contender.name,
+            "process": os.getpid(),
+            "times": times + 1,
+        }
+        self._write()
+        try:
+            error = relative_error(trial.compute(contender.run), expected)
+            if not error <= trial.tolerance:  # NaN is not
+                return Verdict(error, dropped=f"its error is {error:.1e}, of {trial.tolerance:.0e}")
+            return Verdict(error, self._seconds(contender, trial))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            # Any exception of a compiler or driver: the candidate cannot serve here.
+            self._check_device(contender.name, problem)
+            return Verdict(dropped=f"it failed: {_reason(problem)}")
+        except KeyboardInterrupt:
+            self._trying.pop(name)
+            self._write()
+            raise
+        finally:
+            self._trying.pop(name, None)
+
+    def _check_device(self, candidate: str, problem: Exception) -> None:
+        """After an illegal access every call fails: leave the note of the attempt for the next start."""
+        if not torch.cuda.is_available():
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception as still:
+            raise Failure(
+                f"the kernel {candidate} left the GPU unusable ({first_line(problem)}): start again; "
+                f"after {MOST_ATTEMPTS} such trials it is dropped"
+            ) from still
+
+    def _seconds(
+        self, contender: Contender[Implementation], trial: Trial[Implementation]
+    ) -> tuple[float, ...]:
+        if trial.calls is None:
+            return ()
+        return tuple(self._clock(call) for call in trial.calls(contender.run))
+
+    def _read(self) -> None:
+        try:
+            stored = json.loads(self.path.read_text())
+            self._verdicts = {
+                name: {
+                    each: Verdict(kept["error"], tuple(kept["seconds"]), kept["dropped"])
+                    for each, kept in candidates.items()
+                }
+                for name, candidates in stored["verdicts"].items()
+            }
+            self._crossovers = {name: int(count) for name, count in stored["crossovers"].items()}
+            self._trying = {
+                name: attempt
+                for name, attempt in stored["trying"].items()
+                if not _is_alive(int(attempt["process"]))
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self._verdicts, self._crossovers, self._trying = {}, {}, {}
+
+    def _write(self) -> None:
+        stored = {
+            "verdicts": {
+                name: {each: asdict(verdict) for each, verdict in candidates.items()}
+                for name, candidates in self._verdicts.items()
+            },
+            "crossovers": self._crossovers,
+            "trying": self._trying,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(stored, indent=1, sort_keys=True).encode())
+        except (OSError, BadInput):
+            pass  # the next process measures again
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+TOLERANCE_QUANTIZED = 4e-2
+"""For activations or a KV cache quantized to 8 bits: a value between two codes may round either way."""
+
+
+def tolerance(dtype: torch.dtype, *, quantizes_inputs: bool = False) -> float:
+    """What a kernel may differ from its reference by, as `relative_error`."""
+    return TOLERANCE_QUANTIZED if quantizes_inputs else TOLERANCES[dtype]
+
+
+def case_name(operation: str, query: str) -> str:
+    """The name under which a table keeps the verdicts for a kernel query."""
+    return f"{operation}: {query}"
+
+
+def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest of the tensors' relative errors."""
+    errors = [
+        (tensor.float() - reference.float()).norm() / reference.float().norm()
+        for tensor, reference in zip(got, expected, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _reason(problem: Exception) -> str:
+    """An exception in one line of a readable length."""
+    return f"{type(problem).__name__}: {first_line(problem)}"[:LONGEST_REASON]
+
+
+def _without_slower(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """Drop who is slower than somebody behind."""
+    judged: dict[str, Verdict] = {}
+    fastest: str | None = None
+    for name, verdict in reversed([*verdicts.items()]):
+        if verdict.dropped is None and verdict.seconds:
+            ratio = 0.0 if fastest is None else _ratio(verdict, judged[fastest])
+            if ratio > MARGIN:
+                reason = f"{fastest} takes {100 / ratio:.0f} % of its time"
+                verdict = Verdict(verdict.error, verdict.seconds, reason)
+            else:
+                fastest = name
+        judged[name] = verdict
+    return dict(reversed([*judged.items()]))
+
+
+def _ratio(verdict: Verdict, other: Verdict) -> float:
+    """Geometric mean of the ratios of the calls' times."""
+    logs = [math.log(a / b) for a, b in zip(verdict.seconds, other.seconds, strict=True)]
+    return math.exp(sum(logs) / len(logs))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()

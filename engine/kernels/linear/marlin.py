@@ -1,0 +1,95 @@
+"""4-bit linears by Marlin (Frantar et al., 2024), from `kernels-community/quantization` of the hub."""
+
+from __future__ import annotations
+
+import torch
+
+from ....quant.base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.integer import IntTensor
+from ..common.backends import hub_kernel, refuses_device
+
+REPOSITORY = "kernels-community/quantization"
+GROUPS = (32, 64, 128)
+LEAST_OUT, LEAST_IN = 64, 128
+LOCKS = 16
+"""Locks in the workspace for each tile of `LEAST_OUT` outputs."""
+_GROUPED = [row + 8 * column for row in range(8) for column in range(8)]
+_WHOLE = [2 * row + column for row in range(4) for column in (0, 1, 8, 9, 16, 17, 24, 25)]
+"""The order of scales in which a thread meets them: with several groups of inputs, and with one."""
+
+
+def refuses_marlin(
+    device: str, dtype: torch.dtype, scheme: Scheme, out_features: int, in_features: int
+) -> str | None:
+    """The reason why it does not support a linear, or None."""
+    if (reason := refuses_device(device, (8, 9, 10, 12))) is not None:
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if not isinstance(scheme, IntScheme) or scheme.activations is not None:
+        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
+    if scheme.bits != 4 or not scheme.symmetric or scheme.permuted:
+        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
+    if scheme.group_size not in (PER_CHANNEL, *GROUPS) or not scheme.divides(in_features):
+        return f"it has no groups of {scheme.group_size}"
+    if out_features % LEAST_OUT or in_features % LEAST_IN:
+        shape = f"{out_features} × {in_features}"
+        return f"it needs out % {LEAST_OUT} = 0 and in % {LEAST_IN} = 0, not {shape}"
+    return hub_kernel(REPOSITORY).reason
+
+
+class MarlinLinear:
+    """`gptq_marlin_gemm` on a weight in Marlin's order."""
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, IntTensor)
+        self._shape = weight.out_features, weight.in_features
+        device = weight.codes.device
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        library = hub_kernel(REPOSITORY).module
+        out_features, in_features = self._shape
+        words = packed_by_inputs(weight.codes)
+        self._codes = library.gptq_marlin_repack(words, self._none, in_features, out_features, 4)
+        self._scales = permuted_scales(weight.scales.to(dtype))
+        locks = out_features // LEAST_OUT * LOCKS
+        self._workspace = torch.zeros(locks, dtype=torch.int32, device=device)
+        self._type = library.scalar_type.scalar_types.uint4b8
+        self.weight_bytes = self._codes.nbytes + self._scales.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out_features, in_features = self._shape
+        return hub_kernel(REPOSITORY).module.gptq_marlin_gemm(
+            x.contiguous(),
+            None,
+            self._codes,
+            self._scales,
+            None,
+            self._none,
+            self._none,
+            self._none,
+            self._workspace,
+            self._type,
+            len(x),
+            out_features,
+            in_features,
+            True,
+            False,
+            True,
+            False,
+        )
+
+
+def packed_by_inputs(codes: torch.Tensor) -> torch.Tensor:
+    """GPTQ's layout: codes uint8 [out, in], eight consecutive inputs in an int32, [in / 8, out]."""
+    by_word = codes.T.reshape(-1, 8, len(codes)).to(torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    # Bits do not overlap, so the sum is their union; in int32 it wraps to the sign.
+    return (by_word << shifts[None, :, None]).sum(dim=1, dtype=torch.int32).contiguous()
+
+
+def permuted_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [out, groups] in Marlin's order, [groups, out]."""
+    by_group = scales.T.contiguous()
+    order = _WHOLE if len(by_group) == 1 else _GROUPED
+    return by_group.reshape(-1, len(order))[:, order].reshape(by_group.shape).contiguous()

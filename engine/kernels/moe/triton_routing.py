@@ -1,0 +1,137 @@
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
+"""Top-k routing in Triton: scores, groups, selection and weights of a token in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.runtime import power_of_two
+from .routing import RoutingRule
+
+
+@triton.jit
+def _limited_to_top_groups(
+    scores,
+    lane,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_TOP_K: tl.constexpr,
+):
+    """The scores, -inf outside the best groups; of equal groups the first ones are taken."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group = lane // SIZE
+    best = tl.full(scores.shape, 0.0, tl.float32)
+    for number in tl.static_range(GROUPS):
+        members = tl.where(group == number, scores, float("-inf"))
+        total = tl.max(members, 0)
+        for _ in tl.static_range(GROUP_TOP_K - 1):
+            members = tl.where(lane == tl.argmax(members, 0), float("-inf"), members)
+            total += tl.max(members, 0)
+        best = tl.where(group == number, total, best)
+    best = tl.where(lane < EXPERTS, best, float("-inf"))
+    is_top = lane < 0
+    for _ in tl.static_range(TOPK_GROUPS):
+        top = tl.argmax(best, 0) // SIZE
+        is_top = is_top | (group == top)
+        best = tl.where(group == top, float("-inf"), best)
+    return tl.where(is_top, scores, float("-inf"))
+
+
+@triton.jit
+def _route(
+    logit_ptr,
+    correction_ptr,
+    expert_scale_ptr,
+    weight_ptr,
+    expert_ptr,
+    logit_row,
+    least_sum,
+    scale,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_TOP_K: tl.constexpr,
+):
+    """Grid: tokens. Of experts with equal scores the first is taken."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    is_expert = lane < EXPERTS
+    logit = tl.load(logit_ptr + token * logit_row + lane, mask=is_expert, other=float("-inf"))
+    if SOFTMAX:
+        score = tl.exp(logit - tl.max(logit, 0))
+        score = score / tl.sum(score, 0)
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    left = tl.where(is_expert, score, float("-inf"))
+    if HAS_CORRECTION:
+        left += tl.load(correction_ptr + lane, mask=is_expert, other=0.0)
+    if GROUPS > 1:
+        left = _limited_to_top_groups(left, lane, EXPERTS, GROUPS, TOPK_GROUPS, GROUP_TOP_K)
+    slot = tl.arange(0, SLOTS)
+    weight = tl.full([SLOTS], 0.0, tl.float32)
+    expert = EXPERTS - TOP_K + slot
+    for place in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0)
+        weight = tl.where(slot == place, tl.sum(tl.where(lane == best, score, 0.0), 0), weight)
+        expert = tl.where(slot == place, best, expert)
+        left = tl.where(lane == best, float("-inf"), left)
+    if NORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + least_sum)
+    is_routed = slot < TOP_K
+    if HAS_EXPERT_SCALE:
+        weight *= tl.load(expert_scale_ptr + expert, mask=is_routed, other=0.0)
+    weight = tl.where(is_routed, weight * scale, 1.0)
+    place = token * (TOP_K + SHARED) + slot
+    tl.store(weight_ptr + place, weight, mask=slot < TOP_K + SHARED)
+    tl.store(expert_ptr + place, expert.to(tl.int64), mask=slot < TOP_K + SHARED)
+
+
+def route_triton(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Route` in Triton."""
+    tokens, count = logits.shape
+    slots = rule.top_k + rule.num_shared
+    weights = logits.new_empty(tokens, slots)
+    experts = torch.empty(tokens, slots, dtype=torch.int64, device=logits.device)
+    if tokens:
+        block = power_of_two(count)
+        _route[(tokens,)](
+            logits,
+            logits if correction is None else correction,
+            logits if expert_scale is None else expert_scale,
+            weights,
+            experts,
+            logits.stride(0),
+            float(rule.least_sum),
+            float(rule.scale),
+            EXPERTS=count,
+            BLOCK=block,
+            TOP_K=rule.top_k,
+            SHARED=rule.num_shared,
+            SLOTS=power_of_two(slots),
+            SOFTMAX=rule.softmax,
+            NORMALIZE=rule.normalize,
+            HAS_CORRECTION=correction is not None,
+            HAS_EXPERT_SCALE=expert_scale is not None,
+            GROUPS=rule.num_groups,
+            TOPK_GROUPS=rule.topk_groups,
+            GROUP_TOP_K=rule.group_top_k,
+            num_warps=max(1, min(4, block // 64)),
+        )
+    return weights, experts

@@ -1,0 +1,236 @@
+"""Verdicts of kernels: wrong, failing and slower candidates are dropped once per device, and it is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.engine.kernels.common import device_verdicts, dispatch
+from llmopt.engine.kernels.common.dispatch import Candidate, Operation
+from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable
+from llmopt.quant.base.errors import Failure
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def power(x: torch.Tensor) -> torch.Tensor:
+    return x**2
+
+
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+def nan(x: torch.Tensor) -> torch.Tensor:
+    return x * float("nan")
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("out of resource: shared memory\nRequired: 206000")
+
+
+class Query:
+    device = "cuda"
+
+    def __str__(self) -> str:
+        return "rows of 8 on cuda"
+
+
+class Clock:
+    """Seconds by kernel, and how often each was timed."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.timed = seconds, []
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        name = call()
+        self.timed.append(name)
+        return self.seconds[str(name)]
+
+
+def trial() -> Trial[Kernel]:
+    x = torch.arange(1.0, 9.0)
+
+    def calls(kernel: Kernel) -> Sequence[Callable[[], object]]:
+        return [lambda: kernel.__name__] * 2
+
+    return Trial(lambda kernel: [kernel(x)], 1e-3, calls)
+
+
+def operation(*kernels: Kernel) -> Operation[Query, Kernel]:
+    candidates = [Candidate(each.__name__, lambda _: None, each) for each in kernels]
+    return Operation("square", candidates, lambda _: trial())
+
+
+@pytest.fixture
+def table_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], VerdictTable]:
+    """The table of a device with a clock, as a new process reads it."""
+
+    def make(clock: Clock) -> VerdictTable:
+        table = VerdictTable(tmp_path / "new" / "card.json", clock)
+        monkeypatch.setattr(dispatch, "current_verdicts", lambda: table)
+        return table
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (cube, "its error is"),
+        (nan, "its error is nan"),
+        (broken, "it failed: ValueError: out of resource: shared memory"),
+        (power, "square takes 50 % of its time"),
+    ],
+)
+def test_a_candidate_that_is_wrong_fails_or_is_slower_is_dropped_with_a_line(
+    first: Kernel, reason: str, table_on, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = table_on(Clock(power=2.0, square=1.0, cube=0.1, nan=0.1))
+    with caplog.at_level(logging.WARNING):
+        assert operation(first, square).select(Query()).name == "square"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"square for rows of 8 on cuda: {first.__name__} is dropped: {reason}")
+    assert "\n" not in line
+    assert operation(first, square).explain(Query()).reasons[0][1] == line.partition("dropped: ")[2]
+    assert table.dropped("square", "rows of 8 on cuda")
+
+
+def test_the_first_that_is_right_and_not_slower_is_chosen(table_on) -> None:
+    table_on(Clock(power=1.04, square=1.0))
+    assert operation(power, square).select(Query()).name == "power"
+    table_on(Clock(power=3.0, square=2.0, cube=1.0))
+    three = operation(cube, power, square)  # the last is the reference, whom cube contradicts
+    assert three.select(Query()).name == "square"
+
+
+def test_another_process_reads_what_one_has_measured(table_on, caplog) -> None:
+    clock = Clock(power=2.0, square=1.0)
+    table_on(clock)
+    operation(power, square).select(Query())
+    caplog.clear()
+    table_on(clock)
+    assert operation(power, square).select(Query()).name == "square"
+    assert clock.timed == ["power"] * 2 + ["square"] * 2 and not caplog.records
+    # With another candidate, all are tried again.
+    clock.seconds["cube"] = 1.0
+    operation(cube, power, square).select(Query())
+    assert len(clock.timed) == 8
+
+
+def test_nothing_is_tried_by_a_single_candidate_elsewhere_or_to_explain(table_on) -> None:
+    table = table_on(Clock())
+    assert operation(square).select(Query()).name == "square"
+    on_cpu = Query()
+    on_cpu.device = "cpu"
+    assert operation(broken, square).select(on_cpu).name == "broken"
+    assert operation(broken, square).explain(Query()).chosen == "broken"
+    assert not table.verdicts
+
+
+def test_a_trial_of_the_caller_is_taken_in_place_of_the_operations(table_on) -> None:
+    table_on(Clock(power=1.0, square=2.0))
+    chosen = operation(cube, square).select(Query(), lambda: Trial(lambda _: [torch.ones(1)], 1e-3))
+    assert chosen.name == "cube"
+
+
+def test_a_candidate_that_ended_its_process_twice_is_dropped(table_on) -> None:
+    table, notes = table_on(Clock(square=1.0)), []
+
+    def fatal(x: torch.Tensor) -> torch.Tensor:
+        notes.append(json.loads(path.read_text()))
+        raise SystemExit  # the process ends in it
+
+    path = table.path
+    for times in (1, 2):
+        with pytest.raises(SystemExit):
+            operation(fatal, square).select(Query())
+        ((case, attempt),) = notes[-1]["trying"].items()
+        assert attempt == {"candidate": "fatal", "process": os.getpid(), "times": times}
+        attempt["process"] = 2**22 + 1  # which is gone
+        path.write_text(json.dumps(notes[-1]))
+        table_on(Clock(square=1.0))
+    assert operation(fatal, square).select(Query()).name == "square"
+    kept = json.loads(path.read_text())["verdicts"][case]["fatal"]["dropped"]
+    assert kept == "it ended the process that tried it, 2 times"
+
+
+def test_who_interrupts_a_trial_blames_no_kernel(table_on) -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    path = table_on(Clock()).path
+    with pytest.raises(KeyboardInterrupt):
+        operation(slow, square).select(Query())
+    assert json.loads(path.read_text())["trying"] == {}
+
+
+def test_what_leaves_the_device_unusable_ends_in_a_line_that_says_so(
+    table_on, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    table = table_on(Clock())
+    with pytest.raises(Failure, match=r"broken left the GPU unusable .*start again"):
+        operation(broken, square).select(Query())
+    note = json.loads(table.path.read_text())
+    assert [each["candidate"] for each in note["trying"].values()] == ["broken"]
+
+
+def test_out_of_memory_is_no_verdict(table_on) -> None:
+    def large(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    table = table_on(Clock(square=1.0))
+    assert operation(large, square).select(Query()).name == "large"
+    assert not table.verdicts
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"verdicts": {"a": 1}}', "\x00"])
+def test_a_damaged_file_is_measured_anew(text: str, table_on, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "card.json").write_text(text)
+    table = table_on(Clock(power=2.0, square=1.0))
+    assert table.crossover("int4", lambda: 16) == 16
+    assert operation(power, square).select(Query()).name == "square"
+    assert table_on(Clock()).crossovers == {"int4": 16}
+    table.clear()
+    assert not table_on(Clock()).crossovers and not table.verdicts
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    table = VerdictTable(tmp_path / "file" / "card.json", Clock())
+    assert table.crossover("int4", lambda: 16) == 16
+
+
+def test_the_file_is_of_the_device_the_driver_and_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cards = [("NVIDIA H200", (9, 0)), ("NVIDIA H100 80GB HBM3", (9, 0))]
+    names = {device_verdicts.verdict_file(*card) for card in cards}
+    monkeypatch.setattr(device_verdicts, "driver_version", lambda: "NVRM version: 999.1")
+    names.add(device_verdicts.verdict_file(*cards[0]))
+    monkeypatch.setattr(device_verdicts, "KERNELS", tmp_path)
+    names.add(device_verdicts.verdict_file(*cards[0]))
+    assert len(names) == 4 and all(name.is_relative_to(tmp_path) for name in names)
+
+
+def test_trials_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LLMOPT_KERNEL_TRIALS", "off")
+    assert device_verdicts.current_verdicts() is None
+    assert operation(broken, square).select(Query()).name == "broken"
