@@ -13,11 +13,12 @@ import torch
 from ..quant.model.models import resolve_model
 from ..quant.open import open_checkpoint
 from ..quant.tokenizer.load import load_tokenizer
-from .base.device import choose_device, choose_dtype
+from .base.device import choose_device, choose_dtype, enter_device
 from .base.end_tokens import end_token_ids
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
+    check_stored_dtype,
     choose_num_blocks,
     choose_num_host_blocks,
     kv_block_bytes,
@@ -25,6 +26,7 @@ from .cache.kv_cache import (
 )
 from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
 from .config.config import EngineConfig
+from .execution.draft_graphs import replay_draft
 from .execution.memory_profile import (
     PROFILE_BLOCKS,
     explaining_out_of_memory,
@@ -35,6 +37,9 @@ from .execution.memory_profile import (
 from .execution.model_runner import ModelRunner
 from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
+from .execution.token_graphs import TokenGraphs, token_graph_sizes
+from .execution.warm_up import warm_up
+from .kernels.linear.native_linear import native_linear
 from .model.decoder.decoder import Decoder
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
@@ -53,9 +58,11 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.state_pool import StatePool
 from .scheduling.swap_space import SwapSpace
+from .speculation.draft_model import DraftModel
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
-from .tensor_parallel.workers import Workers, num_threads, open_shards
+from .tensor_parallel.placement import bind_shard, machine
+from .tensor_parallel.workers import Workers, open_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ class LoadedModel:
         draft: the weights of the draft-token proposer, if it has any.
         images: processor and vision encoder, if it takes images.
         image_rules: of the target model.
+        activation_bits: of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
     """
 
     folder: Path
@@ -96,6 +104,7 @@ class LoadedModel:
     draft: Draft | None
     images: ImageSupport
     image_rules: ImageRules
+    activation_bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +155,12 @@ def build_engine(config: EngineConfig) -> EngineParts:
             layout.dtype,
             layout.num_host_blocks,
         )
-    sizes = () if config.enforce_eager else graph_sizes(loaded.device, limits.max_num_seqs)
+    sizes = _captured_sizes(config, loaded, limits)
     runner = open_runner(config, loaded, limits, cache, proposer, sizes)
     with explaining_out_of_memory("the graphs of its steps", loaded.device):
         runner.capture_graphs()
+        if loaded.device.type == "cuda":
+            warm_up(runner, limits)
     pool = BlockPool(num_blocks)
     prefixes = PrefixCache(pool, layout.block_size, enabled=config.enable_prefix_caching)
     return EngineParts(
@@ -162,7 +173,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
             SwapSpace(layout.num_host_blocks),
             StatePool(slots.num_sequences, slots.num_checkpoints, layout.block_size),
         ),
-        open_loop(runner, loaded.device, overlapped=config.async_scheduling),
+        open_loop(runner, loaded.device, overlapped=config.overlaps(loaded.device.type)),
         engine_memory(loaded, cache, proposer),
     )
 
@@ -171,8 +182,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """Load the tokenizer and the weights of the model, its shards and its draft."""
     folder = resolve_model(None if config.model is None else str(config.model))
     device = choose_device(config.device)
+    enter_device(device)
     if device.type == "cpu":
-        torch.set_num_threads(num_threads(config))
+        shards = config.tensor_parallel_size
+        torch.set_num_threads(bind_shard(machine(), 0, shards, config.num_threads))
     trusted = config.trust_remote_code
     checkpoint = open_checkpoint(folder, trust_remote_code=trusted)
     checkpoint.read_ahead()
@@ -194,6 +207,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             language_model_only=config.language_model_only,
             through_transformers=not isinstance(model, Decoder),
         )
+    method = (checkpoint.quantization_config or {}).get("quant_method")
     return LoadedModel(
         folder,
         device,
@@ -206,7 +220,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
         draft,
         images,
         ImageRules(model.image_spec, checkpoint.config, streams="streams" in config.features),
+        _activation_bits(config, method, device, dtype),
     )
+
+
+def _activation_bits(
+    config: EngineConfig, quant_method: str | None, device: torch.device, dtype: torch.dtype
+) -> int:
+    """What the kernels make of the option: without those in C, or in float16, activations keep 16 bits."""
+    multiplies = native_linear().reason is None and dtype in (torch.bfloat16, torch.float32)
+    if quant_method is None or device.type != "cpu" or not multiplies:
+        return 16
+    return config.activation_bits(quant_method)
 
 
 def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConfig:
@@ -231,6 +256,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConf
 def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> CacheLayout:
     """How keys and values are stored, and the number of blocks of the swap space."""
     dtype = stored_dtype(config.kv_cache_dtype, loaded.dtype)
+    check_stored_dtype(dtype, loaded.device)
     layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
     num_host_blocks = choose_num_host_blocks(config, layouts, block_size, dtype)
     return CacheLayout(layouts, block_size, dtype, num_host_blocks)
@@ -267,16 +293,15 @@ def open_runner(
     sizes: Sequence[int] = (),
 ) -> ModelRunner:
     """The model runner on a KV cache; `sizes` are the batch sizes of decode steps to capture."""
-    graphs = StepGraphs(
-        loaded.model,
-        cache.layers,
-        limits.block_size,
-        limits.max_blocks(loaded.max_model_len),
-        sizes,
-        capture_on(loaded.device),
-        loaded.device,
-        loaded.dtype,
-    )
+    capture, max_blocks = capture_on(loaded.device), limits.max_blocks(loaded.max_model_len)
+    placed = capture, loaded.device, loaded.dtype
+    cached = loaded.model, cache.layers, limits.block_size, max_blocks
+    most = limits.max_num_batched_tokens if sizes else 0
+    token_sizes = token_graph_sizes(loaded.device, most)
+    token_graphs = TokenGraphs(*cached, token_sizes, *placed)
+    if isinstance(proposer, DraftModel):
+        of_draft = sizes if loaded.device.type == "cuda" else ()
+        replay_draft(proposer, max_blocks, of_draft, token_sizes, *placed)
     return ModelRunner(
         loaded.model,
         cache,
@@ -284,7 +309,8 @@ def open_runner(
         loaded.dtype,
         loaded.eos_token_ids,
         proposer,
-        graphs=graphs,
+        graphs=StepGraphs(*cached, sizes, *placed),
+        token_graphs=token_graphs,
         by_rejection=config.speculation is not None
         and config.speculation.acceptance == "rejection",
         evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
@@ -353,9 +379,20 @@ def _kv_cache_budget(
     return budget if memory is None else budget.less("encoder cache", loaded.images.cache_bytes)
 
 
+def _captured_sizes(
+    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig
+) -> tuple[int, ...]:
+    """Batch sizes of the decode steps that are captured."""
+    return () if config.enforce_eager else graph_sizes(loaded.device, limits.max_num_seqs)
+
+
 def _profile(
     config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
 ) -> None:
     cache = open_cache(loaded, layout, PROFILE_BLOCKS)
-    profile_run(open_runner(config, loaded, limits, cache), limits)
+    sizes = _captured_sizes(config, loaded, limits)
+    runner = open_runner(config, loaded, limits, cache, sizes=sizes)
+    profile_run(runner, limits)
+    # The graphs' pool, with its split-KV buffers, beside what the eager steps have taken.
+    runner.capture_graphs()
     loaded.images.profile_run(limits.max_num_batched_tokens)

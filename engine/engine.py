@@ -23,6 +23,7 @@ from .execution.lora_manager import LoraManager
 from .execution.prompt_pass import PromptPass, plan_steps
 from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
+from .execution.step_result import StepResult
 from .execution.step_trace import StepRecorder
 from .model.lora.bank import AdapterParts
 from .multimodal.encoder import EncodingError
@@ -49,6 +50,7 @@ class Engine:
         self.folder = loaded.folder
         self.device, self.dtype = loaded.device, loaded.dtype
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
+        self.activation_bits = loaded.activation_bits
         self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
         self.workers = loaded.workers
         self.images, self._image_rules = loaded.images, loaded.image_rules
@@ -252,11 +254,9 @@ class Engine:
                 plan, result.tokens, self.eos_token_ids, known, result.draft_depths
             )
         self._num_steps += 1
-        num_draft_tokens = sum(result.num_draft_tokens.values())
-        self._num_drafts += sum(count > 0 for count in result.num_draft_tokens.values())
-        self._num_draft_tokens += num_draft_tokens
-        self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_draft_tokens)
-        self._num_computed += plan.num_tokens + num_draft_tokens
+        self._num_computed += plan.num_tokens
+        if result.num_draft_tokens:
+            self._count_drafts(result)
         with timer("detokenize"):
             outputs = self.output_processor.outputs(plan, result, tokens)
             outputs = self.output_processor.shown(outputs)
@@ -269,6 +269,13 @@ class Engine:
         self._finishing = None
         self._release_loras()
         return outputs
+
+    def _count_drafts(self, result: StepResult) -> None:
+        counts, tokens = result.num_draft_tokens, result.tokens
+        self._num_drafts += sum(count > 0 for count in counts.values())
+        self._num_draft_tokens += sum(counts.values())
+        self._num_computed += sum(counts.values())
+        self._num_accepted += sum(len(tokens[name]) - 1 for name in counts)
 
     def _drop_in_flight(self, error: BaseException) -> None:
         """Drop the steps in flight after an exception, and note whose they were, finished ones too: they may

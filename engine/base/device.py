@@ -18,10 +18,23 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise BadInput(
+            f"device {name!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}"
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
         built = "is built without MPS" if not torch.backends.mps.is_built() else "sees no Apple GPU"
         raise BadInput(f"device {name!r}: this torch ({torch.__version__}) {built}; take cpu")
     return device
+
+
+def enter_device(device: torch.device) -> None:
+    """Make a CUDA device this thread's current one: Triton's kernels go there, wherever their tensors are.
+
+    Every thread begins with the first device.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

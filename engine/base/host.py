@@ -7,21 +7,20 @@ import os
 import platform
 from pathlib import Path
 
+from .topology import SYSFS, read_topology
 
-def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, limited by the cgroup's CPU quota and by
-    OMP_NUM_THREADS, if set."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
+
+def usable_cores(root: Path = SYSFS) -> int:
+    """Physical cores that this process may use: its affinity, limited by the cgroup's cpuset and CPU quota
+    and by OMP_NUM_THREADS, if set. `root`: where sysfs is mounted."""
+    cores = read_topology(root).num_usable
+    return min(cores, thread_limit() or cores)
+
+
+def thread_limit() -> int | None:
+    """OMP_NUM_THREADS, if it is a number above 0."""
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(cores, int(limit)) if limit.isdigit() and int(limit) else cores
+    return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def available_memory_bytes() -> int:

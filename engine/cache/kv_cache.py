@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, gcd
 from typing import Any
 
 import torch
 
 from ...quant.base.errors import BadInput
 from ..base.host import available_memory_bytes
+from ..base.transfer import packed
 from ..base.units import format_gib
 from ..config.config import EngineConfig
+from ..kernels.attention.block_copies import (
+    BLOCK_COPIES,
+    BlockCopiesKernelQuery,
+    TorchBlockCopies,
+)
 from ..kernels.attention.paged_tensor import vector_bytes
+from ..kernels.common.runtime import refuses_fp8
 from ..model.layers.attention import LayerCache
 from ..model.spec.spec import KvLayout
 from ..planner.memory.cache_size import CacheRequest, KvCacheBudget, size_cache
+from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
 from .state_cache import StateCache
 
@@ -34,6 +42,16 @@ _MOST_EMPTY_BLOCKS = 2**16
 def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
     """The dtype that an `EngineConfig.kv_cache_dtype` names; "auto" is the compute dtype `computed`."""
     return _STORED.get(name, computed)
+
+
+def check_stored_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise where a device cannot hold keys and values in a dtype.
+
+    Raises:
+        BadInput: fp8 on a GPU without FP8 instructions.
+    """
+    if dtype is torch.float8_e4m3fn and (reason := refuses_fp8(device.type)) is not None:
+        raise BadInput(f"kv_cache_dtype fp8: {reason}; take int8")
 
 
 def stored_name(dtype: torch.dtype) -> str:
@@ -158,6 +176,11 @@ class KvCache:
             )
             for part in self._parts
         ]
+        self._ordered_copies = TorchBlockCopies(self._parts, self._on_host)
+        # Of their shape: a worker makes its cache before it knows how many blocks there are.
+        block_bytes = (part.shape[1:].numel() * part.itemsize for part in self._parts)
+        query = BlockCopiesKernelQuery(device.type, gcd(*block_bytes))
+        self._copies = BLOCK_COPIES.select(query).run(self._parts, self._on_host)
         self.block_size = block_size
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for part in self._parts)
@@ -175,14 +198,25 @@ class KvCache:
         if self.broadcast is not None:
             self.broadcast("copy", copies)
         self.states.copy(copies.states)
-        for part, on_host in zip(self._parts, self._on_host, strict=True):
-            if copies.within:
-                sources, destinations = torch.tensor(copies.within, device=part.device).unbind(1)
-                part.index_copy_(0, destinations, part.index_select(0, sources))
-            for source, destination in copies.to_host:
-                on_host[destination].copy_(part[source], non_blocking=True)
-            for source, destination in copies.from_host:
-                part[destination].copy_(on_host[source], non_blocking=True)
+        if copies.within:
+            sources, destinations = zip(*copies.within, strict=True)
+            in_any_order = set(sources).isdisjoint(destinations)
+            (self._copies if in_any_order else self._ordered_copies).within(copies.within)
+        self._copies.to_host(copies.to_host)
+        self._copies.from_host(copies.from_host)
+
+    def warm_up(self) -> None:
+        """Compile the copies, on the null block and the first on the host."""
+        pair = ((NULL_BLOCK, 0),)
+        self._copies.within(((NULL_BLOCK, NULL_BLOCK),))
+        if self.num_host_blocks:
+            self._copies.to_host(pair)
+            self._copies.from_host(((0, NULL_BLOCK),))
+
+    def zero_null_block(self) -> None:
+        """Clear what steps without requests wrote: padding in a table is read, with weight 0."""
+        for part in self._parts:
+            part[NULL_BLOCK].zero_()
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy single slots (source, destination), numbered over all blocks; all reads come first."""
@@ -191,6 +225,6 @@ class KvCache:
         if self.broadcast is not None:
             self.broadcast("copy_slots", copies)
         for part in self._parts:
-            sources, destinations = torch.tensor(copies, device=part.device).unbind(1)
+            sources, destinations = packed([*zip(*copies, strict=True)], part.device)
             slots = part.flatten(0, 1)
             slots.index_copy_(0, destinations, slots.index_select(0, sources))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.transfer import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
 from ..model.layers.state import StateLayout
@@ -41,5 +42,5 @@ class StateCache:
         if not copies:
             return
         for tensor in self.tensors:
-            sources, destinations = torch.tensor(copies, device=tensor.device).unbind(1)
+            sources, destinations = packed([*zip(*copies, strict=True)], tensor.device)
             tensor.index_copy_(0, destinations, tensor.index_select(0, sources))

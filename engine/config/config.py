@@ -130,10 +130,11 @@ class EngineConfig:
             limit=at_least(1),
         ),
     )
-    async_scheduling: bool = field(
-        default=False,
+    async_scheduling: bool | None = field(
+        default=None,
         metadata=option(
-            "Schedule a step, and detokenize the previous one, while another is in flight.",
+            "Schedule a step, and process the outputs of the previous one, while another is in flight.",
+            show_default="on a CUDA device",
             hidden_flags=("--overlapped-loop/--serial-loop",),
             former_names=("overlapped_loop",),
         ),
@@ -202,15 +203,17 @@ class EngineConfig:
     num_threads: int | None = field(
         default=None,
         metadata=option(
-            "CPU threads of a step. Default: the cores that this process may use.",
+            "CPU threads of a step. Default: the physical cores that this process may use, or fewer where "
+            "these are measured to be faster.",
             limit=at_least(1),
         ),
     )
-    cpu_activations: int = field(
-        default=16,
+    cpu_activations: int | None = field(
+        default=None,
         metadata=option(
             "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
-            "8: quantized per token, which is faster from a few tokens per step on.",
+            "8: quantized in blocks of channels, which is faster. Default: as the format's own engine, "
+            "8 for GGUF, else 16.",
             limit=one_of(8, 16),
         ),
     )
@@ -289,6 +292,10 @@ class EngineConfig:
         """The visible window of StreamingLLM; None: sequences end at the model's context."""
         return None if self.window is None else Window(self.window, self.attention_sinks)
 
+    def activation_bits(self, quant_method: str | None) -> int:
+        """Bits of a CPU's activations for weights of a format: llama.cpp quantizes those of GGUF files."""
+        return self.cpu_activations or (8 if quant_method == "gguf" else 16)
+
     def eviction(self, block_size: int) -> KvEviction | None:
         """The rule of the KV-cache budget, for blocks of that size; None: there is none.
 
@@ -299,6 +306,12 @@ class EngineConfig:
             return None
         return KvEviction(self.kv_eviction or DEFAULT_METHOD, self.kv_budget, block_size)
 
+    def overlaps(self, device_type: str) -> bool:
+        """Whether steps on a device are scheduled asynchronously: by default where a host may hold it up."""
+        if self.async_scheduling is None:
+            return device_type == "cuda"
+        return self.async_scheduling
+
     @property
     def features(self) -> frozenset[str]:
         """The features of `compatibility.FEATURES` that these options enable."""
@@ -306,7 +319,7 @@ class EngineConfig:
             "chunks": self.prefill_chunk_size is not None,
             "no-prefix-cache": not self.enable_prefix_caching,
             "policy": self.scheduling_policy != "fcfs",
-            "overlap": self.async_scheduling,
+            "overlap": bool(self.async_scheduling),
             "eager": self.enforce_eager,
             "swap": self.swap_space_bytes > 0,
             "kv-fp8": self.kv_cache_dtype == "fp8",

@@ -13,11 +13,19 @@ from ...quant.base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
 from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.dispatch import Choice
-from ..kernels.elementwise.dispatch import GATE, GELU_GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
+from ..kernels.elementwise.dispatch import (
+    CLAMPED_SWIGLU_GATE,
+    GATE,
+    GELU_GATE,
+    NORM,
+    ROPE_AND_CACHE,
+    RowKernelQuery,
+)
 from ..kernels.linear.linear import LINEAR, LinearKernelQuery
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
@@ -35,8 +43,9 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (CodebookScheme("nf4"), 16),
     (Fp4Scheme("nvfp4"), 16),
     (Fp4Scheme("mxfp4"), 16),
-    (GgufScheme("Q4_K"), 16),
+    (GgufScheme("Q4_K"), 8),
     (LookupScheme(4), 16),
+    (TrellisScheme(2), 16),
 )
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 
@@ -52,6 +61,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
                 (NORM, 4096),
                 (GATE, 4096),
                 (GELU_GATE, 4096),
+                (CLAMPED_SWIGLU_GATE, 4096),
                 (ROPE_AND_CACHE, 128),
             )
         ),

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from ..base.host import available_memory_bytes, cpu_model, usable_cores
-from ..kernels.common.build import cache_folder, openmp_start
+from ...quant.native.build import cache_folder, parallel_start
+from ..base.host import available_memory_bytes, cpu_model, thread_limit, usable_cores
+from ..base.topology import place, read_topology
+from ..kernels.common.thread_choice import ThreadChoice, choose_threads
 from ..kernels.linear.native_linear import has_bf16, native_linear
 from .kernel_table import table
 
@@ -35,6 +37,7 @@ def examine() -> dict[str, Any]:
             "model": cpu_model(),
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
+            "threads": _threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "features": [name for name, probe in FEATURES.items() if _has(probe)],
         },
@@ -60,6 +63,25 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _threads() -> dict[str, Any]:
+    """The topology, and the threads that the engine would take by default, with what they rest on."""
+    topology = read_topology()
+    placement = place(topology)
+    limit = thread_limit()
+    most = min(placement.num_threads, limit or placement.num_threads)
+    choice = choose_threads(most) if limit is None else ThreadChoice(most, reason="OMP_NUM_THREADS")
+    return {
+        "physical_cores": len(topology.cores),
+        "hardware_threads": len(topology.cpus),
+        "nodes": len(topology.nodes),
+        "node": placement.node,
+        "quota": topology.quota,
+        "chosen": choice.num_threads,
+        "step_seconds": dict(choice.seconds),
+        "reason": choice.reason,
+    }
+
+
 def _native() -> dict[str, Any]:
     """The C kernels: the instruction-set path they are compiled for, or why there are none."""
     build = native_linear()
@@ -67,7 +89,7 @@ def _native() -> dict[str, Any]:
         "path": build.path,
         "reason": build.reason,
         "bfloat16_products": has_bf16(),
-        "threads": "torch's OpenMP" if openmp_start() else "one",
+        "threads": parallel_start().name,
         "cache": str(cache_folder()),
     }
 

@@ -1,15 +1,23 @@
-"""Static input tensors of decode steps, which graphs are captured on; filled without torch on a CPU."""
+"""Static input tensors of decode steps, which graphs are captured on.
+
+A step that follows another of its batch changes them in place: every position, slot and length grows by one,
+and where a sequence takes a block, its table has one more entry. So nothing is rebuilt, and nothing but those
+entries and tokens that only the host knows is copied to a GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from ..base.transfer import packed, to_device
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..model.layers.attention import StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
+from ..scheduling.step_plan import DecodeBatch, DecodeRows
 
 
 def is_plain_decode(runs: Sequence[Run]) -> bool:
@@ -28,26 +36,30 @@ def is_plain_decode(runs: Sequence[Run]) -> bool:
 class DecodeInputs:
     """Token ids, positions, slots, lengths and block tables of up to `rows` sequences.
 
-    Rows of padding see one token, of the null block. On a CPU NumPy arrays share the tensors' memory, and a
-    block table is written only where it changed.
+    Rows of padding see one token, of the null block. On a CPU NumPy arrays share the tensors' memory.
     """
 
     def __init__(
         self, rows: int, max_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        def zeros() -> torch.Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
-        self._block_size, self._dtype = block_size, dtype
-        self._token_ids, self._positions, self._slots = zeros(), zeros(), zeros()
+        self._block_size, self._dtype, self._device = block_size, dtype, device
+        # Rows of whole cache lines: each column is aligned, as Triton's kernels specialize for.
+        self._columns = torch.zeros(5, -(-rows // 8) * 8, dtype=torch.int64, device=device)
+        columns = self._columns[:, :rows]
+        self._token_ids, self._positions, self._slots, self._lengths, self._evicted_spans = columns
+        self._lengths.fill_(1)
         self._rows = torch.arange(rows, device=device)
-        self._lengths, self._evicted_spans = zeros() + 1, zeros()
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
         self._filled: list[Sequence[int] | None] = [None] * rows
+        # Of the batch that was written last, if it is still in place.
+        self._batch: DecodeBatch | None = None
+        self._index = 0
+        self._mirror = BlockTables(rows, max_blocks)
         self._arrays = None
         if device.type == "cpu":
-            columns = (self._token_ids, self._positions, self._slots, self._lengths)
             self._arrays = [tensor.numpy() for tensor in (*columns, self._tables)]
+            self._counters = self._columns.numpy()[1:4]
+            self._mirror.tables = self._arrays[-1]
 
     @property
     def takes_runs(self) -> bool:
@@ -71,6 +83,7 @@ class DecodeInputs:
 
     def fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
         """Copy a step's values."""
+        self._forget_batch()
         self._token_ids[:rows] = inputs.token_ids
         self._positions[:rows] = inputs.positions
         self._slots[:rows] = inputs.slots
@@ -84,7 +97,8 @@ class DecodeInputs:
     def fill_runs(self, runs: Sequence[Run], size: int) -> None:
         """Write the values of a plain decode step."""
         assert self._arrays is not None
-        token_ids, positions, slots, lengths, tables = self._arrays
+        self._forget_batch()
+        token_ids, positions, slots, lengths, _, tables = self._arrays
         rows, block_size = len(runs), self._block_size
         starts = [run.start for run in runs]
         token_ids[:rows] = [run.token_ids[0] for run in runs]
@@ -104,6 +118,91 @@ class DecodeInputs:
                 self._filled[row] = run.block_ids if len(held) == len(run.block_ids) else None
         self._pad(rows, size)
 
+    def fill_batch(self, rows: DecodeRows, size: int, sampled: torch.Tensor | None = None) -> None:
+        """Write a decode step; in place, where the one before it in its batch was written last.
+
+        `sampled` are the tokens [rows] of rows with placeholders, on the device.
+        """
+        follows = rows.batch is self._batch and rows.step == self._index + 1
+        if not follows:
+            self._begin_batch(rows, size)
+        elif self._arrays is not None:
+            self._go_on(rows)
+        else:
+            self._go_on_elsewhere(rows)
+        self._batch, self._index = rows.batch, rows.step
+        if sampled is not None:
+            self._token_ids[: len(rows)].copy_(sampled)
+        elif self._arrays is not None:
+            self._arrays[0][: len(rows)] = rows.token_ids
+        else:
+            (token_ids,) = packed([rows.token_ids], self._device)
+            self._token_ids[: len(rows)].copy_(token_ids)
+
+    def _begin_batch(self, rows: DecodeRows, size: int) -> None:
+        """Write all but the tokens; of the tables what the batch before did not have in them."""
+        batch, count, block_size = rows.batch, len(rows), self._block_size
+        values = np.zeros((4, count), np.int64)
+        positions, slots, lengths, _ = values
+        positions[:] = batch.starts
+        positions += rows.step
+        np.add(positions, 1, out=lengths)
+        self._mirror.take(batch.tables)
+        places = positions // block_size
+        slots[:] = self._mirror.tables[np.arange(count), places]
+        slots *= block_size
+        slots += positions % block_size
+        self._filled[:count] = [None] * count
+        if self._arrays is not None:
+            self._columns.numpy()[1:, :count] = values
+        else:
+            self._columns[1:, :count].copy_(to_device(values, self._device))
+            width = int(places.max()) + 1
+            tables = np.ascontiguousarray(self._mirror.tables[:count, :width])
+            self._tables[:count, :width].copy_(to_device(tables, self._device))
+        self._pad(count, size)
+
+    def _go_on(self, rows: DecodeRows) -> None:
+        assert self._arrays is not None
+        slots = self._arrays[2]
+        self._counters[:, : len(rows)] += 1
+        for place, column, block_id in self._begun_blocks(rows):
+            self._mirror.append(place, column, block_id)
+            slots[place] = block_id * self._block_size
+
+    def _go_on_elsewhere(self, rows: DecodeRows) -> None:
+        """The same on a GPU, in stream order: nothing waits, and no step in flight reads other values."""
+        self._columns[1:4, : len(rows)] += 1
+        if begun := self._begun_blocks(rows):
+            width = self._tables.shape[1]
+            for place, column, block_id in begun:
+                self._mirror.append(place, column, block_id)
+            at, block_ids, of_rows, slots = packed(
+                [
+                    [place * width + column for place, column, _ in begun],
+                    [block_id for _, _, block_id in begun],
+                    [place for place, _, _ in begun],
+                    [block_id * self._block_size for _, _, block_id in begun],
+                ],
+                self._device,
+            )
+            self._tables.view(-1).index_copy_(0, at, block_ids)
+            self._slots.index_copy_(0, of_rows, slots)
+
+    def _begun_blocks(self, rows: DecodeRows) -> list[tuple[int, int, int]]:
+        """(row, place in its table, block) where a token is the first of a block."""
+        begun: list[tuple[int, int, int]] = []
+        batch = rows.batch
+        for place in batch.beginning(rows.step):
+            column = (batch.starts[place] + rows.step) // self._block_size
+            begun.append((place, column, batch.tables[place][column]))
+        return begun
+
+    def _forget_batch(self) -> None:
+        if self._batch is not None:
+            self._batch = None
+            self._mirror.forget()
+
     def _pad(self, rows: int, size: int) -> None:
         if rows == size:
             return
@@ -114,3 +213,39 @@ class DecodeInputs:
         self._evicted_spans[rows:size] = 0
         self._tables[rows:size, 0] = NULL_BLOCK
         self._filled[rows:size] = [None] * (size - rows)
+
+
+class BlockTables:
+    """Block tables [rows, blocks] of a decode batch in NumPy: what was written before stays where it can.
+
+    A table is known by its list, which a sequence only appends to while it runs; of the sequences that a
+    batch shares with the one before it no entry is read again, though their rows moved up.
+    """
+
+    def __init__(self, rows: int, max_blocks: int) -> None:
+        self.tables = np.full((rows, max_blocks), NULL_BLOCK, np.int64)
+        self._lists: list[Sequence[int]] = []
+        self._written: list[int] = []
+
+    def take(self, lists: Sequence[Sequence[int]]) -> None:
+        """Write the tables of a batch."""
+        places = {id(entries): place for place, entries in enumerate(self._lists)}
+        sources = [places.get(id(entries), -1) for entries in lists]
+        written = [self._written[source] if source >= 0 else 0 for source in sources]
+        moved = [place for place, source in enumerate(sources) if source not in (-1, place)]
+        if moved:
+            self.tables[moved] = self.tables[[sources[place] for place in moved]]
+        for place, entries in enumerate(lists):
+            new = entries[written[place] :]  # once: another thread may append to it meanwhile
+            self.tables[place, written[place] : written[place] + len(new)] = new
+            written[place] += len(new)
+        self._lists, self._written = list(lists), written
+
+    def append(self, place: int, column: int, block_id: int) -> None:
+        """Write a block that a sequence took."""
+        self.tables[place, column] = block_id
+        self._written[place] = column + 1
+
+    def forget(self) -> None:
+        """Something else wrote to the tables."""
+        self._lists, self._written = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -115,30 +115,47 @@ def profile_kv_cache_budget(
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run the largest step: `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence, and
-    logprobs of all prompt tokens.
+    """Run the largest steps: of `max_num_batched_tokens` and `max_num_seqs`, with a sampled token each
+    and logprobs of all prompt tokens; and of as many sequences at the end of their context, with their draft
+    tokens, whose keys are split over programs.
 
     All sequences write the same block of a cache of `PROFILE_BLOCKS`: the values are meaningless.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
     lengths = [min(longest, share + (index < rest)) for index in range(limits.max_num_seqs)]
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, prompt_logprobs=1)
+    runner.execute(_largest_step(limits, [range(length) for length in lengths], scored=True))
+    most = 1 if limits.drafting is None else 1 + limits.drafting.longest * limits.drafting.width
+    drafted = min(most, longest, max(1, share))
+    # Behind a window the context may be endless: what a sequence holds of it at once.
+    held = limits.max_blocks(limits.max_model_len) * limits.block_size
+    end = min(limits.max_model_len, held)
+    runner.execute(_largest_step(limits, [range(end - drafted, end)] * limits.max_num_seqs))
+
+
+def _largest_step(
+    limits: SchedulerConfig, spans: Sequence[range], *, scored: bool = False
+) -> StepPlan:
+    """A step that computes these tokens of a sequence each."""
+    params = SamplingParams(
+        temperature=1.0, top_k=50, top_p=0.9, prompt_logprobs=1 if scored else None
+    )
+    tokens = [0] * max(span.stop for span in spans)
     rows = tuple(
         ScheduledRow(
             sequence_id=f"largest-step/{index}",
-            start=0,
-            end=length,
-            tokens=TokenView([0] * length),
-            block_ids=(PROFILE_BLOCKS - 1,) * limits.num_blocks(length),
+            start=span.start,
+            end=span.stop,
+            tokens=TokenView(tokens, span.stop),
+            block_ids=(PROFILE_BLOCKS - 1,) * limits.num_blocks(span.stop),
             num_samples=1,
-            num_prompt_tokens=length,
+            num_prompt_tokens=span.stop,
             params=params,
             seed=index,
         )
-        for index, length in enumerate(lengths)
+        for index, span in enumerate(spans)
     )
-    runner.execute(StepPlan(rows))
+    return StepPlan(rows)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from ..multimodal.encoder_cache import EncoderCache
 from ..sampling.logprobs import rows_per_slice, sliced_logprobs
 from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler
-from ..scheduling.step_plan import ScheduledRow, StepPlan
+from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
+from ..speculation.draft_model import DraftModel
 from ..speculation.proposer import Proposer
 from .image_rows import embedded_rows
 from .row_pooling import pooled_rows
@@ -28,7 +29,20 @@ from .step_graphs import Forward, StepGraphs
 from .step_layout import StepLayout
 from .step_phases import UNTIMED, StepTimer
 from .step_result import LaunchedStep, SampledTokens, StepResult
+from .token_graphs import TokenGraphs
 from .verification import CoupledVerification, RejectionVerification, Verification
+
+
+def _fetch_tokens(rows: DecodeRows, draw: Draw, result: StepResult, timer: StepTimer) -> StepResult:
+    """Wait for the tokens of a decode step, one of each row and without logprobs."""
+    with timer("fetch_tokens"):
+        tokens, _ = draw.result()
+    result.tokens = _by_name(rows, tokens)
+    return result
+
+
+def _by_name(rows: DecodeRows, tokens: Sequence[int]) -> dict[str, list[int]]:
+    return dict(zip(rows.batch.names, [[token] for token in tokens], strict=True))
 
 
 def _fetch_samples(
@@ -58,6 +72,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         *,
         graphs: StepGraphs,
+        token_graphs: TokenGraphs | None = None,
         by_rejection: bool = False,
         evictor: Evictor | None = None,
         encoders: EncoderCache | None = None,
@@ -66,20 +81,34 @@ class ModelRunner:
         self.cache = cache
         self._device = device
         self._dtype = dtype
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._sampler = Sampler()
         self._proposer = proposer
-        self._graphs = graphs
+        self._graphs, self._token_graphs = graphs, token_graphs
         self.evictor = evictor
         self.encoders = encoders
         rule = RejectionVerification if by_rejection else CoupledVerification
         self._verification: Verification = rule(self._sampler, eos_token_ids)
 
+    @property
+    def _aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return () if self._proposer is None else self._proposer.aux_hidden_state_layers
+
+    @property
+    def caches(self) -> tuple[KvCache, ...]:
+        """The model's KV cache, and those of the proposer."""
+        return (self.cache, *(() if self._proposer is None else self._proposer.caches))
+
     def capture_graphs(self) -> None:
-        """Capture the graphs of decode steps, before the first step."""
-        self._graphs.capture_all(
-            () if self._proposer is None else self._proposer.aux_hidden_state_layers
-        )
+        """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
+        self._graphs.capture_all(self._aux_hidden_state_layers)
+        if self._token_graphs is not None:
+            if self._graphs.gave_up:  # so would these
+                self._token_graphs.give_up()
+            else:
+                self._token_graphs.capture_all(self._aux_hidden_state_layers)
+        if isinstance(self._proposer, DraftModel):
+            self._proposer.capture_all()
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
         """Run one step without output placeholders."""
@@ -88,13 +117,14 @@ class ModelRunner:
     def reads_placeholders(self, plan: StepPlan) -> bool:
         """Whether the host reads tokens for which the plan has output placeholders."""
         drafts = self._proposer is not None
+        if isinstance(plan.rows, DecodeRows):
+            return plan.rows.has_placeholders and (drafts or plan.rows.batch.reads_tokens)
         return any(
             row.tokens.has_placeholder
             and (drafts or (row.num_samples > 0 and row.params.reads_tokens))
             for row in plan.rows
         )
 
-    @torch.inference_mode()
     def launch(
         self, plan: StepPlan, sampled: SampledTokens | None = None, timer: StepTimer = UNTIMED
     ) -> LaunchedStep:
@@ -102,10 +132,56 @@ class ModelRunner:
 
         A plan of which it `reads_placeholders` must be resolved first.
         """
+        if isinstance(plan.rows, DecodeRows) and self._takes_batch(plan, plan.rows):
+            launched = self._launch_batch(plan.rows, sampled, timer)
+            if launched is not None:
+                return launched
+        return self._launch(plan, sampled, timer)
+
+    def _takes_batch(self, plan: StepPlan, rows: DecodeRows) -> bool:
+        """Whether only the rows' positions, blocks and tokens are new to it."""
+        plain = self._proposer is None and self.evictor is None and not rows.batch.has_adapters
+        return plain and not (plan.copies or plan.compactions)
+
+    def _launch_batch(
+        self, rows: DecodeRows, sampled: SampledTokens | None, timer: StepTimer
+    ) -> LaunchedStep | None:
+        """Launch a captured decode step; None: it is not captured."""
+        batch = rows.batch
+        with timer("prepare_inputs"):
+            placed = None if sampled is None else sampled.of(batch)
+            forward = self._graphs.prepare_batch(rows, placed)
+        if forward is None:
+            return None
+        result = StepResult(replayed=True)
+        with timer("forward"):
+            logits = forward.run()
+        if forward.tokens is not None:
+            with timer("fetch_tokens"):
+                result.tokens = _by_name(rows, forward.tokens.tolist())
+            return LaunchedStep(lambda: result)
+        with timer("sample"):
+            if not batch.takes_largest:
+                return self._sample(rows, logits, result, timer)
+            draw = self._sampler.largest(logits)
+            wait = partial(_fetch_tokens, rows, draw, result, timer)
+            return LaunchedStep(wait, SampledTokens(draw.tokens, batch.places))
+
+    @torch.inference_mode()
+    def _sample(
+        self, rows: DecodeRows, logits: torch.Tensor, result: StepResult, timer: StepTimer
+    ) -> LaunchedStep:
+        return self._begin_draw(rows, logits, result, timer)
+
+    @torch.inference_mode()
+    def _launch(
+        self, plan: StepPlan, sampled: SampledTokens | None, timer: StepTimer
+    ) -> LaunchedStep:
+        """Launch a step of any rows."""
         with timer("prepare_inputs"):
             if self.evictor is not None:
                 self.evictor.compact(plan.compactions)
-            for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
+            for cache in self.caches:
                 cache.copy(plan.copies)
         if self._proposer is not None:
             result = self._speculate(plan, self._proposer, timer)
@@ -172,13 +248,10 @@ class ModelRunner:
             sampled.fill_placeholders(inputs.token_ids, placeholders)
         lengths = [len(run.token_ids) for run in layout.runs]
         loras = zip((row.lora for row in layout.rows), lengths, strict=True)
-        aux_hidden_state_layers = (
-            () if self._proposer is None else self._proposer.aux_hidden_state_layers
-        )
         return replace(
             inputs,
             adapters=rows_by_adapter(list(loras), self._device),
-            aux_hidden_state_layers=aux_hidden_state_layers,
+            aux_hidden_state_layers=self._aux_hidden_state_layers,
             scored=() if self.evictor is None else self.evictor.spans(layout.rows, layout.begins),
         )
 
@@ -196,7 +269,21 @@ class ModelRunner:
             forward = self._graphs.prepare_decode(layout.runs)
             if forward is not None:
                 return forward
+        if (forward := self._prepare_tokens(layout, sampled)) is not None:
+            return forward
         return self._graphs.prepare(self._inputs(layout, sampled))
+
+    def _prepare_tokens(self, layout: StepLayout, sampled: SampledTokens | None) -> Forward | None:
+        """A captured step in which some sequence has several tokens; None: it is none."""
+        graphs = self._token_graphs
+        if graphs is None or self.evictor is not None or any(row.lora for row in layout.rows):
+            return None
+        if layout.num_tokens == len(layout.runs):
+            return None
+        fill = None
+        if sampled is not None and (placeholders := layout.placeholders):
+            fill = partial(sampled.fill_placeholders, placeholders=placeholders)
+        return graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill)
 
     def _ends(self, layout: StepLayout) -> torch.Tensor | None:
         """Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order."""
@@ -213,7 +300,7 @@ class ModelRunner:
         timer: StepTimer,
     ) -> LaunchedStep:
         """Sample from the logits of each row, asynchronously."""
-        sampling = [each for row in rows for each in sampling_rows(row, self._eos_token_ids)]
+        sampling = [each for row in rows for each in sampling_rows(row, self.eos_token_ids)]
         draw = self._sampler.begin(logits, sampling)
         places = accumulate((row.num_samples for row in rows), initial=0)
         names = (row.sequence_id for row in rows)
@@ -221,7 +308,7 @@ class ModelRunner:
         return LaunchedStep(partial(_fetch_samples, rows, draw, result, timer), sampled)
 
     def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
-        return sampling_row(row, self._eos_token_ids, draft_ids)
+        return sampling_row(row, self.eos_token_ids, draft_ids)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor, result: StepResult) -> None:
         """Logprobs of the step's prompt tokens, from slices of logits over all rows that ask for them."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..base.transfer import packed
 from ..cache.step_inputs import Run
 from ..scheduling.step_plan import ScheduledRow
 from ..speculation.proposer import DraftTokens
@@ -64,5 +65,5 @@ class SpeculativeRow:
         if self.accepted == list(range(len(self.accepted))):
             return hidden[begin : self.first + len(self.accepted)]
         known = torch.arange(begin, self.first, device=hidden.device)
-        accepted = torch.tensor(self.accepted, device=hidden.device) + self.first
+        accepted = packed([self.accepted], hidden.device)[0] + self.first
         return hidden.index_select(0, torch.cat([known, accepted]))

@@ -7,13 +7,15 @@ was not captured is padded to the next larger one, with rows that write to the n
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...quant.base.errors import first_line
 from ..cache.step_inputs import Run
 from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
@@ -21,7 +23,11 @@ from ..kernels.graphs.cuda_graph import CudaGraph
 from ..model.layers.attention import LayerCache, StepInputs
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
+from ..scheduling.step_plan import DecodeRows
+from .decode_head import DecodeHead
 from .decode_inputs import DecodeInputs, is_plain_decode
+
+_log = logging.getLogger(__name__)
 
 CPU_SIZES = tuple(range(1, 33))
 """Batch sizes captured on a CPU: beyond, Python's overhead is a small part of a step."""
@@ -53,6 +59,18 @@ class Forward(NamedTuple):
     is_replay: bool
 
 
+class DecodeForward(NamedTuple):
+    """A captured decode step whose inputs are in place.
+
+    Attributes:
+        run: the logits [rows, vocab], valid until the next step.
+        tokens: int64 [rows], the argmax of each row once it has run; None: it gives logits alone.
+    """
+
+    run: Callable[[], torch.Tensor]
+    tokens: torch.Tensor | None = None
+
+
 class StepGraphs:
     """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
 
@@ -82,6 +100,9 @@ class StepGraphs:
         rows = max(self._sizes, default=0)
         self._static = DecodeInputs(rows, max_blocks, block_size, device, dtype)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
+        self._heads: dict[tuple[int, bool], DecodeHead] = {}
+        self.gave_up = False
+        """Whether capturing failed, so that every step is eager."""
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
@@ -90,13 +111,19 @@ class StepGraphs:
         On a CPU the largest and powers of two; others at their first use, which takes a step's time or
         two, where all of them would be a second of every start.
         """
-        try:
+
+        def capture() -> None:
             for place, size in enumerate(reversed(self._sizes)):
                 if self._all_early or place == 0 or size.bit_count() == 1:
                     self._graph(size, 0, aux_hidden_state_layers)
-        except NotCapturable:
-            # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
-            self._sizes = ()
+
+        if not succeeds(capture, "decode steps"):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave every step eager."""
+        self._sizes, self.gave_up = (), True
+        self._graphs.clear()
 
     def prepare(self, inputs: StepInputs) -> Forward:
         """Choose a graph and fill its static inputs with a step's values, or leave the step eager."""
@@ -122,6 +149,45 @@ class StepGraphs:
         self._static.fill_runs(runs, size)
         return self._replay(len(runs), size, 0, ())
 
+    def prepare_batch(
+        self, rows: DecodeRows, sampled: torch.Tensor | None = None
+    ) -> DecodeForward | None:
+        """Fill a captured decode step, in place where it follows another; None: it is not captured.
+
+        `sampled` are the tokens [rows] of rows with placeholders, on the device.
+        """
+        size, count = self._size_of(len(rows)), len(rows)
+        if size is None:
+            return None
+        if size == count and sampled is None and self._static.takes_runs:
+            self._static.fill_batch(rows, size)
+        else:
+            with torch.inference_mode():
+                self._static.fill_batch(rows, size, sampled)
+        graph = self._captured(size, 0, ())
+        if size > count or not isinstance(graph, CpuGraph):
+            return DecodeForward(lambda: self._model.logits(graph.replay()[:count]))
+        head = self._head(graph, size, takes_largest=rows.batch.takes_largest)
+
+        def run() -> torch.Tensor:
+            graph.replay()
+            return head.run()
+
+        return DecodeForward(run, head.tokens)
+
+    @torch.inference_mode()
+    def _new_head(self, graph: CpuGraph, *, takes_largest: bool) -> DecodeHead:
+        capture: Any = self._capture  # of a CPU, since the graph is
+        return DecodeHead(self._model, graph.result, capture, takes_largest=takes_largest)
+
+    def _head(self, graph: CpuGraph, size: int, *, takes_largest: bool) -> DecodeHead:
+        head = self._heads.get((size, takes_largest))
+        if head is None:
+            head = self._heads[size, takes_largest] = self._new_head(
+                graph, takes_largest=takes_largest
+            )
+        return head
+
     def _size_of(self, rows: int) -> int | None:
         """The smallest size that holds so many rows."""
         return next((size for size in self._sizes if size >= rows), None)
@@ -129,9 +195,15 @@ class StepGraphs:
     def _replay(
         self, rows: int, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
     ) -> Forward:
-        key = size, sink_length, aux_hidden_state_layers
-        graph = self._graphs.get(key) or self._graph(*key)
+        graph = self._captured(size, sink_length, aux_hidden_state_layers)
         return Forward(lambda: graph.replay()[:rows], is_replay=True)
+
+    def _captured(
+        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
+    ) -> Graph:
+        """The graph of a size, captured now if it was not."""
+        key = size, sink_length, aux_hidden_state_layers
+        return self._graphs.get(key) or self._graph(*key)
 
     def _graph(
         self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
@@ -170,6 +242,21 @@ def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
         return ()  # torch records no graphs of Metal
     sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
     return sizes[: bisect_left(sizes, max_rows) + 1]
+
+
+def succeeds(capture: Callable[[], None], steps: str) -> bool:
+    """Whether `capture` succeeds; of what fails unexpectedly, one warning line tells for which steps."""
+    try:
+        capture()
+    except NotCapturable:
+        # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
+        return False
+    except Exception as error:
+        # A kernel that waits for the device, a driver that refuses, memory that does not suffice.
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        _log.warning("%s run without graphs, as capturing them failed: %s", steps, reason)
+        return False
+    return True
 
 
 def capture_on(device: torch.device) -> Capture:

@@ -147,10 +147,10 @@ class _OnDevice:
         try:
             if plan.has_placeholders:
                 assert before is not None
-                if runner.reads_placeholders(plan):
-                    plan = plan.resolved(before.wait().result.tokens)
-                else:
+                if not runner.reads_placeholders(plan):
                     sampled = before.sampled
+                if sampled is None:  # the host reads them, or has them already
+                    plan = plan.resolved(before.wait().result.tokens)
             step = runner.launch(plan, sampled, timer)
             self._finish, self._sampled = step.wait, step.sampled
         except Exception as error:

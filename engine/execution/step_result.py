@@ -9,6 +9,7 @@ import torch
 
 from ..base.transfer import packed
 from ..scheduling.outputs import TokenLogprobs
+from ..scheduling.step_plan import DecodeBatch
 
 
 @dataclass(slots=True)
@@ -45,6 +46,13 @@ class SampledTokens:
 
     token_ids: torch.Tensor
     indices: Mapping[str, int]
+
+    def of(self, batch: DecodeBatch) -> torch.Tensor:
+        """Those of each row of a decode batch, int64 [rows]."""
+        if self.indices is batch.places:
+            return self.token_ids
+        sources = [self.indices[name] for name in batch.names]
+        return self.token_ids.index_select(0, packed([sources], self.token_ids.device)[0])
 
     def fill_placeholders(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
         """Write them to `token_ids` [tokens] at the index of each sequence's output placeholder."""

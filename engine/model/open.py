@@ -80,6 +80,11 @@ class CausalModel(Protocol):
         """Whether steps can be captured into a graph: static shapes, no data-dependent control flow."""
         ...
 
+    @property
+    def captures_any_step(self) -> bool:
+        """Whether a captured step serves others of as many tokens, however they are spread over sequences."""
+        ...
+
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the KV caches; returns a row for each token."""
         ...
@@ -141,7 +146,10 @@ def open_model(
     if shard is not None:
         shard.check(spec)
         sharded = shard.spec(spec)
-    weights = load_weights(checkpoint, spec, device, dtype, input_bits, shard)
+    takes_adapters = bool(loras or max_loras)
+    weights = load_weights(
+        checkpoint, spec, device, dtype, input_bits, shard, takes_adapters=takes_adapters
+    )
     give_back_freed_memory()
     bank = None
     if loras or max_loras:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...quant.base.errors import BadInput, first_line
-from ...quant.model.auto import read_config
 from ..base.image_input import Images
 from ..model.spec.spec import ImageSpec
 from ..scheduling.rope_positions import RopePositions
@@ -83,6 +82,8 @@ class ImageRules:
         """The model's class as an instance without weights, which `get_rope_index` does not read; None: the
         model is unknown to transformers."""
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+        from ...quant.model.auto import read_config
 
         config = read_config(self._raw)
         kind: Any = MODEL_MAPPING.get(type(config), None)

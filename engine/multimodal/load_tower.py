@@ -25,8 +25,6 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 def takes_images(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is of an image-text model whose images become embeddings of tokens."""
-    if not isinstance(checkpoint.config.get("vision_config"), dict):
-        return False
     try:
         kind = model_class(checked_config(checkpoint), checkpoint.trust_remote_code)
     except BadInput:

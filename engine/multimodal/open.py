@@ -14,7 +14,6 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ...quant.processor.load_processor import has_processor
 from .encoder_cache import EncoderCache
-from .load_tower import asks_for_token_types, load_encoder, takes_images
 from .media import MediaLimits
 from .processor import ImageProcessor, PreparedPrompt
 
@@ -104,8 +103,14 @@ def open_images(
         BadInput: weights of the tower that are broken.
     """
     folder = checkpoint.folder
+    text_alone = ImageSupport(reason=f"{folder} is a model of text alone")
+    if not isinstance(checkpoint.config.get("vision_config"), dict):
+        return text_alone
+    # Imported here: transformers' modules take seconds that a model of text alone need not wait for.
+    from .load_tower import asks_for_token_types, load_encoder, takes_images
+
     if not takes_images(checkpoint):
-        return ImageSupport(reason=f"{folder} is a model of text alone")
+        return text_alone
     if language_model_only:
         return ImageSupport(reason="language_model_only is set: leave it out")
     if through_transformers and asks_for_token_types(checkpoint):

@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 
+from ..base.sampling_params import SamplingParams
 from ..kernels.common.dispatch import Candidate, Operation
 from ..kernels.common.runtime import refuses_rows
+from ..kernels.common.verdicts import Trial, tolerance
 from .row import SamplingRow
 from .rowwise import RowwiseSampling
 
@@ -64,10 +66,36 @@ def _batched() -> SamplingKernel:
     return BatchedSampling()
 
 
+TRIED_VOCAB = 5000
+
+
+def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKernel]]:
+    """Distributions of rows that use every sampling parameter, and greedy sampling."""
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=40),
+        SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    ]
+    known = [5, 7, 7, 9]
+    rows = [SamplingRow(each, 3, known, 2, suppressed_ids=frozenset({11})) for each in params]
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(len(rows), TRIED_VOCAB, generator=generator)
+    logits = logits.to(kernel_query.device)
+
+    def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
+        kernel = make()
+        return [*kernel.distributions(logits, rows), kernel.draw(logits[:1], rows[:1])]
+
+    # Not timed: row by row the host waits for each.
+    return Trial(compute, tolerance(torch.float32))
+
+
 SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
         Candidate("triton-batched", lambda s: refuses_rows(s.device, torch.float32), _batched),
         Candidate("torch-rows", lambda _: None, RowwiseSampling),
     ],
+    _trial,
 )

@@ -15,6 +15,7 @@ from ..scheduling.outputs import TokenLogprobs
 from .kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingKernelQuery
 from .logprobs import WantedLogprobs
 from .row import SamplingRow
+from .rowwise import largest
 
 
 class Draw:
@@ -52,6 +53,10 @@ class Sampler:
         """As `draw`, without synchronising with the device."""
         return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
+    def largest(self, logits: torch.Tensor) -> Draw:
+        """The first of the largest of each row, as `draw` of greedy rows that change no logits."""
+        return Draw(largest(logits), logits, ())
+
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """See `SamplingKernel`."""
         return self._on(logits.device).distributions(logits, rows)
@@ -65,8 +70,14 @@ class Sampler:
 
         It is argmax(w / e) with e ~ Exp(1), the exponential form of the Gumbel-max trick.
         """
+        return self.chosen(weights, keys, stream).tolist()
+
+    def chosen(
+        self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0
+    ) -> torch.Tensor:
+        """As `choose`, on the device, int64 [rows]."""
         noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
-        return (weights / noise).argmax(dim=-1).tolist()
+        return (weights / noise).argmax(dim=-1)
 
     def uniform(self, keys: Sequence[NoiseKey], stream: int, device: torch.device) -> torch.Tensor:
         """Uniform noise in [0, 1] for each key, float32 [keys]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from .request import RequestTimes
 
@@ -24,13 +25,20 @@ class TokenLogprobs:
         return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
-@dataclass(frozen=True, slots=True)
+class TextSource(Protocol):
+    """The text of a completion, detokenized when it is read."""
+
+    def delta(self, num_tokens: int) -> str:
+        """The new text of the output that ended with that many tokens; to be called once."""
+        ...
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """The delta that one step adds to one completion of a request.
+    """The delta that one step adds to one completion of a request; not to be changed.
 
     Attributes:
-        new_text: text that can be emitted; shorter than the tokens' text while a character or a
-            possible stop string is unfinished.
+        text: its new text, or where that is detokenized when `new_text` is first read.
         logprobs: one entry per new token, if the request asks for them.
         prompt_logprobs: with the first output only; None for the first token, which nothing predicts.
         finish_reason: "stop", "length" or "abort" with the last output, else None.
@@ -42,7 +50,7 @@ class RequestOutput:
     request_id: str
     index: int
     new_token_ids: tuple[int, ...]
-    new_text: str
+    text: str | TextSource
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     finish_reason: str | None
@@ -52,6 +60,14 @@ class RequestOutput:
     num_output_tokens: int
     times: RequestTimes
     pooled: tuple[float, ...] | None = None
+
+    @property
+    def new_text(self) -> str:
+        """Text that can be emitted; shorter than the tokens' text while a character or a possible stop string
+        is unfinished. Any thread may read it."""
+        if not isinstance(self.text, str):
+            self.text = self.text.delta(self.num_output_tokens)
+        return self.text
 
 
 @dataclass(slots=True)
@@ -64,10 +80,21 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    _unread: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def part(cls, index: int, output: RequestOutput) -> Completion:
+        """The delta of a step alone, with its text."""
+        scores = None if output.logprobs is None else [*output.logprobs]
+        ending = output.finish_reason, output.stop_reason
+        return cls(index, output.new_text, [*output.new_token_ids], scores, *ending)
 
     def extend(self, output: RequestOutput) -> None:
-        """Append the delta of a step."""
-        self.text += output.new_text
+        """Append the delta of a step. The text is complete with the last one, and empty before."""
+        self._unread.append(output)
+        if output.finish_reason is not None:  # all at once: no step waits for it
+            self.text += "".join(each.new_text for each in self._unread)
+            self._unread.clear()
         self.token_ids.extend(output.new_token_ids)
         if output.logprobs is not None:
             self.logprobs = self.logprobs or []

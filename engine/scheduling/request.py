@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
@@ -162,8 +163,7 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A token that a step appended to a sequence, with its row in the plan and its sample of that row."""
 
     request: Request

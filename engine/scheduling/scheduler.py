@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ...quant.base.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
+from .decode_schedule import DecodeSchedule, is_decode_batch
 from .image_chunks import check_images, uncut
+from .integrity import check_queues
 from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
 from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
-from .scheduler_config import SchedulerConfig
+from .scheduler_config import SchedulerConfig, check_length
 from .scheduling_policy import rank_of
 from .state_pool import StatePool
-from .step_plan import BlockCopies, ScheduledRow, StepPlan, scheduled_row
+from .step_plan import BlockCopies, DecodeRows, ScheduledRow, StepPlan, scheduled_row
 from .stop import stop_token_reason
 from .swap_space import SwapSpace
 from .window import evict_blocks
@@ -55,6 +56,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self.compactor = Compactor(config.eviction, pool, cache)
         self._copies: dict[int, int] = {}  # destination block → source block
+        self._decode: DecodeSchedule | None = None
+        rules = (config.window, config.drafting, config.eviction)
+        self._goes_on = rules == (None, None, None) and not self.states.num_slots
         self._watermark_blocks = int(config.watermark * pool.num_usable)
         self.num_preemptions = 0
 
@@ -95,45 +99,42 @@ class Scheduler:
         """
         request.rank = rank_of(request, self.config.policy)
         check_images(request, self.config)
-        longest = request.num_prompt_tokens + request.max_tokens
-        if request.pooling is not None:
-            self._check_pooled(request)
-        elif longest > self.config.max_model_len:
-            raise BadInput(
-                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
-                f"context length of {self.config.max_model_len} tokens"
-            )
-        elif longest > self.longest_after(request.num_prompt_tokens):
-            capacity = self.pool.num_usable * self.config.block_size
-            raise BadInput(
-                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
-                f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
-            )
+        longest = self.longest_after(request.num_prompt_tokens)
+        check_length(request, self.config, longest, self.pool.num_usable)
         self._requests[request.sequence_id] = request
         self._enqueue(request)
 
-    def _check_pooled(self, request: Request) -> None:
-        """Raise `BadInput` for a pooled prompt that can never fit: every token of it needs a slot."""
-        count, longest = request.num_prompt_tokens, self.config.max_model_len
-        if count > longest:
-            raise BadInput(f"{count} prompt tokens exceed the context length of {longest} tokens")
-        capacity = self.pool.num_usable * self.config.block_size
-        if self.config.max_blocks(count) > self.pool.num_usable:
-            raise BadInput(f"{count} prompt tokens can never fit in the KV cache of {capacity}")
-
     def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
         """End a sequence now. An unknown or finished id is no error: the client may be late."""
-        request = self._requests.get(sequence_id)
-        if request is not None:
+        if (request := self._requests.get(sequence_id)) is not None:
             self._finish(request, reason)
         return request
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plan the next step and allocate the blocks that it writes."""
+        if self._decode is not None and (decoded := self._decode.next_rows()) is not None:
+            admitted = tuple(self._admit_waiting(len(decoded), now))
+            if not admitted:
+                return StepPlan(decoded)
+            rows = (*decoded, *admitted)
+        else:
+            self._decode, scheduled = None, self._schedule_running()
+            num_tokens = sum(row.num_tokens + row.num_draft_tokens for row in scheduled)
+            rows = self._begin_decode((*scheduled, *self._admit_waiting(num_tokens, now)))
+        if not rows:
+            # An empty plan is not executed: the sequences preempted for it are recomputed.
+            for _, request in self._waiting:
+                self.swap.discard_uncopied(request)
+        within = tuple((source, destination) for destination, source in self._copies.items())
+        self._copies.clear()
+        copies = BlockCopies(within, *self.swap.take_copies(), self.states.take_copies())
+        return StepPlan(rows, copies, self.compactor.take())
+
+    def _schedule_running(self) -> tuple[ScheduledRow, ...]:
+        """The rows of the running sequences, of which some may be preempted."""
         budget = self.config.max_num_batched_tokens
         scheduled: dict[str, tuple[Request, int]] = {}
         drafts: dict[str, int] = {}
-
         active = [request for request in self.running if not request.is_complete]
         num_after = len(active)
         for request in active:
@@ -155,28 +156,34 @@ class Scheduler:
                 if count := self._num_draft_tokens(request, num_new, budget - num_after):
                     drafts[request.sequence_id] = count
                     budget -= count
-
-        while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self._waiting[0][1]
-            if request.is_complete or not self._admit(request, now):
-                break
-            heapq.heappop(self._waiting)
-            if num_new := self._chunk(request, budget, budget):
-                scheduled[request.sequence_id] = (request, num_new)
-                budget -= num_new
-
-        rows = tuple(
+        return tuple(
             self._row(request, num_new, drafts.get(sequence_id, 0))
             for sequence_id, (request, num_new) in scheduled.items()
         )
-        if not rows:
-            # An empty plan is not executed: the sequences preempted for it are recomputed.
-            for _, request in self._waiting:
-                self.swap.discard_uncopied(request)
-        within = tuple((source, destination) for destination, source in self._copies.items())
-        self._copies.clear()
-        copies = BlockCopies(within, *self.swap.take_copies(), self.states.take_copies())
-        return StepPlan(rows, copies, self.compactor.take())
+
+    def _admit_waiting(self, num_tokens: int, now: float) -> Iterator[ScheduledRow]:
+        """The rows of waiting sequences that are admitted beside the `num_tokens` of the running ones."""
+        budget = self.config.max_num_batched_tokens - num_tokens
+        while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self._waiting[0][1]
+            if request.is_complete or not self._admit(request, now):
+                return
+            heapq.heappop(self._waiting)
+            if num_new := self._chunk(request, budget, budget):
+                yield self._row(request, num_new, 0)
+                budget -= num_new
+
+    def _begin_decode(
+        self, rows: tuple[ScheduledRow, ...]
+    ) -> tuple[ScheduledRow, ...] | DecodeRows:
+        """The rows of a step; if later steps can go on from it, as the first rows of a decode batch."""
+        whole = bool(rows) and len(rows) == len(self.running)
+        if not (self._goes_on and whole and is_decode_batch(rows)):
+            return rows
+        requests = [self._requests[row.sequence_id] for row in rows]
+        size = self.config.block_size
+        self._decode = DecodeSchedule(requests, rows, self.pool, self.cache, size)
+        return self._decode.first_rows
 
     def update(
         self,
@@ -194,13 +201,18 @@ class Scheduler:
         Plans are processed in their order. One more may have been scheduled since, unless this one
         `blocks_next_step`: steps run in order, so a block freed here is read before its next owner writes.
         """
+        if self._decode is not None and self._decode.has(plan.rows):
+            tokens, may_end = self._decode.append(plan.rows, sampled, eos, now)
+            for token in may_end:
+                self._end(token.request, token.token_id, eos)
+            return tokens
         # Compactions come before copies: none may write to a block that a fork or an end here frees.
         for row in plan.rows:
             request = self.request_of(row)
             if request is not None and request.status is RequestStatus.RUNNING:  # else preempted
                 self._keep(request, row)
             self.states.end_save(row.checkpoint, request, row.end)
-        tokens: list[Token] = []
+        tokens = []
         for index, row in enumerate(plan.rows):
             if (request := self.request_of(row)) is None:
                 continue
@@ -283,21 +295,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks, queues and requests agree with each other."""
         waiting = [request for _, request in self._waiting]
-        assert {id(r) for r in self._requests.values()} == {
-            id(r) for r in [*self.running, *waiting]
-        }
-        assert len(self._requests) == len(self.running) + len(waiting)
-        assert len(self.running) <= self.config.max_num_seqs
-        for request in waiting:
-            assert request.status is RequestStatus.WAITING
-            assert not request.block_ids and request.num_computed_tokens == 0
-            assert not request.evicted and not request.num_evicted_tokens
-        for request in self.running:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens <= request.num_tokens
-            assert len(request.block_ids) >= self.config.num_blocks(request.num_slots)
+        check_queues(self.running, waiting, self._requests.values(), self.config)
         self.swap.check_integrity(waiting)
-        assert not any(request.state_slot for request in waiting)
         self.states.check_integrity(self.running)
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
@@ -373,8 +372,7 @@ class Scheduler:
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
             request.num_cached_tokens = request.num_computed_tokens
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        self._run(request)
         return True
 
     def _row(self, request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
@@ -402,8 +400,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Free a running sequence's blocks and queue it again; it keeps its tokens and its rank."""
-        self._release(request)
-        self.running.remove(request)
+        self._leave(request)
         request.num_computed_tokens = 0
         self._enqueue(request)
 
@@ -414,6 +411,10 @@ class Scheduler:
         request.times.last_token = now
         if request.times.first_token is None:
             request.times.first_token = now
+        self._end(request, token_id, eos)
+
+    def _end(self, request: Request, token_id: int, eos: frozenset[int]) -> None:
+        """End a sequence if its last token, `token_id`, says so, or its number of tokens."""
         stop_reason = stop_token_reason(request, token_id, eos)
         if stop_reason is not None:
             self._finish(request, "stop", stop_reason if token_id not in eos else None)
@@ -452,14 +453,12 @@ class Scheduler:
             child.block_ids += copy
         child.state_slot = self.states.fork(parent.state_slot)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.status = RequestStatus.RUNNING
-        self.running.append(child)
+        self._run(child)
         return child
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._release(request)
-            self.running.remove(request)
+            self._leave(request)
         else:
             self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
@@ -469,12 +468,19 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
 
-    def _release(self, request: Request) -> None:
-        """Free a sequence's blocks and state slot; all of them are freed here.
+    def _run(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self._decode = None
+
+    def _leave(self, request: Request) -> None:
+        """Take a sequence out of the running ones, and free its blocks and its state slot, all of them here.
 
         A pending copy may write to one of them. It does no harm: compactions were planned before, copies come
         before the step writes, and the next owner of the block writes each slot before reading it.
         """
+        self.running.remove(request)
+        self._decode = None
         self.pool.free(request.held_block_ids)
         self.states.free(request.state_slot)
         request.state_slot = NULL_SLOT

@@ -1,4 +1,4 @@
-"""Scheduler limits: tokens and sequences per step, and the KV blocks of a sequence under them."""
+"""Scheduler limits: tokens and sequences per step, KV blocks of a sequence, and what can never fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...quant.base.errors import BadInput
 from .draft_length import DraftLength
 from .kv_eviction import KvEviction
+from .request import Request
 from .window import Window
 
 
@@ -82,3 +83,31 @@ class SchedulerConfig:
         if self.window is None:
             return range(0)
         return self.window.evicted(num_computed, self.block_size)
+
+
+def check_length(request: Request, config: SchedulerConfig, longest: int, num_blocks: int) -> None:
+    """Refuse what can never fit: `longest` tokens of a sequence with its prompt do, into `num_blocks` blocks.
+
+    Raises:
+        BadInput: it is longer than the model's context, or than the whole KV cache.
+    """
+    count, capacity = request.num_prompt_tokens, num_blocks * config.block_size
+    if request.pooling is not None:  # every token of the prompt needs a slot, and nothing follows
+        if count > config.max_model_len:
+            raise BadInput(
+                f"{count} prompt tokens exceed the context length of {config.max_model_len} tokens"
+            )
+        if config.max_blocks(count) > num_blocks:
+            raise BadInput(f"{count} prompt tokens can never fit in the KV cache of {capacity}")
+        return
+    total = count + request.max_tokens
+    if total > config.max_model_len:
+        raise BadInput(
+            f"{count} prompt tokens and {request.max_tokens} new ones exceed the "
+            f"context length of {config.max_model_len} tokens"
+        )
+    if total > longest:
+        raise BadInput(
+            f"{count} prompt tokens and {request.max_tokens} new ones can never "
+            f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
+        )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, overload
 
 from ..base.image_input import NO_IMAGES, Images
 from ..base.pooling_params import PoolingParams
 from ..base.sampling_params import SamplingParams
 from .request import NULL_SLOT, Request
 from .rope_positions import RopePositions
-from .token_view import TokenView
+from .token_view import OUTPUT_PLACEHOLDER, TokenView
 
 
 class ScheduledRow(NamedTuple):
@@ -84,6 +85,28 @@ class ScheduledRow(NamedTuple):
         """Whether it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one token of text, which samples one, of a sequence with all its blocks."""
+        return (
+            self.num_samples == 1
+            and self.num_tokens == 1
+            and not (self.num_draft_tokens or self.num_evicted or self.images)
+            and self.rope_positions is None
+        )
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the argmax of its logits, and of those of later tokens, is all that is sampled of them."""
+        params, num_output = self.params, self.end - self.num_prompt_tokens
+        suppresses = params.stop_token_ids or not params.ignore_eos
+        return (
+            params.is_greedy
+            and not params.changes_scores
+            and params.logprobs is None
+            and not (suppresses and num_output < params.min_tokens)
+        )
+
     def needs_image(self, content_hash: bytes) -> bool:
         """Whether some of its tokens are of that image."""
         return any(
@@ -123,6 +146,122 @@ def scheduled_row(
         rope_positions=request.rope_positions,
         bidirectional_images=request.bidirectional_images,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """What stays the same in consecutive decode steps of the same sequences.
+
+    Attributes:
+        rows: those of the first step.
+        tables: the sequences' block tables themselves, which only grow while the batch lasts.
+        block_size: tokens per KV block.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    tables: tuple[Sequence[int], ...]
+    block_size: int
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Ids of the sequences."""
+        return tuple(row.sequence_id for row in self.rows)
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """The row of each sequence."""
+        return {name: place for place, name in enumerate(self.names)}
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Positions of the first step's tokens."""
+        return tuple(row.start for row in self.rows)
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        return any(row.lora for row in self.rows)
+
+    @cached_property
+    def takes_largest(self) -> bool:
+        """Whether the argmax of each row's logits is all that is sampled of them."""
+        return all(row.takes_largest for row in self.rows)
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the sampling of some row reads its previous tokens."""
+        return any(row.params.reads_tokens for row in self.rows)
+
+    def beginning(self, step: int) -> Sequence[int]:
+        """Rows whose token is the first of a block, in the step that is `step` after the first."""
+        return self._beginning[step % self.block_size]
+
+    @cached_property
+    def _beginning(self) -> list[list[int]]:
+        beginning: list[list[int]] = [[] for _ in range(self.block_size)]
+        for place, start in enumerate(self.starts):
+            beginning[-start % self.block_size].append(place)
+        return beginning
+
+
+class DecodeRows(Sequence[ScheduledRow]):
+    """The rows of the decode step that comes `step` steps after the first of its batch.
+
+    Each is the batch's row with that many more tokens. They are made when they are read: a step that goes
+    on from the one before needs none of them.
+    """
+
+    __slots__ = ("_made", "_sampled", "batch", "has_placeholders", "step")
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        step: int,
+        *,
+        has_placeholders: bool,
+        sampled: Sequence[int] | None = None,
+    ) -> None:
+        self.batch, self.step = batch, step
+        self.has_placeholders = has_placeholders
+        self._sampled = sampled
+        self._made: tuple[ScheduledRow, ...] | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The token of each row; of a step without placeholders."""
+        if self._sampled is not None:
+            return self._sampled
+        step = self.step
+        return [row.tokens.booked[row.start + step] for row in self.batch.rows]
+
+    def resolved(self, sampled: Mapping[str, Sequence[int]]) -> DecodeRows:
+        """The rows with the tokens that the previous step sampled in place of the placeholders."""
+        tokens = [sampled[name][0] for name in self.batch.names]
+        return DecodeRows(self.batch, self.step, has_placeholders=False, sampled=tokens)
+
+    def __len__(self) -> int:
+        return len(self.batch.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ScheduledRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> ScheduledRow | tuple[ScheduledRow, ...]:
+        if self._made is None:
+            self._made = tuple(self._row(place) for place in range(len(self)))
+        return self._made[index]
+
+    def _row(self, place: int) -> ScheduledRow:
+        row = self.batch.rows[place]
+        start, booked = row.start + self.step, row.tokens.booked
+        if self._sampled is not None:
+            tokens = TokenView(booked, start, self._sampled[place])
+        elif self.has_placeholders:
+            tokens = TokenView(booked, start, OUTPUT_PLACEHOLDER)
+        else:
+            tokens = TokenView(booked, start + 1)
+        held = start // self.batch.block_size + 1
+        block_ids = tuple(self.batch.tables[place][:held])
+        return row._replace(start=start, end=start + 1, tokens=tokens, block_ids=block_ids)
 
 
 Copies = tuple[tuple[int, int], ...]
@@ -168,23 +307,36 @@ class Compaction(NamedTuple):
 class StepPlan:
     """Rows to compute, after compacting sequences one by one and copying blocks."""
 
-    rows: tuple[ScheduledRow, ...]
+    rows: tuple[ScheduledRow, ...] | DecodeRows
     copies: BlockCopies = BlockCopies()
     compactions: tuple[Compaction, ...] = ()
 
     @property
     def blocks_next_step(self) -> bool:
         """Whether the next step's positions or slots depend on this one: it is not scheduled before."""
+        if isinstance(self.rows, DecodeRows):
+            return False
         return any(row.compacts or (row.num_samples and not row.samples_one) for row in self.rows)
 
     @property
     def has_placeholders(self) -> bool:
         """Whether it needs tokens that the previous step samples."""
+        if isinstance(self.rows, DecodeRows):
+            return self.rows.has_placeholders
         return any(row.tokens.has_placeholder for row in self.rows)
 
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> StepPlan:
         """The plan with the previous step's tokens, by sequence, in place of the placeholders."""
+        if isinstance(self.rows, DecodeRows):
+            return replace(self, rows=self.rows.resolved(sampled))
         return replace(self, rows=tuple(row.resolved(sampled) for row in self.rows))
+
+    @property
+    def sequence_ids(self) -> Sequence[str]:
+        """The sequence of each row."""
+        if isinstance(self.rows, DecodeRows):
+            return self.rows.batch.names
+        return [row.sequence_id for row in self.rows]
 
     @property
     def num_tokens_of(self) -> dict[str, int]:
@@ -198,4 +350,6 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        if isinstance(self.rows, DecodeRows):
+            return len(self.rows)
         return sum(row.num_tokens for row in self.rows)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
+from ..base.transfer import HostCopy, packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
 from ..model.open import CausalModel
@@ -17,6 +18,10 @@ from ..scheduling.tree import Tree
 from .proposer import DraftTokens, SamplingRowOf, TargetStates
 from .rejection_sampler import DRAFT_STREAM
 
+DraftForward = Callable[[Sequence[Run], torch.Tensor | None], torch.Tensor]
+"""From runs, and token ids that only the device knows in place of theirs, int64 [tokens] or None, to final
+hidden states [tokens, hidden]."""
+
 
 class DraftModel:
     """A draft model with its own KV cache, addressed by the target's block ids.
@@ -24,6 +29,9 @@ class DraftModel:
     It computes the rows of every step, so blocks shared through the prefix cache hold its keys and values
     too. A slot may lack them where all draft tokens were accepted and no step followed; that only lowers
     acceptance.
+
+    The host waits for the draft tokens once, after the last of them, unless a row's sampling depends on
+    their values (penalties, token masks).
 
     With `independent`, draft tokens are sampled with separate noise, as rejection sampling needs, and
     their distributions are kept. Without, they are sampled with the noise that the target's token will be
@@ -41,18 +49,21 @@ class DraftModel:
         *,
         independent: bool,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cache = cache
         self.caches = (cache,)
         self._device = device
         self._dtype = dtype
         self._independent = independent
         self._sampler = Sampler()
+        self.forward: DraftForward = self._eager
+        """May replay graphs instead, which `capture_all` captures."""
+        self.capture_all: Callable[[], None] = lambda: None
 
     @property
     def bytes_held(self) -> int:
         """See `Proposer`."""
-        return self._model.bytes_held + self._cache.num_bytes
+        return self.model.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
         """Nothing to keep: the draft model reads token ids only."""
@@ -63,18 +74,31 @@ class DraftModel:
         """See `Proposer`."""
         runs = [_uncomputed_run(row) for row in rows]
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
-        last = self._forward(runs)[
-            [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
-        ]
         going = [row for row in rows if row.num_draft_tokens]
         drafts = {row.sequence_id: _Draft() for row in going}
+        at = [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
+        states = self.forward(runs, None)
+        last = states if len(at) == len(states) else states.index_select(0, self._indices(at))
+        waits: list[Callable[[], None]] = []
         while going:
-            self._extend(going, drafts, self._model.logits(last), draw)
-            going = [
-                row for row in going if len(drafts[row.sequence_id].tokens) < row.num_draft_tokens
+            tokens, wait = self._extend(going, drafts, self.model.logits(last), draw)
+            if any(row.params.reads_tokens for row in going):
+                wait()  # the next draft token depends on the values of these
+            else:
+                waits.append(wait)
+            left = [
+                (place, row)
+                for place, row in enumerate(going)
+                if len(drafts[row.sequence_id].tokens) < row.num_draft_tokens
             ]
+            if len(left) < len(going):
+                tokens = tokens.index_select(0, self._indices([place for place, _ in left]))
+            going = [row for _, row in left]
             if going:
-                last = self._forward([drafts[row.sequence_id].last_run(row) for row in going])
+                runs = [drafts[row.sequence_id].last_run(row) for row in going]
+                last = self.forward(runs, tokens)
+        for wait in waits:
+            wait()
         return {name: draft.tokens_and_tree() for name, draft in drafts.items()}
 
     def _extend(
@@ -83,23 +107,38 @@ class DraftModel:
         drafts: Mapping[str, _Draft],
         logits: torch.Tensor,
         draw: SamplingRowOf,
-    ) -> None:
-        """Sample the next draft token of each row."""
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Sample the next draft token of each row: the tokens on the device, int64 [rows], and what waits for
+        them and puts them into the drafts, where 0 stands for them until then."""
         sampling_rows = [draw(row, drafts[row.sequence_id].tokens) for row in rows]
-        if not self._independent:
-            for row, token in zip(rows, self._sampler.draw(logits, sampling_rows)[0], strict=True):
-                drafts[row.sequence_id].tokens.append(token)
-            return
-        probabilities = self._sampler.distributions(logits, sampling_rows)
-        keys = [(sampling.seed, sampling.position) for sampling in sampling_rows]
-        tokens = self._sampler.choose(probabilities, keys, DRAFT_STREAM)
-        for row, token, q in zip(rows, tokens, probabilities, strict=True):
-            drafts[row.sequence_id].tokens.append(token)
-            drafts[row.sequence_id].probabilities.append(q)
+        if self._independent:
+            probabilities = self._sampler.distributions(logits, sampling_rows)
+            keys = [(sampling.seed, sampling.position) for sampling in sampling_rows]
+            tokens = self._sampler.chosen(probabilities, keys, DRAFT_STREAM)
+            for row, q in zip(rows, probabilities, strict=True):
+                drafts[row.sequence_id].probabilities.append(q)
+        else:
+            tokens = self._sampler.begin(logits, sampling_rows).tokens
+        on_host = HostCopy(tokens)
+        extended = [drafts[row.sequence_id].tokens for row in rows]
+        places = [len(draft) for draft in extended]
+        for draft in extended:
+            draft.append(0)
 
-    def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
+        def wait() -> None:
+            for draft, place, token in zip(extended, places, on_host.wait().tolist(), strict=True):
+                draft[place] = token
+
+        return tokens, wait
+
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        return packed([values], self._device)[0]
+
+    def _eager(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> torch.Tensor:
         inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
-        return self._model.forward(inputs, self._cache.layers)
+        if token_ids is not None:
+            inputs.token_ids.copy_(token_ids)
+        return self.model.forward(inputs, self._cache.layers)
 
 
 @dataclass(slots=True)

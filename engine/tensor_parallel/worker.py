@@ -18,12 +18,14 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.open import open_checkpoint
+from ..base.topology import Topology
 from ..cache.kv_cache import KvCache
 from ..model.open import CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
 from ..scheduling.window import Window
 from .channel import Channel
+from .placement import bind_shard, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Setup:
     input_bits: int
     loras: Mapping[str, Path]
     stream: Window | None
-    num_threads: int
+    topology: Topology
+    num_threads: int | None
     max_loras: int | None = None
 
 
@@ -55,7 +58,8 @@ class Loaded:
 def work(channel: Channel) -> None:
     """Load the shard of the `Setup` message, then execute broadcast calls until the channel is closed."""
     setup: Setup = channel.receive()
-    torch.set_num_threads(setup.num_threads)
+    choose = bind_shard if setup.device.type == "cpu" else share_of
+    torch.set_num_threads(choose(setup.topology, setup.rank, setup.size, setup.num_threads))
     group = Group(setup.rank, setup.size, setup.device)
     try:
         model, _ = open_model(

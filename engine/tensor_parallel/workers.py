@@ -17,13 +17,13 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
-from ..base.host import usable_cores
 from ..cache.kv_cache import KvCache
 from ..config.config import EngineConfig
 from ..model.open import CausalModel, CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
 from .channel import Channel, pack
+from .placement import machine
 from .worker import Loaded, Setup
 
 GRACE_SECONDS = 5.0
@@ -126,6 +126,7 @@ def open_shards(
         PeerLost: a worker ended while loading.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
+    bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
     def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
         return open_model(
@@ -133,7 +134,7 @@ def open_shards(
             config.max_model_len,
             device,
             dtype,
-            config.cpu_activations,
+            bits,
             config.loras,
             shard,
             config.stream,
@@ -153,10 +154,11 @@ def open_shards(
         device=device,
         dtype=dtype,
         max_model_len=config.max_model_len,
-        input_bits=config.cpu_activations,
+        input_bits=bits,
         loras=config.loras,
         stream=config.stream,
-        num_threads=num_threads(config),
+        topology=machine(),
+        num_threads=config.num_threads,
         max_loras=config.max_loras,
     )
     workers = Workers(setup)
@@ -171,11 +173,6 @@ def open_shards(
         workers.close()
         raise
     return model, longest, workers
-
-
-def num_threads(config: EngineConfig) -> int:
-    """CPU threads per process."""
-    return config.num_threads or max(1, usable_cores() // config.tensor_parallel_size)
 
 
 def _end(

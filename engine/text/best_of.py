@@ -41,7 +41,7 @@ class BestOf:
             outputs[-1],
             index=rank,
             new_token_ids=tuple(token for output in outputs for token in output.new_token_ids),
-            new_text="".join(output.new_text for output in outputs),
+            text="".join(output.new_text for output in outputs),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs or ())
             if wants_logprobs
             else None,

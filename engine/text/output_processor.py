@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
 from ..execution.step_result import StepResult
@@ -41,6 +41,8 @@ class OutputProcessor:
 
     def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Collect prompt logprobs; a prompt may take several steps."""
+        if not result.prompt_logprobs:
+            return
         for row in plan.rows:
             scored = result.prompt_logprobs.get(row.sequence_id)
             if scored and self._scheduler.request_of(row) is not None:
@@ -50,39 +52,55 @@ class OutputProcessor:
         self, plan: StepPlan, result: StepResult, tokens: list[Token]
     ) -> list[RequestOutput]:
         """Deltas of the tokens of a step, one per sequence, and the prompts that it pooled."""
-        runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
-        return [self._output(plan, result, run) for run in runs] + self.pooled.outputs(plan)
+        runs: list[list[Token]] = []
+        before = None
+        for token in tokens:
+            if token.request is before:
+                runs[-1].append(token)
+            else:
+                runs.append([token])
+                before = token.request
+        names, logprobs = plan.sequence_ids, result.logprobs
+        outputs = [self._output(run, logprobs.get(names[run[0].row])) for run in runs]
+        return outputs + self.pooled.outputs(plan)
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The deltas to emit: of a request with best_of only the best completions, at its end."""
+        if not self._best_of:
+            return outputs
         return [shown for output in outputs for shown in self._shown(output)]
 
-    def _output(self, plan: StepPlan, result: StepResult, run: list[Token]) -> RequestOutput:
+    def _output(
+        self, run: list[Token], scored: Sequence[TokenLogprobs | None] | None
+    ) -> RequestOutput:
         """The delta of a sequence's tokens, in order; a stop string may drop the last of them."""
         request = run[0].request
-        text, shown_tokens = self._advance_text(request, run)
-        scored = result.logprobs[plan.rows[run[0].row].sequence_id]
-        logprobs = [entry for token in shown_tokens if (entry := scored[token.sample]) is not None]
+        text, token_ids = self._advance_text(request, [token.token_id for token in run])
+        logprobs: list[TokenLogprobs] = []
+        if scored is not None:
+            shown = run[: len(token_ids)]
+            logprobs = [each for token in shown if (each := scored[token.sample]) is not None]
         prompt_logprobs = None
-        is_first = request.index == 0 and request.num_output_tokens == len(shown_tokens)
+        num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
+        is_first = request.index == 0 and num_output_tokens == len(token_ids)
         if is_first and request.params.prompt_logprobs is not None:
             scores = self._prompt_logprobs.pop(request.sequence_id, {})
             prompt_logprobs = tuple(scores.get(i) for i in range(request.num_prompt_tokens))
         if request.finish_reason is not None:
             self._texts.pop(request.sequence_id, None)
         return RequestOutput(
-            request_id=request.request_id,
-            index=request.index,
-            new_token_ids=tuple(token.token_id for token in shown_tokens),
-            new_text=text,
-            logprobs=tuple(logprobs) or None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            times=request.times,
+            request.request_id,
+            request.index,
+            tuple(token_ids),
+            text,
+            tuple(logprobs) or None,
+            prompt_logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            num_output_tokens,
+            request.times,
         )
 
     def _shown(self, output: RequestOutput) -> list[RequestOutput]:
@@ -94,20 +112,27 @@ class OutputProcessor:
             del self._best_of[output.request_id]
         return winners
 
-    def _advance_text(self, request: Request, run: list[Token]) -> tuple[str, list[Token]]:
+    def _advance_text(
+        self, request: Request, token_ids: list[int]
+    ) -> tuple[str | CompletionText, list[int]]:
         """The text to emit and its tokens; a stop string ends the request and drops the rest."""
         text = self._texts.get(request.sequence_id)
         if text is None:
             prompt = request.token_ids[: request.num_prompt_tokens]
             text = CompletionText(self._decoder, prompt, request.params)
             self._texts[request.sequence_id] = text
+        num_tokens = len(request.token_ids) - request.num_prompt_tokens
+        is_finished = request.finish_reason is not None
+        if text.is_deferred:
+            text.add(token_ids, num_tokens, is_last=is_finished)
+            return text, token_ids
         shown = ""
-        for count, token in enumerate(run, 1):
-            is_last = count == len(run) and request.finish_reason is not None
-            output, met = text.feed(token.token_id, is_last=is_last)
+        for count, token_id in enumerate(token_ids, 1):
+            is_last = count == len(token_ids) and is_finished
+            output, met = text.feed(token_id, is_last=is_last)
             shown += output
             if met is not None:
-                num_tokens = request.num_known_tokens - len(run) + count
-                self._scheduler.stop_at(request, num_tokens, met)
-                return shown, run[:count]
-        return shown, run
+                kept = request.num_known_tokens - len(token_ids) + count
+                self._scheduler.stop_at(request, kept, met)
+                return shown, token_ids[:count]
+        return shown, token_ids

@@ -8,7 +8,7 @@ from ..execution.step_result import StepResult
 from ..scheduling.outputs import RequestOutput
 from ..scheduling.request import Request
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.step_plan import ScheduledRow, StepPlan
+from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class PooledPrompts:
 
     def keep(self, plan: StepPlan, result: StepResult) -> None:
         """Take the shares of a step, before the scheduler's update ends its requests."""
+        if isinstance(plan.rows, DecodeRows):
+            return
         for row in plan.rows:
             if row.pooling is None or (request := self._scheduler.request_of(row)) is None:
                 continue
@@ -42,6 +44,8 @@ class PooledPrompts:
 
     def outputs(self, plan: StepPlan) -> list[RequestOutput]:
         """The outputs of the prompts that a step completed."""
+        if not self._pooled:
+            return []
         ended = [row for row in plan.rows if row.pooling is not None and _is_last(row)]
         return [
             _output(row, pooled)
@@ -75,7 +79,7 @@ def _output(row: ScheduledRow, pooled: _Pooled) -> RequestOutput:
         request_id=request.request_id,
         index=0,
         new_token_ids=(),
-        new_text="",
+        text="",
         logprobs=None,
         prompt_logprobs=None,
         finish_reason=request.finish_reason,

@@ -17,6 +17,7 @@ from llmopt.quant.base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
 from llmopt.quant.formats.registry import FORMATS
@@ -28,6 +29,7 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.lookup import LookupTensor
+from llmopt.quant.tensors.trellis import TrellisTensor
 from safetensors.torch import save_file
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -76,6 +78,7 @@ HELD: dict[str, Sequence[Scheme]] = {
         VectorwiseScheme(),
     ],
     "squeezellm": [LookupScheme(bits) for bits in (2, 3, 4, 8)] + [LookupScheme(4, 0.01)],
+    "exl3": [*(TrellisScheme(bits) for bits in (1, 2, 3, 8)), TrellisScheme(5, "mcg")],
 }
 CASES = [(name, scheme) for name, schemes in HELD.items() for scheme in schemes]
 
@@ -120,6 +123,9 @@ def make(
         return round_to_rows(weight, scheme)
     if isinstance(scheme, LookupScheme):
         return _lookup(scheme, out, inner, generator)
+    if isinstance(scheme, TrellisScheme):
+        out, inner = (-(-width // 128) * 128 for width in (out, inner))  # blocks of the transforms
+        return trellis_tensor(scheme, out, inner, generator)
     assert isinstance(scheme, IntScheme)
     groups = scheme.num_groups(inner)
     zeros = torch.full((out, groups), scheme.middle, dtype=torch.uint8)
@@ -141,6 +147,16 @@ def make(
 
 def _codes(largest: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, largest + 1, shape, generator=generator, dtype=torch.uint8)
+
+
+def trellis_tensor(
+    scheme: TrellisScheme, out: int, inner: int, generator: torch.Generator
+) -> TrellisTensor:
+    """Random words, every one of which is a path; 128 divides both widths."""
+    words = inner // 16, out // 16, 16 * scheme.bits
+    trellis = torch.randint(-(2**15), 2**15, words, generator=generator).to(torch.int16)
+    into, out_of = (torch.randn(width, generator=generator).half() for width in (inner, out))
+    return TrellisTensor(trellis, into, out_of, scheme)
 
 
 def _lookup(scheme: LookupScheme, out: int, inner: int, generator: torch.Generator) -> LookupTensor:

@@ -47,6 +47,7 @@ class TransformersModel:
     hidden_size: int | None = None
     """None: `forward` returns logits."""
     is_capturable = False
+    captures_any_step = False
     """False: the modules may have data-dependent control flow."""
 
     def __init__(

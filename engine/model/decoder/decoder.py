@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...kernels.attention.dispatch import AttentionKernels, attention_kernels, reads_in_place
+from ...kernels.attention.dispatch import (
+    AttentionKernels,
+    attention_kernels,
+    reads_in_place,
+    takes_static_metadata,
+)
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
 from ...scheduling.window import Window
 from ..layers.altup import AltUpStreams
@@ -175,6 +180,12 @@ class Decoder:
         same = all(layer.is_capturable for layer in self.weights.layers)
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
         return same and self.broadcast is None and in_place and not self.state_layouts
+
+    @property
+    def captures_any_step(self) -> bool:
+        """Whether a captured step serves others of as many tokens, however they are spread over sequences."""
+        kernels = (kernels.attend.causal for kernels in self._kernels.values())
+        return self.is_capturable and all(map(takes_static_metadata, kernels))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp4 import Fp4Tensor
-from ...kernels.moe.dispatch import EXPERTS
+from ...kernels.common.dispatch import Candidate
+from ...kernels.moe.dispatch import EXPERTS, LOOP
+from ...kernels.moe.experts import ExpertsKernel, RoutedExpert
+from ...kernels.moe.trial import experts_trial
 from ...planner.model.shapes import Experts
 from ..layers.experts import MixtureOfExperts, Router
 from ..layers.mlp import GatedMlp, PlainMlp, gating
@@ -49,23 +53,6 @@ def load_mixture(
     """
     names, hidden, experts = spec.names, spec.shape.hidden_size, spec.shape.experts
     assert experts is not None
-    kind, read, exact = spec.router, reader.tensor, torch.float32
-    name = layer + names.router
-    weight = read(f"{name}.weight", experts.count, hidden, dtype=exact)
-    input_norm = expert_scale = None
-    if names.router_scale:
-        input_norm = Norm(hidden, spec.norm_eps)
-        weight = weight * read(layer + names.router_scale, hidden, dtype=exact) * hidden**-0.5
-        expert_scale = read(layer + names.expert_scale, experts.count, dtype=exact)
-    router = Router(
-        weight,
-        read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
-        reader.vector(layer + names.correction, experts.count, exact) if kind.correction else None,
-        experts.per_token,
-        kind,
-        input_norm,
-        expert_scale,
-    )
     *into, down = names.expert
     prefix, fused = f"{layer}{names.experts}.", names.fused_experts is not None
     if fused and reader.has_linear(f"{layer}{names.experts_apart}.0.{into[-1]}"):
@@ -89,22 +76,87 @@ def load_mixture(
     shared, shared_gate = None, None
     if experts.shared_width:
         if names.shared_gate:
-            shared_gate = read(f"{layer}{names.shared_gate}.weight", 1, hidden)
-        shared_prefix = f"{layer}{names.shared_expert}."
-        shared = load(shared_prefix, *names.shared, experts.shared_width)
-    whole = len(local_ids) == experts.count
-    query = reader.experts_kernel_query(is_whole=whole, is_gated=spec.shape.gated_mlp)
-    run = EXPERTS.select(query).run
-    kernel = run(routed, local_ids, experts.count, kind.on_inputs)
+            shared_gate = reader.tensor(f"{layer}{names.shared_gate}.weight", 1, hidden)
+        shared = load(f"{layer}{names.shared_expert}.", *names.shared, experts.shared_width)
+    joined = None
+    if shard is None and shared_gate is None and isinstance(shared, GatedMlp):
+        joined = _joined(reader, spec, routed, shared)
+    if joined is None:
+        kernel = _choice(reader, spec, routed).run(
+            routed, local_ids, experts.count, spec.router.on_inputs
+        )
+    else:
+        kernel, shared = joined, None
+        reader.drop_linears(f"{layer}{names.shared_expert}.")
     # So a kernel that repacks the weights holds the only copy.
     reader.drop_linears(prefix)
     return MixtureOfExperts(
-        router,
+        _router(reader, spec, layer, experts, num_shared=int(joined is not None)),
         kernel,
         shared,
         shared_gate,
         None if shard is None else shard.group.all_reduce,
         _latent(reader, spec, layer) if spec.expert_latent else None,
+    )
+
+
+def _choice(
+    reader: CheckpointReader, spec: ModelSpec, routed: Sequence[GatedMlp | PlainMlp]
+) -> Candidate[Any, Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel]]:
+    """The kernel of the routed experts; on a GPU it is tried on them."""
+    experts = spec.shape.experts
+    assert experts is not None
+    query = reader.experts_kernel_query(
+        is_whole=len(routed) == experts.count, is_gated=spec.shape.gated_mlp
+    )
+    inputs = spec.expert_latent or spec.shape.hidden_size
+    trial = partial(
+        experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype
+    )
+    return EXPERTS.select(query, partial(trial, on_inputs=spec.router.on_inputs))
+
+
+def _joined(
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    routed: Sequence[GatedMlp | PlainMlp],
+    shared: GatedMlp,
+) -> ExpertsKernel | None:
+    """A kernel of the routed experts and the shared one, which so takes no launches of its own; None: they
+    differ, LoRA may change the shared one, or no kernel here stacks experts."""
+    experts, kind = spec.shape.experts, spec.router
+    assert experts is not None
+    differ = experts.shared_width != experts.width or spec.expert_latent or kind.on_inputs
+    choice = _choice(reader, spec, routed)
+    if differ or reader.takes_adapters or choice.name == LOOP:
+        return None
+    count = len(routed) + 1
+    kernel = choice.run([*routed, shared], range(count), count, kind.on_inputs)
+    return kernel if kernel.is_capturable else None
+
+
+def _router(
+    reader: CheckpointReader, spec: ModelSpec, layer: str, experts: Experts, *, num_shared: int
+) -> Router:
+    """The router of a mixture, which gives every token `num_shared` more experts."""
+    names, hidden = spec.names, spec.shape.hidden_size
+    kind, read, exact = spec.router, reader.tensor, torch.float32
+    name = layer + names.router
+    weight = read(f"{name}.weight", experts.count, hidden, dtype=exact)
+    input_norm = expert_scale = None
+    if names.router_scale:
+        input_norm = Norm(hidden, spec.norm_eps)
+        weight = weight * read(layer + names.router_scale, hidden, dtype=exact) * hidden**-0.5
+        expert_scale = read(layer + names.expert_scale, experts.count, dtype=exact)
+    return Router(
+        weight,
+        read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
+        reader.vector(layer + names.correction, experts.count, exact) if kind.correction else None,
+        experts.per_token,
+        kind,
+        input_norm,
+        expert_scale,
+        num_shared,
     )
 
 

@@ -31,11 +31,12 @@ def load_latent_attention(
     def linear(name: str, width: int, out: int, part: WeightSlice | None = None) -> Projection:
         return reader.projection([prefix + name], width, [out], bias=False, weight_slice=part)
 
+    cached, into_latent = latent.cached_elements, "kv_a_proj_with_mqa"
     query_norm = query_up = None
     if latent.query_rank is None:
-        query = linear("q_proj", hidden, wide, into)
+        query, down = linear("q_proj", hidden, wide, into), linear(into_latent, hidden, cached)
     else:
-        query = linear("q_a_proj", hidden, latent.query_rank)
+        query, down = _down(reader, prefix, hidden, (latent.query_rank, cached))
         query_norm = _norm(reader, f"{prefix}q_a_layernorm", latent.query_rank)
         query_up = linear("q_b_proj", latent.query_rank, wide, into)
     both = heads * (latent.nope_dim + latent.value_dim)
@@ -46,7 +47,7 @@ def load_latent_attention(
         query=query,
         query_norm=query_norm,
         query_up=query_up,
-        latent=linear("kv_a_proj_with_mqa", hidden, latent.cached_elements),
+        latent=down,
         latent_norm=_norm(reader, f"{prefix}kv_a_layernorm", rank),
         key_up=expand[:, : latent.nope_dim].clone(),
         value_up=expand[:, latent.nope_dim :].clone(),
@@ -57,6 +58,21 @@ def load_latent_attention(
         rotation=rotation,
         kv_scales=reader.kv_scales(layer, 1),
     )
+
+
+def _down(
+    reader: CheckpointReader, prefix: str, hidden: int, out_features: tuple[int, int]
+) -> tuple[Projection, Projection | None]:
+    """The projections to the queries' rank and to the latent. Where they are unquantized the first is both,
+    stacked, and the second None: blocks of a quantized weight may straddle the two."""
+    names = [prefix + name for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    if not any(reader.is_quantized(name) for name in names):
+        return reader.projection(names, hidden, out_features, bias=False), None
+    query, latent = (
+        reader.projection([name], hidden, [out], bias=False)
+        for name, out in zip(names, out_features, strict=True)
+    )
+    return query, latent
 
 
 def _norm(reader: CheckpointReader, module: str, size: int) -> Norm:

@@ -26,6 +26,7 @@ from .embedding_loader import load_embedding
 from .expert_loader import load_mixture
 from .latent_loader import load_latent_attention
 from .layer import Attention, DecoderLayer, FeedForwardLayer, Layer, MixerLayer, StateMixer
+from .load_layers import load_layers
 from .per_layer_loader import load_per_layer_embedding, load_per_layer_input
 from .reader import CheckpointReader
 from .state_loader import load_state_mixer
@@ -38,16 +39,20 @@ def load_weights(
     dtype: torch.dtype,
     input_bits: int = 16,
     shard: Shard | None = None,
+    *,
+    takes_adapters: bool = False,
 ) -> DecoderWeights:
     """Load the weights of a decoder.
 
     With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits; with `shard`
-    only that tensor-parallel shard is loaded.
+    only that tensor-parallel shard is loaded; with `takes_adapters` no kernel swallows a linear that LoRA
+    changes.
 
     Raises:
         BadInput: a tensor is missing, of a wrong shape, or unexpected.
     """
     reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
+    reader.takes_adapters = takes_adapters
     return LayerLoader(reader, spec, decoder_base(checkpoint, spec), dtype, shard).load()
 
 
@@ -112,11 +117,14 @@ class LayerLoader:
         for rope in spec.ropes:
             if rope is not None and rope not in ropes:
                 ropes.append(rope)
-        layers = []
-        for index in range(shape.num_layers):
-            layers.append(replace(self, spec=spec.of_layer(index))._layer(index, ropes))
+
+        def load_layer(index: int) -> Layer:
+            layer = replace(self, spec=spec.of_layer(index))._layer(index, ropes)
             # Repacked weights make the file's mapped pages redundant.
             reader.release()
+            return layer
+
+        layers = load_layers(load_layer, shape.num_layers, reader.device)
         per_layer = None
         if spec.per_layer_width:
             per_layer = load_per_layer_embedding(reader, spec, self.base, self.dtype)
@@ -333,7 +341,10 @@ class LayerLoader:
         keys_as_values = bool(spec.layers) and spec.layers[index].keys_as_values
         if keys_as_values:
             modules, outs = modules[:2], outs[:2]
-        sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
+        sinks = None
+        if shape.sinks:
+            # As attention reads them, so that no layer of a step casts them.
+            sinks = self.reader.tensor(layer + names.sinks, shape.num_heads, dtype=torch.float32)
         if sinks is not None and shard is not None:
             sinks = sinks[shard.heads(shape)].clone()
         hidden, weight_slices, temperature = shape.hidden_size, (None, None), spec.temperature

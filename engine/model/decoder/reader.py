@@ -58,6 +58,8 @@ class CheckpointReader:
         self._unread = set(checkpoint.names)
         self.linears: dict[str, LinearSite] = {}
         """Location of each linear that was read as a projection."""
+        self.takes_adapters = False
+        """Whether LoRA adapters may change the linears, so that none may lose its place."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
@@ -106,6 +108,11 @@ class CheckpointReader:
         """Whether two tensors hold the same values."""
         return torch.equal(self._checkpoint.tensor(first), self._checkpoint.tensor(second))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights go."""
+        return self._device
+
     def release(self) -> None:
         """Release the mapped pages of the checkpoint's files."""
         self._checkpoint.release()
@@ -120,9 +127,9 @@ class CheckpointReader:
 
     def drop_linears(self, prefix: str) -> None:
         """Drop the linears below `prefix`, which then support no LoRA."""
-        self.linears = {
-            name: site for name, site in self.linears.items() if not name.startswith(prefix)
-        }
+        for name in list(self.linears):  # other threads add theirs meanwhile
+            if name.startswith(prefix):
+                self.linears.pop(name)
 
     def numbers(self, name: str, size: int) -> torch.Tensor:
         """An integer tensor, as int64 [size]."""

@@ -11,8 +11,14 @@ from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.attention.key_scores import ScoredSpan, add_key_scores
 from ...kernels.attention.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ...kernels.attention.paged_tensor import PagedTensor
-from ...kernels.elementwise.dispatch import RopeAndCacheKernel, TorchRopeAndCache
+from ...kernels.elementwise.dispatch import (
+    RopeAndCacheKernel,
+    RowKernelQuery,
+    TakesWideWeights,
+    TorchRopeAndCache,
+)
 from ...kernels.elementwise.head_norms import HeadNorms
+from ...kernels.elementwise.latent import LATENT, LatentKernel
 from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout, Temperature
 from .embedded_rows import EmbeddedRows
@@ -191,7 +197,8 @@ class HeadAttention:
             qkv = self._with_whole_norms(qkv)
         if self.value_norm is not None or self.keys_as_values:
             qkv = self._with_values(qkv)
-        norms = self._head_norms(qkv.dtype)
+        wide = isinstance(step.rope_and_cache, TakesWideWeights)
+        norms = self._head_norms(qkv.dtype, wide=wide)
         key_scale, value_scale = self.kv_scales or (None, None)
         # The fused kernels compute the scale of each vector.
         is_fused = not (step.sink_cos_sin or cache.keys.takes(key_scale))
@@ -266,8 +273,8 @@ class HeadAttention:
         plain = rotation is not None and not rotation.interleaved and not self.grouped
         return plain and is_normed and self.temperature is None
 
-    def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
-        """The QK-norm, where the fused RoPE kernel can apply it."""
+    def _head_norms(self, dtype: torch.dtype, *, wide: bool) -> HeadNorms | None:
+        """The QK-norm, where the fused RoPE kernel can apply it; `wide`: with float32 weights too."""
         query, key = self.query_norm, self.key_norm
         if not isinstance(query, Norm) or not isinstance(key, Norm):
             return None
@@ -278,7 +285,9 @@ class HeadAttention:
             or key.weight is None
         ):
             return None
-        same = query.eps == key.eps and query.weight.dtype is key.weight.dtype is dtype
+        dtypes = (dtype, torch.float32) if wide else (dtype,)
+        same = query.eps == key.eps and query.weight.dtype is key.weight.dtype
+        same = same and query.weight.dtype in dtypes
         shapes = query.weight.shape == key.weight.shape == (self.head_dim,)
         plain = shapes and not (query.centered or key.centered)
         return HeadNorms(query.weight, key.weight, query.eps) if same and plain else None
@@ -304,7 +313,7 @@ class LatentAttention:
 
     Attributes:
         query: hidden → heads x (nope + rope), or → rank where `query_up` follows.
-        latent: hidden → kv_rank + rope.
+        latent: hidden → kv_rank + rope; None: `query` gives it too, after the queries.
         key_up: [heads, nope, kv_rank]; value_up: [heads, value_dim, kv_rank].
         kv_scales: calibrated scales of an fp8 cache of latents; the first one is its.
 
@@ -316,7 +325,7 @@ class LatentAttention:
     query: Projection
     query_norm: Norm | None
     query_up: Projection | None
-    latent: Projection
+    latent: Projection | None
     latent_norm: Norm
     key_up: torch.Tensor
     value_up: torch.Tensor
@@ -324,6 +333,12 @@ class LatentAttention:
     rule: AttentionRule
     rotation: Rotation
     kv_scales: KvScales | None = None
+    _kernel: LatentKernel | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        up = self.key_up
+        kernel_query = RowKernelQuery(up.device.type, up.dtype, up.shape[2])
+        object.__setattr__(self, "_kernel", LATENT.select(kernel_query).run())
 
     @property
     def weight_bytes(self) -> int:
@@ -338,12 +353,58 @@ class LatentAttention:
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
-        queries = self.query(x, adapters)
+        queries, latent = self.query(x, adapters), None
+        if self.latent is not None:
+            latent = self.latent(x, adapters)
+        elif self.query_norm is not None:
+            queries, latent = queries.split(
+                [self.query_norm.size, queries.shape[1] - self.query_norm.size], dim=1
+            )
+        assert latent is not None, "a stacked projection has a query norm"
+        scale = None if self.kv_scales is None else self.kv_scales[0]
+        # The fused kernels rotate once, and compute the scale of each vector.
+        is_fused = self._kernel is not None and not (step.sink_cos_sin or cache.keys.takes(scale))
+        attend = self._fused if is_fused else self._composed
+        return self.output(attend(queries, latent, step, cache), adapters)
+
+    def _fused(
+        self, queries: torch.Tensor, latent: torch.Tensor, step: Step, cache: LayerCache
+    ) -> torch.Tensor:
+        """As `_composed`, in the fused kernels."""
+        kernel, cos_sin = self._kernel, step.cos_sin[self.rotation.index]
+        assert kernel is not None and self.latent_norm.weight is not None
+        turns = cos_sin, self.rotation.interleaved
+        latent_norm, query_norm = (self.latent_norm.weight, self.latent_norm.eps), None
+        if self.query_norm is not None and self.query_norm.weight is not None:
+            query_norm = (self.query_norm.weight, self.query_norm.eps)
+        normed = kernel.write(
+            latent,
+            latent_norm,
+            None if query_norm is None else queries,
+            query_norm,
+            *turns,
+            cache.keys,
+            step.inputs.slots,
+        )
+        if normed is not None and self.query_up is not None:
+            queries = self.query_up(normed, step.inputs.adapters)
+        heads = queries.view(len(queries), self.num_heads, -1)
+        absorbed = torch.bmm(heads[..., : self.nope_dim].transpose(0, 1), self.key_up)
+        rotated = kernel.queries(absorbed, heads[..., self.nope_dim :], *turns)
+        mixed = step.attend(rotated, cache.keys, cache.values, step.inputs.batch, self.rule)
+        out = mixed.new_empty(len(mixed), self.num_heads, self.value_up.shape[1])
+        # Written in the order that the output projection reads.
+        torch.bmm(mixed.transpose(0, 1), self.value_up.transpose(1, 2), out=out.transpose(0, 1))
+        return out.flatten(1)
+
+    def _composed(
+        self, queries: torch.Tensor, latent: torch.Tensor, step: Step, cache: LayerCache
+    ) -> torch.Tensor:
+        """What attention makes of the projections, [tokens, heads * value_dim]; fills the cache."""
         if self.query_norm is not None and self.query_up is not None:
-            queries = self.query_up(self.query_norm(queries), adapters)
+            queries = self.query_up(self.query_norm(queries), step.inputs.adapters)
         queries = queries.view(len(queries), self.num_heads, -1)
         nope_queries, rope_queries = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
-        latent = self.latent(x, adapters)
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
         latent_and_key = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
@@ -357,7 +418,7 @@ class LatentAttention:
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
-        return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1), adapters)
+        return torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1)
 
 
 def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:

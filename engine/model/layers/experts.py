@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
 
 from ...kernels.activations.quantized_activations import ActivationQuant, Rows
+from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
 from ...kernels.moe.experts import ExpertsKernel
+from ...kernels.moe.routing import Route, RouterLogits, RoutingRule
 from ..spec.spec import RouterSpec
 from .mlp import Block
 from .norm import Norm
@@ -22,6 +24,7 @@ class Router:
 
     `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
     in lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
+    The last `num_shared` ids, after the routed experts', are given to every token with weight 1.
     """
 
     weight: torch.Tensor
@@ -31,6 +34,27 @@ class Router:
     spec: RouterSpec
     input_norm: Norm | None = None
     expert_scale: torch.Tensor | None = None
+    num_shared: int = 0
+    _logits: RouterLogits = field(init=False, repr=False, compare=False)
+    _route: Route = field(init=False, repr=False, compare=False)
+    _rule: RoutingRule = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        spec, query = self.spec, RoutingKernelQuery(self.weight.device.type, len(self.weight))
+        rule = RoutingRule(
+            self.per_token,
+            spec.scoring == "softmax",
+            spec.normalize,
+            spec.least_sum,
+            spec.scale,
+            spec.num_groups,
+            spec.topk_groups,
+            spec.group_top_k,
+            self.num_shared,
+        )
+        object.__setattr__(self, "_logits", ROUTER_LOGITS.select(query).run)
+        object.__setattr__(self, "_route", ROUTING.select(query).run)
+        object.__setattr__(self, "_rule", rule)
 
     @property
     def weight_bytes(self) -> int:
@@ -39,27 +63,9 @@ class Router:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Top-k weights, float32, and expert ids, int64, [tokens, per_token] each."""
-        x = x.float() if self.input_norm is None else self.input_norm(x.float())
-        logits = functional.linear(x, self.weight, self.bias)
-        softmax = self.spec.scoring == "softmax"
-        scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
-        selection_scores = scores if self.correction is None else scores + self.correction
-        if self.spec.num_groups > 1:
-            selection_scores = self._limit_to_top_groups(selection_scores)
-        experts = selection_scores.topk(self.per_token, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if self.spec.normalize:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + self.spec.least_sum)
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[experts]
-        return weights * self.spec.scale, experts
-
-    def _limit_to_top_groups(self, selection_scores: torch.Tensor) -> torch.Tensor:
-        grouped = selection_scores.unflatten(1, (self.spec.num_groups, -1))
-        best = grouped.topk(self.spec.group_top_k, dim=-1).values.sum(dim=-1)
-        in_top_groups = torch.zeros_like(best, dtype=torch.bool)
-        in_top_groups.scatter_(1, best.topk(self.spec.topk_groups, dim=-1).indices, True)
-        return grouped.masked_fill(~in_top_groups[..., None], float("-inf")).flatten(1)
+        x = x if self.input_norm is None else self.input_norm(x.float())
+        logits = self._logits(x, self.weight, self.bias)
+        return self._route(logits, self._rule, self.correction, self.expert_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,8 @@ class MixtureOfExperts:
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
+        if self.latent is None and self.total is None:
+            return self.experts(x, *self.router(x), self._shared(x, adapters))
         if self.latent is None:
             out = self.experts(x, *self.router(x))
         else:
@@ -106,12 +114,17 @@ class MixtureOfExperts:
             out = out_of(self.experts(into(x, adapters), *self.router(x)), adapters)
         if self.total is not None:
             out = self.total(out)
+        shared = self._shared(x, adapters)
+        return out if shared is None else out + shared
+
+    def _shared(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor | None:
+        """The shared expert's output, weighed by its gate."""
         if self.shared is None:
-            return out
+            return None
         shared = self.shared(x, adapters)
-        if self.shared_gate is not None:
-            shared = functional.linear(x, self.shared_gate).sigmoid() * shared
-        return out + shared
+        if self.shared_gate is None:
+            return shared
+        return functional.linear(x, self.shared_gate).sigmoid() * shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,12 @@ import torch
 from torch.nn import functional
 
 from ...kernels.activations.quantized_activations import ActivationQuant, FusesGateQuant, Rows
-from ...kernels.elementwise.dispatch import GATE, GELU_GATE, RowKernelQuery
+from ...kernels.elementwise.dispatch import (
+    CLAMPED_SWIGLU_GATE,
+    GATE,
+    GELU_GATE,
+    RowKernelQuery,
+)
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
@@ -44,17 +49,6 @@ def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     return functional.relu(x).square()
 
 
-SWIGLU_ALPHA = 1.702
-SWIGLU_LIMIT = 7.0
-
-
-def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of gpt-oss: gate and up are clamped, and 1 is added to `up`."""
-    gate = gate.clamp(max=SWIGLU_LIMIT)
-    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
-
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -73,7 +67,7 @@ def gating(
     if activation == "silu":
         return GATE.select(kernel_query).run()
     if activation == CLAMPED_SWIGLU:
-        return _clamped_swiglu
+        return CLAMPED_SWIGLU_GATE.select(kernel_query).run()
     if activation.startswith("gelu"):
         return GELU_GATE.select(kernel_query).run(activation != "gelu")
     function = ACTIVATIONS[activation]

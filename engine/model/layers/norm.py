@@ -9,7 +9,12 @@ import torch
 from torch.nn import functional
 
 from ...kernels.activations.quantized_activations import ActivationQuant, FusesNormQuant, Rows
-from ...kernels.elementwise.dispatch import NORM, NormKernel, RowKernelQuery
+from ...kernels.elementwise.dispatch import (
+    NORM,
+    NormKernel,
+    RowKernelQuery,
+    TakesWideWeights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,11 @@ class Norm:
         return total, self(total)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernel selected for the weight supports these rows: same dtype, 2-D."""
-        return self.weight is not None and x.dtype is self.weight.dtype and x.dim() == 2
+        """Whether the kernel selected for the weight supports these rows: 2-D, of its dtype or narrower."""
+        if self.weight is None or x.dim() != 2:
+            return False
+        wide = self.weight.dtype is torch.float32 and isinstance(self._kernel, TakesWideWeights)
+        return x.dtype is self.weight.dtype or wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from ...base.transfer import packed
 from ...kernels.attention.paged_attention import AttentionBatch
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -95,7 +96,7 @@ class StepStates:
             return cls(states.tensors, tuple(runs), None, slots[:0], slots[:0] > 0)
         if runs:
             single += range(len(runs) + len(single), len(slots))
-            slots = slots[torch.tensor(single, device=slots.device)]
+            slots = slots[packed([single], slots.device)[0]]
         return cls(states.tensors, tuple(runs), decode.rows, slots, decode.lengths > 1)
 
     def advance(

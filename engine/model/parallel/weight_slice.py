@@ -16,7 +16,10 @@ from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
+from ....quant.tensors.trellis import TrellisTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
+from ....quant.trellis.incoherence import BLOCK as TRANSFORMED
+from ....quant.trellis.tiles import TILE
 
 Weight = torch.Tensor | QuantizedTensor
 
@@ -54,7 +57,7 @@ def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
     if isinstance(weight, torch.Tensor):
         return take_rows(weight, rows)
     blocks = isinstance(weight, Fp8Tensor) and weight.scheme.granularity == "block"
-    if blocks or isinstance(weight, CodebookTensor):
+    if blocks or isinstance(weight, CodebookTensor | TrellisTensor):
         for run in rows:
             if run.start % BLOCK or (run.stop % BLOCK and run.stop != weight.out_features):
                 raise _refusal(module, weight, f"between outputs {run.start} and {run.stop}", BLOCK)
@@ -64,8 +67,9 @@ def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
     for name, part in first.parts().items():
         # Parts without an output dimension, such as a permutation of the inputs, are the same in all slices.
         shared = name in whole and whole[name].shape == part.shape
+        along = 1 if name == "trellis" else 0
         parts[name] = (
-            part if shared else torch.cat([part_slice.parts()[name] for part_slice in slices])
+            part if shared else torch.cat([one.parts()[name] for one in slices], dim=along)
         )
     return _changed(first, parts)
 
@@ -98,6 +102,8 @@ def _columns_together(weight: QuantizedTensor) -> int | None:
         return weight.scheme.block_size
     if isinstance(weight, GgufTensor):
         return weight.scheme.block[0]
+    if isinstance(weight, TrellisTensor):
+        return TRANSFORMED
     if isinstance(weight, LookupTensor):
         return 1 if weight.sparse_rows is None else None
     return 1 if isinstance(weight, VectorwiseTensor) else None
@@ -123,6 +129,9 @@ def _columns(weight: QuantizedTensor, columns: slice, runs: slice) -> dict[str, 
     if isinstance(weight, GgufTensor):
         size = weight.scheme.block[1]
         return {"data": weight.data[:, runs.start * size : runs.stop * size]}
+    if isinstance(weight, TrellisTensor):
+        tiles = slice(columns.start // TILE, columns.stop // TILE)
+        return {"trellis": weight.trellis[tiles], "suh": weight.suh[columns]}
     assert isinstance(weight, LookupTensor | VectorwiseTensor)
     return {"codes": weight.codes[:, columns]}
 

@@ -9,6 +9,7 @@ from typing import Literal
 from ..memory.memory import Deployment, Reserve
 from ..model.weights import weight_bytes
 from .devices import Device
+from .gpu_costs import ALL_REDUCE_SECONDS, LAYER_SECONDS, MULTIPLIED, STREAMED
 from .roofline import decode_step_flops, prefill_flops, streamed_weight_bytes
 
 Bound = Literal["bandwidth", "compute"]
@@ -23,10 +24,10 @@ class Efficiency:
     compute fraction is assumed, not measured. `source` says where the numbers come from.
     """
 
-    bandwidth: float = 0.74
-    compute: float = 0.6
-    seconds_per_layer: float = 63e-6
-    seconds_per_all_reduce: float = 25e-6
+    bandwidth: float = STREAMED
+    compute: float = MULTIPLIED
+    seconds_per_layer: float = LAYER_SECONDS
+    seconds_per_all_reduce: float = ALL_REDUCE_SECONDS
     source: str = "bandwidth and layers: gpt-fast's published A100 runs; compute: assumed"
 
 

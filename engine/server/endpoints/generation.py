@@ -247,9 +247,8 @@ class Choices:
         try:
             async for output in self._context.stream:
                 choice, job = self._take(output)
-                completion = Completion(choice)
-                completion.extend(output)
-                part = self._shape.part(choice, job, completion, first=choice not in started)
+                delta = Completion.part(choice, output)
+                part = self._shape.part(choice, job, delta, first=choice not in started)
                 started.add(choice)
                 event = self._envelope(self._shape.chunk_name, [part])
                 if wants_usage:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ....quant.base.errors import Failure
+from ...base.device import enter_device
 from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...scheduling.outputs import RequestOutput
@@ -196,6 +197,7 @@ class EngineLoop:
         """Thread main loop: run calls, step the engine, deliver outputs, until stopped or failed."""
         engine, steps = self._engine, RecoveringSteps(self._engine)
         try:
+            enter_device(engine.device)  # a new thread begins with cuda:0
             _warm_up(engine)
             self.metrics.begin(engine)
             self._post(self._warm.set)

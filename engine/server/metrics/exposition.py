@@ -73,7 +73,7 @@ def speed_features(engine: Engine) -> dict[str, str]:
         if limits.eviction is None
         else f"{limits.eviction.method} {limits.eviction.budget}",
         "num_lora_adapters": str(engine.loras.loaded.max_loras),
-        "overlapped_loop": "on" if config.async_scheduling else "off",
+        "overlapped_loop": "on" if config.overlaps(engine.device.type) else "off",
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "scheduling_policy": str(config.scheduling_policy),
     }

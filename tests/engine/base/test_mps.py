@@ -17,7 +17,7 @@ from llmopt.engine.execution.step_graphs import graph_sizes
 from llmopt.quant.base.errors import BadInput
 
 MPS = torch.device("mps")
-TORCH_PATHS = {"torch", "torch-sdpa", "torch-rows", "loop", "tiled-dequant"}
+TORCH_PATHS = {"torch", "torch-sdpa", "torch-rows", "loop", "tiled-dequant", "torch-trellis"}
 
 
 @pytest.fixture

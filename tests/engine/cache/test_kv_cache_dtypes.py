@@ -12,10 +12,10 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
-from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.model.spec.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.recipes import DATA, MODELS
 
 from ...engine.kernels.test_kernels import RULES, attention_case

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,19 @@ def test_a_hook_is_told_of_each_phase_in_order(speculation: SpeculationConfig | 
     engine = opened(speculation=speculation)
     engine.hook = lambda phase, seconds: told.append(phase)
     traced(engine, phases=False)
-    inputs = (
-        ["prepare_inputs", "draft", "prepare_inputs"] if speculation else ["prepare_inputs"] * 2
-    )
+    inputs = ["prepare_inputs", "draft", "prepare_inputs"] if speculation else ["prepare_inputs"]
     drawn = ["sample", "draft"] if speculation else ["sample", "fetch_tokens"]
     step = ["schedule", *inputs, "forward", *drawn, "update", "detokenize", "step"]
-    assert told == step * (len(told) // len(step))
+    # Greedy tokens of a captured step come with its forward pass: nothing is left to sample.
+    replayed = [phase for phase in step if phase != "sample"]
+    phases = [phase for phase, _ in groupby(told)]
+    num_steps = told.count("step")
+    assert num_steps > 1
+    for _ in range(num_steps):
+        taken = step if phases[: len(step)] == step else replayed
+        assert phases[: len(taken)] == taken
+        del phases[: len(taken)]
+    assert not phases
 
 
 def test_what_a_hook_does_belongs_to_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.scheduling.decode_schedule import DecodeSchedule
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import Request
 from llmopt.engine.scheduling.scheduler import Scheduler
@@ -108,7 +109,9 @@ def test_a_plan_does_not_change_while_later_steps_are_scheduled_and_computed(
     assert num_waiting == 0 if loop == "serial" else num_waiting >= 10 or options == "drafts"
 
 
-WRITERS = {one.__module__ for one in (Scheduler, Request, PrefixCache, evict_blocks)}
+WRITERS = {
+    one.__module__ for one in (Scheduler, DecodeSchedule, Request, PrefixCache, evict_blocks)
+}
 
 
 def writer() -> tuple[str, str]:

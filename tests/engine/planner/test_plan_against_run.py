@@ -176,6 +176,7 @@ def test_the_largest_step_is_not_tried_where_the_size_is_given(
         {"max_num_seqs": 1, "max_num_batched_tokens": 4096},
         {"max_num_seqs": 5, "prefill_chunk_size": 3},
         {"max_model_len": 40, "window": 8, "attention_sinks": 4},
+        {"window": 8, "attention_sinks": 4, "max_num_batched_tokens": 256},
         {"tensor_parallel_size": 2},
         {"kv_cache_dtype": "fp8"},
     ],
@@ -196,10 +197,12 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(
     monkeypatch.setattr("llmopt.engine.build.memory_of", lambda device: card)
     built = engine(**options)
     limits = built.scheduler.config
-    (plan,) = plans
-    assert len(plan.rows) == limits.max_num_seqs
+    prompts, decodes = plans
+    assert len(prompts.rows) == len(decodes.rows) == limits.max_num_seqs
     longest = min(limits.chunk, limits.max_model_len)
-    assert plan.num_tokens == min(limits.max_num_batched_tokens, longest * limits.max_num_seqs)
+    whole = limits.max_blocks(limits.max_model_len) * limits.block_size
+    assert {row.end for row in decodes.rows} == {min(limits.max_model_len, whole)}
+    assert prompts.num_tokens == min(limits.max_num_batched_tokens, longest * limits.max_num_seqs)
     built.close()
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from llmopt.engine.kernels.common import build
 from llmopt.engine.server.endpoints import generation
 from llmopt.engine.server.middleware import connections
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.native import build
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.scheduling.stop import StopStrings
+from llmopt.engine.text.completion_text import CompletionText
 from llmopt.engine.text.detokenizer import IncrementalDetokenizer, text_decoder
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
@@ -110,3 +114,36 @@ def test_the_first_word_after_the_prompt_keeps_its_space(tokenizer):
     assert more[: len(prompt)] == prompt
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     assert "".join(detokenizer.feed([token]) for token in more[len(prompt) :]) == " upon"
+
+
+def test_deferred_text_is_read_in_any_order_and_by_any_thread(tokenizer):
+    """As the deltas that each token gives at once, though outputs are read late and out of order."""
+    params = SamplingParams()
+    prompt = tokenizer("Once upon a time").input_ids
+    token_ids = tokenizer("there was a café, naïve 😀 and small. The end 😀").input_ids
+    at_once = CompletionText(text_decoder(tokenizer), prompt, params)
+    runs = [token_ids[:1], *(token_ids[at : at + 2] for at in range(1, len(token_ids), 2))]
+    expected = [
+        "".join(
+            at_once.feed(token, is_last=run is runs[-1] and place == len(run) - 1)[0]
+            for place, token in enumerate(run)
+        )
+        for run in runs
+    ]
+    assert "".join(expected)
+    deferred = CompletionText(text_decoder(tokenizer), prompt, params)
+    assert (
+        deferred.is_deferred
+        and not CompletionText(
+            text_decoder(tokenizer), prompt, SamplingParams(stop=("x",))
+        ).is_deferred
+    )
+    ends = list(accumulate(map(len, runs)))
+    for run, end in zip(runs, ends, strict=True):
+        deferred.add(run, end, is_last=run is runs[-1])
+    order = random.Random(3).sample(range(len(runs)), len(runs))
+    with ThreadPoolExecutor(4) as threads:
+        read = dict(
+            zip(order, threads.map(lambda at: deferred.delta(ends[at]), order), strict=True)
+        )
+    assert [read[at] for at in range(len(runs))] == expected

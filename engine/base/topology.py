@@ -1,0 +1,167 @@
+"""CPU topology from sysfs: physical cores, hardware threads, NUMA nodes, the cgroup's quota. No torch.
+
+Every function takes the root of sysfs, so that any machine can be made up as a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A hardware thread: its number, physical core, NUMA node, and capacity (1024: the fastest cores)."""
+
+    number: int
+    core: tuple[int, ...]
+    node: int
+    capacity: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The hardware threads that this process may use.
+
+    Attributes:
+        cpus: by number.
+        quota: whole CPUs of time that the cgroup allows; None: no limit.
+    """
+
+    cpus: tuple[Cpu, ...]
+    quota: int | None = None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """NUMA nodes, the one with the most physical cores first."""
+        numbers = {cpu.node for cpu in self.cpus}
+        return tuple(sorted(numbers, key=lambda node: (-len(self.on_node(node).cores), node)))
+
+    @property
+    def cores(self) -> tuple[Cpu, ...]:
+        """One hardware thread of every physical core. Of unequal cores those at least half as fast as the
+        fastest: a slower one would be waited for."""
+        firsts = {cpu.core: cpu for cpu in reversed(self.cpus)}
+        most = max((cpu.capacity for cpu in firsts.values()), default=0)
+        fast = [cpu for cpu in firsts.values() if 2 * cpu.capacity >= most]
+        return tuple(sorted(fast, key=lambda cpu: cpu.number))
+
+    @property
+    def num_usable(self) -> int:
+        """Threads that can compute at once: physical cores, within the quota; at least 1."""
+        return max(1, min(len(self.cores), self.quota or len(self.cores)))
+
+    def on_node(self, node: int) -> Topology:
+        """The part of it on a NUMA node."""
+        return Topology(tuple(cpu for cpu in self.cpus if cpu.node == node), self.quota)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a process computes.
+
+    Attributes:
+        num_threads: of a step.
+        cpus: hardware threads to bind the process to; empty: it may run where it may now.
+        node: the NUMA node that they are of; None: all nodes, or there is one.
+    """
+
+    num_threads: int
+    cpus: tuple[int, ...] = ()
+    node: int | None = None
+
+
+def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) -> Topology:
+    """The topology of the CPUs that are online and allowed.
+
+    Args:
+        root: where sysfs is mounted.
+        allowed: CPUs that the process may run on; by default its affinity.
+    """
+    numbers = _online(root)
+    may = affinity() if allowed is None else frozenset(allowed)
+    effective = _text(root / "fs/cgroup/cpuset.cpus.effective")
+    for limit in (may, frozenset(parse_cpus(effective)) if effective else None):
+        if limit and limit & numbers:
+            numbers &= limit
+    nodes = _nodes(root)
+    cpus = (_cpu(root, number, nodes.get(number, 0)) for number in sorted(numbers))
+    return Topology(tuple(cpus), cgroup_quota(root))
+
+
+def place(topology: Topology, rank: int = 0, world_size: int = 1) -> Placement:
+    """Where a shard computes: on one NUMA node, so that it reads its weights from the memory beside it.
+
+    Shards take the nodes in turn, and those of a node share its cores. A process alone takes the largest
+    node: half of its reads from another node's memory would be slower than its cores are more.
+    """
+    nodes = topology.nodes
+    if len(nodes) < 2:
+        return Placement(max(1, topology.num_usable // world_size))
+    node = nodes[rank % len(nodes)]
+    part = topology.on_node(node)
+    sharing = len(range(rank % len(nodes), world_size, len(nodes)))
+    quota = topology.quota or len(topology.cpus)
+    most = max(1, min(len(part.cores) // sharing, quota // world_size))
+    return Placement(most, tuple(cpu.number for cpu in part.cpus), node)
+
+
+def affinity() -> frozenset[int]:
+    """CPUs that the scheduler may run this process on; empty where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def cgroup_quota(root: Path = SYSFS) -> int | None:
+    """Whole CPUs of the cgroup's quota (version 2 or 1), at least 1; None without one."""
+    words = _text(root / "fs/cgroup/cpu.max").split()
+    if not words:
+        words = [_text(root / f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None  # "max", -1, or no cgroup
+    return max(1, int(words[0]) // int(words[1]))
+
+
+def parse_cpus(text: str) -> list[int]:
+    """The numbers of a list such as `0-3,8`, as the kernel writes it."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdigit():
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _online(root: Path) -> frozenset[int]:
+    listed = parse_cpus(_text(root / "devices/system/cpu/online"))
+    return frozenset(listed) or affinity() or frozenset(range(os.cpu_count() or 1))
+
+
+def _nodes(root: Path) -> dict[int, int]:
+    """The NUMA node of each CPU."""
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    return {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in folders
+        for cpu in parse_cpus(_text(folder / "cpulist"))
+    }
+
+
+def _cpu(root: Path, number: int, node: int) -> Cpu:
+    folder = root / f"devices/system/cpu/cpu{number}"
+    siblings = _text(folder / "topology/thread_siblings_list") or str(number)
+    capacity = _text(folder / "cpu_capacity")
+    return Cpu(
+        number, tuple(parse_cpus(siblings)), node, int(capacity) if capacity.isdigit() else 1024
+    )
+
+
+def _text(path: Path) -> str:
+    """A file's line, or an empty one."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,171 @@
+"""Graph capture and replay of steps of few tokens: verification, drafting, chunks beside decodes.
+
+One graph serves every step of up to so many tokens, whatever sequences they are of: short prompts and chunks
+beside decodes, draft tokens to verify, what a draft model has to catch up with. Longer steps are eager:
+there the launches take less time than the work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..cache.step_inputs import Run
+from ..kernels.attention.paged_attention import AttentionBatch
+from ..model.layers.attention import LayerCache, StepInputs
+from ..model.open import CausalModel
+from ..scheduling.block_pool import NULL_BLOCK
+from .step_graphs import Capture, Forward, Graph, succeeds
+
+TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
+"""Tokens of the captured steps, one of them padding: with more, the GPU is busy for longer than a launch."""
+
+
+def is_plain(run: Run) -> bool:
+    """Whether a run is text at its plain positions, without a tree, of a sequence with all its blocks."""
+    return (
+        (run.tree is None or run.tree.is_chain)
+        and not run.num_evicted
+        and NULL_BLOCK not in run.block_ids
+        and run.rope_positions is None
+        and not run.bidirectional_images
+        and all(image.offset + image.num_tokens <= run.start for image in run.images)
+    )
+
+
+class TokenGraphs:
+    """Forward passes of steps of up to `sizes[-1] - 1` tokens.
+
+    Args:
+        caches: the KV caches of the model's layers.
+        max_blocks: blocks of a sequence.
+        sizes: tokens to capture, ascending; none: no step is captured.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        max_blocks: int,
+        sizes: Sequence[int],
+        capture: Capture,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._caches = model, caches
+        self._sizes = tuple(sizes) if model.captures_any_step else ()
+        self._block_size, self._dtype, self._capture = block_size, dtype, capture
+        self._graphs: dict[tuple[int, tuple[int, ...]], Graph] = {}
+        self._buffers: dict[int, Any] = {}
+        if self._sizes:
+            from ..kernels.attention.triton_static_metadata import StaticBuffer
+
+            capacity = StaticBuffer.capacity(self._sizes[-1], max_blocks)
+            # Shared: one step runs at a time.
+            memory = torch.zeros(capacity, dtype=torch.int64, device=device)
+            self._buffers = {
+                size: StaticBuffer(size, max_blocks, memory, NULL_BLOCK) for size in self._sizes
+            }
+
+    @torch.inference_mode()
+    def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
+        """Capture the sizes now, the largest first, whose memory the others reuse."""
+
+        def capture() -> None:
+            for size in reversed(self._sizes):
+                self._graph(size, aux_hidden_state_layers)
+
+        if not succeeds(capture, "steps of several tokens"):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave every step eager."""
+        self._sizes = ()
+        self._graphs.clear()
+
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        aux_hidden_state_layers: tuple[int, ...] = (),
+        fill_placeholders: Callable[[torch.Tensor], None] | None = None,
+    ) -> Forward | None:
+        """Fill the static inputs with a step's values; None: the step is not one that is captured.
+
+        `fill_placeholders` writes token ids that only the device knows. Adapters and what else `StepInputs`
+        tells are the caller's to know.
+        """
+        rows = sum(len(run.token_ids) for run in runs)
+        place = bisect_left(self._sizes, rows + 1)
+        if place == len(self._sizes) or not all(map(is_plain, runs)):
+            return None
+        size = self._sizes[place]
+        buffer = self._buffers[size]
+        buffer.fill(*self._values(runs))
+        if fill_placeholders is not None:
+            fill_placeholders(buffer.column(0)[:rows])
+        graph = self._graphs.get((size, aux_hidden_state_layers))
+        if graph is None:
+            graph = self._graph(size, aux_hidden_state_layers)
+            # Its capture ran on a step of padding.
+            buffer.fill(*self._values(runs))
+            if fill_placeholders is not None:
+                fill_placeholders(buffer.column(0)[:rows])
+        replay = graph.replay
+        return Forward(lambda: replay()[:rows], is_replay=True)
+
+    def _values(self, runs: Sequence[Run]) -> tuple[list[list[int]], list[Any]]:
+        """Columns (token ids, positions, slots) and segments of a step."""
+        from ..kernels.attention.triton_static_metadata import Segment
+
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        segments: list[Segment] = []
+        size = self._block_size
+        for run in runs:
+            begin, end = len(token_ids), run.start + len(run.token_ids)
+            token_ids += run.token_ids
+            positions += range(run.start, end)
+            blocks = run.block_ids
+            slots += [blocks[p // size] * size + p % size for p in range(run.start, end)]
+            held = blocks[: -(-end // size)]
+            segments.append(Segment(begin, len(run.token_ids), end, held))
+        return [token_ids, positions, slots], segments
+
+    def _graph(self, size: int, aux_hidden_state_layers: tuple[int, ...]) -> Graph:
+        """Capture a step of padding."""
+        buffer = self._buffers[size]
+        buffer.fill([[], [], []], ())
+        inputs: StepInputs
+
+        def call() -> torch.Tensor:
+            # As in `StepGraphs`: new for each call, and kept alive.
+            nonlocal inputs
+            inputs = self._inputs(buffer, aux_hidden_state_layers)
+            return self._model.forward(inputs, self._caches)
+
+        graph = self._graphs[size, aux_hidden_state_layers] = self._capture(call)
+        for cache in self._caches:
+            for part in cache.parts:
+                part[NULL_BLOCK].zero_()
+        return graph
+
+    def _inputs(self, buffer: Any, aux_hidden_state_layers: tuple[int, ...]) -> StepInputs:
+        from ..kernels.attention.triton_static_metadata import StaticMetadata
+
+        metadata = StaticMetadata(buffer, self._block_size)
+        batch = AttentionBatch([], None, self._block_size, self._dtype, metadata)
+        token_ids, positions, slots = (buffer.column(index) for index in range(buffer.columns))
+        given = token_ids, positions, slots, batch
+        return StepInputs(*given, aux_hidden_state_layers=aux_hidden_state_layers)
+
+
+def token_graph_sizes(device: torch.device, max_tokens: int) -> tuple[int, ...]:
+    """Token counts to capture on a device, for steps of up to `max_tokens`; none: they are eager."""
+    if device.type != "cuda" or not max_tokens:
+        return ()
+    return TOKEN_SIZES[: bisect_left(TOKEN_SIZES, max_tokens) + 1]

@@ -1,0 +1,108 @@
+"""Static inputs of decode steps written in place, against those of the same rows written anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.execution.decode_inputs import DecodeInputs
+from llmopt.engine.scheduling.block_pool import BlockPool
+from llmopt.engine.scheduling.prefix_cache import PrefixCache
+from llmopt.engine.scheduling.request import Request, RequestTimes
+from llmopt.engine.scheduling.scheduler import Scheduler
+from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
+from llmopt.engine.scheduling.step_plan import DecodeRows
+
+BLOCK_SIZE, MAX_BLOCKS, SIZE = 4, 12, 6
+COLUMNS = ("token_ids", "positions", "slots")
+
+
+class World:
+    """A scheduler whose requests sample the number of their tokens."""
+
+    def __init__(self) -> None:
+        pool = BlockPool(80)
+        limits = SchedulerConfig(64, SIZE, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
+        self.scheduler = Scheduler(limits, pool, PrefixCache(pool, BLOCK_SIZE))
+        self.order = 0
+
+    def add(self, length: int, max_tokens: int) -> None:
+        name, params = str(self.order), SamplingParams(max_tokens=max_tokens)
+        prompt = [self.order + 3] * length
+        request = Request(
+            f"{name}/0", name, 0, prompt, length, max_tokens, params, 0, self.order, RequestTimes(0)
+        )
+        self.scheduler.add(request)
+        self.order += 1
+
+    def step(self, inputs: DecodeInputs) -> DecodeRows | None:
+        plan = self.scheduler.schedule()
+        rows = plan.rows if isinstance(plan.rows, DecodeRows) else None
+        if rows is not None:
+            check(inputs, rows)
+        sampled = {row.sequence_id: [row.end % 50 + 1] for row in plan.rows}
+        self.scheduler.update(plan, sampled, frozenset())
+        self.scheduler.check_integrity()
+        return rows
+
+
+def check(inputs: DecodeInputs, rows: DecodeRows) -> None:
+    """That what is written, in place or not, is what the rows say."""
+    inputs.fill_batch(rows, SIZE)
+    step = inputs.step(SIZE, 0, ())
+    group = step.batch.decode
+    assert group is not None
+    tables = group.block_ids.view(SIZE, -1).tolist()
+    for place, row in enumerate(rows):
+        block = row.block_ids[row.start // BLOCK_SIZE]
+        expected = [row.token_ids[0], row.start, block * BLOCK_SIZE + row.start % BLOCK_SIZE]
+        assert [int(getattr(step, name)[place]) for name in COLUMNS] == expected
+        assert int(group.lengths[place]) == row.end
+        assert tables[place][: len(row.block_ids)] == list(row.block_ids)
+    for place in range(len(rows), SIZE):
+        assert [int(getattr(step, name)[place]) for name in COLUMNS] == [0, 0, 0]
+        assert int(group.lengths[place]) == 1 and tables[place][0] == 0
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "as on a GPU"])
+def test_what_is_changed_in_place_is_what_is_written_anew(elsewhere: bool) -> None:
+    """Sequences of all phases of a block come, end in the middle of the batch, and make way for others."""
+    inputs = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cpu"), torch.float32)
+    if elsewhere:
+        inputs._arrays = None
+        inputs._mirror.tables = inputs._mirror.tables.copy()
+    world = World()
+    for length, max_tokens in ((1, 30), (2, 9), (3, 30), (4, 14), (9, 21)):
+        world.add(length, max_tokens)
+    made = [world.step(inputs) for _ in range(16)]
+    world.add(6, 20)
+    made += [world.step(inputs) for _ in range(20)]
+    steps = [rows for rows in made if rows is not None]
+    assert len({id(rows.batch) for rows in steps}) >= 5, "batches came and went"
+    assert sum(rows.step > 0 for rows in steps) >= 20, "most steps went on from another"
+    assert not world.scheduler.has_unfinished()
+
+
+def test_something_else_may_write_in_between() -> None:
+    inputs = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cpu"), torch.float32)
+    world = World()
+    world.add(3, 20)
+    for _ in range(4):
+        world.step(inputs)
+    runs = inputs.step(SIZE, 0, ())
+    decode = runs.batch.decode
+    assert decode is not None
+    inputs.fill(runs, decode, SIZE, SIZE)
+    for _ in range(4):
+        assert world.step(inputs) is not None
+
+
+def test_tokens_that_only_the_device_knows_are_taken_from_it() -> None:
+    inputs = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cpu"), torch.float32)
+    world = World()
+    world.add(3, 20)
+    world.step(inputs)
+    rows = world.step(inputs)
+    assert rows is not None
+    inputs.fill_batch(rows, SIZE, torch.tensor([41]))
+    assert int(inputs.step(SIZE, 0, ()).token_ids[0]) == 41

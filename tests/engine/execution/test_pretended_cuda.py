@@ -1,0 +1,205 @@
+"""The engine's host code on a pretended GPU: every family and every mode, without a fault that a GPU would show."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.execution.token_graphs import TOKEN_SIZES
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    IntScheme,
+    LookupScheme,
+)
+
+from ...support.lora_world import write_adapter
+from ...support.model_families import FAMILIES, save_model
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.world import GREEDY, SAMPLED, engine_on, serve
+from ...support.quantized_world import random_model, write_checkpoint
+
+MOST_LAUNCHES = {
+    "llama-3.1": 53, "qwen3": 53, "gemma-2": 169, "gemma-3n": 466, "gpt-oss": 131, "qwen3-moe": 79,
+    "llama-4": 178, "deepseek-v3": 158, "gpt-2": 68, "falcon-40b": 88, "phi-4-longrope-partial": 53,
+    "glm-4-moe": 106, "olmo-2": 70, "hunyuan-moe": 179, "gemma-4-moe": 183, "ministral-3": 107,
+}  # fmt: skip
+"""Kernels of a captured decode step, of three layers and more; what makes them fewer lowers these."""
+LOOPED = "engine/kernels/moe/experts.py"
+"""Experts that no kernel groups run one after the other, and wait for how many tokens each has."""
+EAGER = ("lfm-2-moe", "granite-4", "nemotron-h-moe", "qwen3.5-moe")
+"""Families whose steps are not captured: their states are read by slot numbers of the host."""
+IN_CI = (*MOST_LAUNCHES, *EAGER)
+EVERY = tuple(FAMILIES) if os.environ.get("LLMOPT_EVERY_FAMILY") else IN_CI
+GRAPHS = 2 + len(TOKEN_SIZES)
+"""Decode steps of one and two sequences, and steps of several tokens."""
+FEW: dict[str, Any] = {"num_blocks": 24, "block_size": 16}
+"""A cache that is given: nothing is profiled."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model(folder, *FAMILIES["llama-3.1"])
+    return folder
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_serves_without_a_fault(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, *FAMILIES[family])
+    served = serve(Card(), tmp_path, **FEW)
+    assert [fault for fault in served.faults if LOOPED not in fault] == []
+    assert served.num_tokens == {"0": 5, "1": 5}
+    if family in MOST_LAUNCHES:
+        assert served.graphs == GRAPHS
+        assert sum(served.captured.values()) <= MOST_LAUNCHES[family], served.captured
+
+
+MODES: dict[str, tuple[dict[str, Any], tuple[SamplingParams, ...]]] = {
+    "async": ({"async_scheduling": True}, (SAMPLED, GREEDY)),
+    "eager": ({"enforce_eager": True}, (SAMPLED, GREEDY)),
+    "chunked prefill": ({"prefill_chunk_size": 4}, (SAMPLED, GREEDY)),
+    "int8 cache": ({"kv_cache_dtype": "int8"}, (SAMPLED, GREEDY)),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, (SAMPLED, GREEDY)),
+    "draft tokens of an n-gram": (
+        {"speculation": SpeculationConfig("ngram", ngram_min=1)}, (GREEDY, SAMPLED),
+    ),
+    "draft model": ({"speculation": SpeculationConfig("draft", "llama")}, (GREEDY, SAMPLED)),
+    "forks": ({"max_num_seqs": 4}, (SamplingParams(temperature=0.8, n=3, max_tokens=5, ignore_eos=True),)),
+    "swap": (
+        {"num_blocks": 9, "block_size": 4, "swap_space_bytes": 2**22},
+        (SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),) * 2,
+    ),
+    "penalties": (
+        {},
+        (SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, max_tokens=5, ignore_eos=True),) * 2,
+    ),
+    "logprobs": ({}, (SamplingParams(logprobs=3, max_tokens=5, ignore_eos=True), GREEDY)),
+    "prompt logprobs": ({}, (SamplingParams(prompt_logprobs=2, max_tokens=5, ignore_eos=True), GREEDY)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_serves_without_a_fault(mode: str, llama: Path) -> None:
+    options, params = MODES[mode]
+    options = dict(FEW) | options
+    if mode == "draft model":
+        options["speculation"] = SpeculationConfig("draft", llama)
+    served = serve(Card(), llama, params, **options)
+    assert served.faults == []
+    assert all(count >= 5 for count in served.num_tokens.values())
+
+
+def test_adapters_serve_without_a_fault(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", *FAMILIES["llama-3.1"])
+    adapter = write_adapter(tmp_path / "adapter", base)
+    served = serve(Card(), tmp_path / "base", adapters=("a", None), loras={"a": adapter}, **FEW)
+    assert served.faults == [] and served.num_tokens == {"0": 5, "1": 5}
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+QUANTIZED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "int4": ("compressed-tensors", IntScheme(4, 128, True), WIDE),
+    "fp8": ("compressed-tensors", FloatScheme("channel", Activations("fp8")), WIDE),
+    "nf4": ("bitsandbytes", CodebookScheme("nf4"), WIDE),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_models_serve_without_a_fault(name: str, tmp_path: Path) -> None:
+    format_name, scheme, shape = QUANTIZED[name]
+    write_checkpoint(tmp_path, random_model(**shape), format_name, scheme)
+    served = serve(Card(), tmp_path, **FEW)
+    assert served.faults == [] and served.graphs == GRAPHS
+    assert {"_gemm"} <= set(served.captured)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "scheme", "shape"),
+    [
+        ("squeezellm", LookupScheme(4, 0.01), {}),
+        (
+            "bitsandbytes",
+            CodebookScheme("nf4"),
+            {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2},
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_served_eagerly_and_told(
+    format_name: str,
+    scheme: Any,
+    shape: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sparse outliers and shapes that no kernel packs: torch's fallbacks wait for the device."""
+    write_checkpoint(tmp_path, random_model(**shape), format_name, scheme)
+    served = serve(Card(), tmp_path, **FEW)
+    assert served.num_tokens == {"0": 5, "1": 5}
+    if served.graphs == 0:
+        (line,) = [
+            record.getMessage() for record in caplog.records if "graphs" in record.getMessage()
+        ]
+        assert line.startswith("decode steps run without graphs, as capturing them failed: ")
+        assert "\n" not in line
+
+
+def test_a_second_card_is_the_current_one_of_the_thread_that_serves(llama: Path) -> None:
+    card = Card(count=2)
+    served = serve(card, llama, device="cuda:1", **FEW)
+    assert served.faults == [] and served.num_tokens == {"0": 5, "1": 5}
+    assert card.held[0] == 0
+
+
+def test_a_card_that_is_not_there_is_named(llama: Path) -> None:
+    with pytest.raises(BadInput, match=r"'cuda:1': there are 1 CUDA devices, cuda:0 to cuda:0"):
+        serve(Card(), llama, device="cuda:1")
+
+
+def test_an_fp8_cache_is_refused_where_the_card_has_no_fp8(llama: Path) -> None:
+    a100 = Card(name="NVIDIA A100", capability=(8, 0), shared_bytes=163 << 10)
+    with pytest.raises(BadInput, match=r"kv_cache_dtype fp8: a GPU .* 8\.0 has no FP8; take int8"):
+        serve(a100, llama, kv_cache_dtype="fp8")
+    assert serve(a100, llama, kv_cache_dtype="int8", **FEW).faults == []
+
+
+def test_the_memory_profile_covers_what_serving_takes(llama: Path) -> None:
+    """Weights, graphs, split-KV buffers and prompt logprobs: nothing exceeds the share that may be used."""
+    card = Card(memory_bytes=48 << 20)
+    params = SamplingParams(prompt_logprobs=2, max_tokens=4, ignore_eos=True)
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 512,
+    }
+    with engine_on(card, llama, **options, gpu_memory_utilization=0.5) as engine:
+        for index in range(8):
+            engine.add_request(str(index), [1 + index] * 200, params)
+        card.peak[0] = card.held[0]
+        while engine.has_unfinished():
+            engine.step()
+    assert card.peak[0] <= 0.5 * card.memory_bytes
+
+
+def test_kernels_that_compute_nonsense_are_dropped_and_torch_serves(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pretended card runs no Triton kernel: against its reference, each is wrong."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    card = Card()
+    served = serve(card, llama, trials=True, **FEW)
+    assert served.num_tokens == {"0": 5, "1": 5}
+    assert card.launches("step")["triton"] == 0
+    dropped = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert {line.partition(" for ")[0] for line in dropped} >= {
+        "norm", "paged attention", "rotation and cache write", "silu gate", "sampling",
+    }  # fmt: skip
+    caplog.clear()
+    assert serve(Card(), llama, trials=True, **FEW).num_tokens == served.num_tokens
+    assert not [record for record in caplog.records if "dropped" in record.getMessage()]
