@@ -8,11 +8,14 @@ export OMP_NUM_THREADS
 # The source folders under their installed name, for a Python into which nothing is installed.
 LINKS := $(CURDIR)/build/links
 RESULT ?= runs/gpu-bench.json
+FIRST ?= runs/gpu-first.json
 GPU_JOBS ?= 6
 
 REAL := build/real
+ARM_TESTS := $(addprefix tests/engine/kernels/test_native_,linear.py lookup.py attention.py layer.py experts.py argmax.py) \
+	tests/engine/kernels/test_trellis_linear.py tests/quant/trellis/test_viterbi.py
 
-.PHONY: demo test nightly real gpu-check gpu-bench lint lint-deploy install owners clean
+.PHONY: demo test test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -20,11 +23,16 @@ demo: $(INSTALLED)
 
 # The models of the tests are too small for a second thread to pay; a second process does. What measures the
 # machine comes first, alone.
-test nightly: export OMP_NUM_THREADS = 1
+test test-arm nightly: export OMP_NUM_THREADS = 1
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m alone
 	$(VENV)/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --durations 20
+
+# The C kernels' tests on aarch64 (NEON, DotProd, I8MM) in an emulator, by the Debian packages gcc-aarch64-linux-gnu,
+# libc6-dev-arm64-cross and qemu-user. Without them every test is skipped and says so.
+test-arm: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -rs -p tests.support.aarch64_plugin -n 2 --dist worksteal --durations 5 $(ARM_TESTS)
 
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
@@ -35,13 +43,22 @@ real: $(INSTALLED)
 	LLMOPT_REAL_MODEL=$$($(VENV)/bin/python tools/real_model.py $(REAL) | tail -n 1) \
 		$(VENV)/bin/python -m pytest -rs --durations 20 tests/real
 
+# Every Triton kernel compiled for six GPU architectures, without a GPU; about ten minutes on one core.
+gpu-matrix: $(INSTALLED)
+	$(VENV)/bin/python -m tools.gpu_matrix --out docs/measured/gpu-matrix.json
+
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
-gpu-check gpu-bench: export PYTHONPATH = $(LINKS)
-gpu-check gpu-bench: export HF_HUB_OFFLINE = 1
+gpu-check gpu-first gpu-bench: export PYTHONPATH = $(LINKS)
+gpu-check gpu-first gpu-bench: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
 gpu-check: $(LINKS)/llmopt
 	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/kernels/test_triton_*.py
+
+# The first ten minutes on any card: kernels, graphs, tiles, an 8B model, a second card; one file, and one page
+# that says which expectation failed.
+gpu-first: $(LINKS)/llmopt
+	$(PYTHON) -m tools.gpu_first --out $(FIRST) $(if $(COMMIT),--commit $(COMMIT))
 
 # How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
 gpu-bench: $(LINKS)/llmopt

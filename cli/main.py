@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments[:2] == ["bench", "freeze"]:
         arguments = arguments[1:]
     arguments = arguments or ["--help"]
+    import_module("..engine", __package__)  # before torch: it bounds how long OpenMP's threads spin
     first = arguments[0]
     if first in ("-h", "--help"):
         app = summaries()

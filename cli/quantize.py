@@ -62,7 +62,7 @@ def quantize(
         target_bytes=None if size is None else parse_bytes(size),
         kv_cache=search.kv_cache,
         kv_cache_strategy=search.kv_cache_strategy,
-        rotations=tuple(name.strip() for name in (search.rotate or "").split(",") if name.strip()),
+        rotations=_rotations(search.rotate),
         revert_worse=search.revert_worse,
         tensor_parallel=run.tensor_parallel,
         restart=run.restart,
@@ -73,6 +73,13 @@ def quantize(
         _dry_run(request, run.as_json)
     else:
         _run(request, run.as_json)
+
+
+def _rotations(asked: str | None) -> tuple[str, ...] | None:
+    """The rotations by name; None leaves them to the method."""
+    if asked is None:
+        return None
+    return tuple(name for part in asked.split(",") if (name := part.strip()) not in ("", "none"))
 
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:

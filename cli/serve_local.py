@@ -84,7 +84,7 @@ def _serve(
     url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
-        f"{_context(opened)}, {_states(opened)}"
+        f"{_context(opened)}, {_states(opened)}{_activations(opened)}"
         f"chat template: {describe_template(app.state.service.text)}"
     )
     as_json = serving.as_json
@@ -122,6 +122,19 @@ def _states(engine: Engine) -> str:
     if not states.num_checkpoints:
         saved = "no checkpoint of them, so that no prefix is shared"
     return f"states of {states.num_slots} sequences and {saved}, "
+
+
+GGUF_KL = 0.0036
+"""Mean KL, in nats, between 8 and 16-bit activations: docs/measured/cpu/cpu-activations.json."""
+
+
+def _activations(engine: Engine) -> str:
+    """How quantized weights are multiplied on a CPU."""
+    if engine.activation_bits == 16:
+        return ""
+    if engine.config.cpu_activations:
+        return "8-bit activations as asked, "
+    return f"8-bit activations as in llama.cpp (KL {GGUF_KL} on SmolLM2-135M's Q4_1), "
 
 
 def _announce(url: str, model: str, facts: str, options: ServerOptions, as_json: bool) -> None:

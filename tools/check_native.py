@@ -12,14 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmopt.engine.kernels.common.build import FLAGS_VARIABLE
-from llmopt.engine.kernels.common.processor import PATHS, processor_flags
+from llmopt.quant.native.build import FLAGS_VARIABLE
+from llmopt.quant.native.processor import PATHS, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 TESTS = [
-    f"tests/engine/kernels/test_native_{part}.py"
-    for part in ("linear", "lookup", "attention", "layer")
+    *(
+        f"tests/engine/kernels/test_native_{part}.py"
+        for part in ("linear", "lookup", "attention", "layer", "experts", "argmax")
+    ),
+    "tests/engine/kernels/test_trellis_linear.py",
+    "tests/quant/trellis/test_viterbi.py",
 ]
 
 

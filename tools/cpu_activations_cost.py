@@ -66,7 +66,7 @@ def main() -> None:
             f"between the two: KL {row['kl_between']:.6f}, top-1 {row['top1_between']:.2%}"
         )
     if options.json:
-        record = {"reference": options.reference, "tokens": passage.num_scored, "rows": rows}
+        record = {"reference": reference.folder.name, "tokens": passage.num_scored, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -4,7 +4,7 @@
     python tools/cpu_peers.py --files MODEL.gguf ... --environments DIR --output cpu-peers-files.json
     python tools/cpu_peers.py --show cpu-peers-1.1B.json
 
-With `--files` the models are real GGUF files, ours with its defaults and with 8-bit activations beside
+With `--files` the models are real GGUF files, ours with its defaults and with 16-bit activations beside
 llama.cpp, and every engine is started `--rounds` times more, for its loading and its first token.
 
 Makes the checkpoints that are missing in `--models` (minutes, the first time), loads every engine in a
@@ -31,6 +31,7 @@ from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.quant.base.openmp_spins import without_openmp_spins
 from peers_loading import loads_table, measure_loads
 from quantizer_speed import SHAPES, make_model
 
@@ -44,6 +45,9 @@ PACKAGES = {
 UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 ENVIRONMENT = {
     "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON",
+    # Without them, GCC drops the stores to the tile configuration and every AMX linear crashes
+    # (llama.cpp's pull request 26954).
+    "CXXFLAGS": "-fno-tree-dse -fno-dse",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -144,7 +148,8 @@ class Worker:
 
     def __init__(self, row: Row, python: Path, options: Mapping[str, Any]) -> None:
         self.row = row
-        environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(options["threads"])}
+        environment = without_openmp_spins(os.environ) | ENVIRONMENT
+        environment["OMP_NUM_THREADS"] = str(options["threads"])
         script = SCRIPTS / f"with_{row.package}.py"
         self._process = subprocess.Popen(
             [str(python), str(script), json.dumps({**options, **row.options})],
@@ -322,13 +327,13 @@ def goals(shape: str) -> list[tuple[str, tuple[str, ...], str, float]]:
 
 
 def file_rows(files: Sequence[Path]) -> list[Row]:
-    """Ours with its defaults and with 8-bit activations, and llama.cpp, for each GGUF file."""
+    """Ours with its defaults and with 16-bit activations, and llama.cpp, for each GGUF file."""
     return [
         row
         for file in files
         for row in (
             Row("llmopt", file.stem, file=file),
-            Row("llmopt", file.stem, EIGHT, file=file),
+            Row("llmopt", file.stem, {"cpu_activations": 16}, file=file),
             Row("llamacpp", file.stem, file=file),
         )
     ]
@@ -362,7 +367,7 @@ def write(
     ]
     record = {
         "shape": "real files" if given.files else given.shape,
-        "about": "llmopt with its defaults, or 8-bit activations"
+        "about": "llmopt with its defaults, or 16-bit activations"
         if given.files
         else "llmopt with --cpu-activations 8 but for bf16",
         "loads": list(loads),

@@ -86,6 +86,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     watched_calls: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
         (runner._sampler, "begin", "sampler"),
+        (runner._sampler, "largest", "sampler"),
         (CpuGraph, "replay", "replayed"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
@@ -100,10 +101,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     kernels = decoder._kernels
     decoder._kernels = {
         layout: LayerKernels(
-            (
-                clock.timed("attention", chosen.attend[0]),
-                clock.timed("attention", chosen.attend[1]),
-            ),
+            type(chosen.attend)(*(clock.timed("attention", kernel) for kernel in chosen.attend)),
             clock.timed("rope", chosen.rope_and_cache),
         )
         for layout, chosen in kernels.items()

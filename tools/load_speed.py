@@ -4,7 +4,8 @@ Rounds over the checkpoints, each in a process of its own. Before a file is read
 from the page cache, so that both come from the disk. Reading is the file in pieces of 16 MiB; loading is
 from the opened checkpoint to weights as the kernels read them. What the libraries take is what the process
 holds before that; the peak is after a batch of prompts and some tokens of each, and is compared with their
-sum.
+sum. The first token is that of an engine opened on the dropped file with a prompt of 16 tokens, after the
+libraries were imported; what importing takes stands beside it, with the number of modules.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 256, 16
+FIRST_TOKENS = 16
 
 
 def drop(files: list[Path]) -> None:
@@ -46,6 +48,8 @@ def resident_bytes() -> int:
 
 def measure(folder: Path, threads: int) -> dict[str, Any]:
     """One round of one checkpoint."""
+    begin = time.process_time()
+    import llmopt.engine  # noqa: F401  (before torch, as the command line does: it bounds OpenMP's spins)
     import torch
     from llmopt.engine.base.sampling_params import SamplingParams
     from llmopt.engine.config.config import EngineConfig
@@ -64,6 +68,7 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
         max_num_seqs=BATCH,
         kv_cache_memory_bytes=2**28,
     )
+    importing = time.process_time() - begin
     torch.set_num_threads(threads)
     load_tokenizer(folder)
     libraries = resident_bytes()
@@ -78,7 +83,14 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
     model = open_shards(config, checkpoint, torch.device("cpu"), torch.bfloat16)
     loading = time.perf_counter() - begin
     del model, checkpoint
+    drop(files)
+    begin = time.perf_counter()
     engine = Engine(config)
+    engine.add_request("first", [3] * FIRST_TOKENS, SamplingParams(temperature=0.0, max_tokens=1))
+    while engine.has_unfinished():
+        engine.step()
+    first_token = time.perf_counter() - begin
+    modules = len(sys.modules)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index in range(BATCH):
         engine.add_request(str(index), [3 + index] * PROMPT_TOKENS, params)
@@ -90,6 +102,9 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
         "file_bytes": total,
         "read_seconds": reading,
         "load_seconds": loading,
+        "first_token_seconds": first_token,
+        "import_cpu_seconds": importing,
+        "modules": modules,
         "library_bytes": libraries,
         "weight_bytes": memory.weight_bytes,
         "kv_cache_bytes": memory.kv_cache_bytes,
@@ -99,9 +114,9 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
 
 def show(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| checkpoint | file | read, s | load, s | load / read "
-        "| libraries | weights | KV cache | peak | over |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| checkpoint | file | read, s | load, s | load / read | first token, s | first token / read "
+        "| imports, CPU s | modules | libraries | weights | KV cache | peak | over |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(one["checkpoint"] for one in found):
         own = [one for one in found if one["checkpoint"] == name]
@@ -116,6 +131,9 @@ def show(found: list[dict[str, Any]]) -> str:
             f"| {statistics.median(one['read_seconds'] for one in own):.2f} "
             f"| {statistics.median(one['load_seconds'] for one in own):.2f} "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) "
+            f"| {statistics.median(one['first_token_seconds'] for one in own):.2f} "
+            f"| {statistics.median(one['first_token_seconds'] / one['read_seconds'] for one in own):.2f} "
+            f"| {statistics.median(one['import_cpu_seconds'] for one in own):.2f} | {own[0]['modules']:,} "
             f"| {shown} | {over:+.1%} |"
         )
     return "\n".join(lines)

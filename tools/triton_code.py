@@ -1,91 +1,147 @@
-"""Compile Triton's kernels without a GPU, for their registers: `python tools/triton_code.py`.
+"""Compile Triton's kernels without a GPU, and read what the compiler made of them.
 
 A launch compiles in place of running, for the shapes and types that it was given, with the assembler that
-Triton brings. Printed are registers and bytes of local memory a thread, bytes of
-shared memory a block, and the matrix instructions in the machine code. It takes two minutes on one core.
+Triton brings. Registers, local memory and instructions are the assembler's; buffers and waits of the software
+pipeline are read from Triton's own code (TTGIR).
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
-from llmopt.engine.kernels.attention import paged_attention as pa
-from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.linear.triton_packed_weight import (
-    pack_float_weight,
-    pack_weight,
-    stack_packed_weights,
+CONSTANTS = (
+    "KEY_DIM",
+    "ROWS",
+    "TILE",
+    "IN_PARTS",
+    "HAS_SCALES",
+    "OUTPUTS",
+    "PIECE",
+    "KIND",
+    "BITS",
+    "PRECISION",
 )
-from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
-from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.grids.codebook_grid import round_to_codebook
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.int_grid import round_to_nearest
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.gguf import GgufTensor
+"""Compile-time constants that tell the variants of a kernel apart."""
 
-BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+INSTRUCTION = r"^\s+/\*([0-9a-f]{4,5})\*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The software pipeline of the loops of a kernel that multiply matrices.
+
+    Attributes:
+        buffers: stages of each ring of tiles in shared memory, with the bytes of one: (stages, bytes).
+        waits: copies that may be unfinished at each wait in a loop; 0 waits for all of them.
+        round_trips: stores of registers to shared memory within a loop, to load them in another layout.
+        plain_loads: loads of tensors within a loop that are no asynchronous copies.
+        exposed_loads: those of them that something in the same turn of the loop waits for.
+    """
+
+    buffers: tuple[tuple[int, int], ...]
+    waits: tuple[int, ...]
+    round_trips: int
+    plain_loads: int
+    exposed_loads: int
+
+    @property
+    def depth(self) -> int:
+        """Stages of the largest ring of tiles; 0: nothing is pipelined."""
+        return max(self.buffers, key=lambda ring: ring[1], default=(0, 0))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel as the assembler left it.
+    """One kernel as the compiler left it.
 
     Attributes:
+        variant: the values of `CONSTANTS` that it has.
+        grid: programs of the launch.
         stack: bytes of local memory a thread, which registers spill to.
-        shared: bytes of shared memory a block.
+        spills: loads and stores of local memory in the machine code.
+        shared: bytes of shared memory a program.
         matrix: the matrix instructions in its machine code.
+        instructions: machine instructions; `loop_instructions` those of its largest innermost loop.
+        error: why it could not be compiled.
     """
 
     name: str
-    registers: int
-    stack: int
-    shared: int
-    matrix: frozenset[str]
+    variant: dict[str, Any]
+    grid: tuple[int, ...] = ()
+    warps: int = 0
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    matrix: tuple[str, ...] = ()
+    instructions: int = 0
+    loop_instructions: int = 0
+    pipeline: Pipeline = Pipeline((), (), 0, 0, 0)
+    error: str = ""
 
 
 @contextmanager
-def compiling(capability: int = 90) -> Iterator[list[Compiled]]:
-    """Context in which launches compile for that capability; yields the list of compiled kernels."""
-    import triton
+def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[Compiled]]:
+    """Context in which launches compile for that capability; yields the list of compiled kernels.
+
+    `keep`: a folder for the TTGIR of each.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile, make_backend
     from triton.runtime import jit
 
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
-    found: list[Compiled] = []
+    kernels: list[Compiled] = []
+    seen: set[tuple[str, ...]] = set()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kwargs |= {"debug": False, "instrumentation_mode": ""}
         binder = jit.create_function_from_signature(self.signature, self.params, backend)
         bound, specialization, options = binder(*args, **kwargs)
+        key = (self.fn.__name__, str(specialization), str(options))
+        if key in seen:
+            return
+        seen.add(key)
         packed = self._pack_args(backend, kwargs, bound, specialization, options)
         options, signature, constants, attributes = packed
         source = ASTSource(self, signature, constants, attributes)
-        kernel = compile(source, target=target, options=options.__dict__)
-        found.append(_read(kernel, Path(triton.__file__).parent / "backends/nvidia/bin"))
+        variant = {name: bound[name] for name in CONSTANTS if name in bound}
+        try:
+            kernel = compile(source, target=target, options=options.__dict__)
+        except Exception as error:  # whatever the compiler raises is this kernel's verdict
+            said = str(error).strip().splitlines() or [""]
+            kernels.append(
+                Compiled(self.fn.__name__, variant, error=f"{type(error).__name__}: {said[-1]}")
+            )
+            return
+        kernels.append(_read(kernel, variant, tuple(grid)))
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            text = kernel.asm["ttgir"]
+            (keep / f"{len(kernels):02}-{self.fn.__name__}.ttgir").write_text(text)
 
     original: Any = jit.JITFunction.run
     jit.JITFunction.run = run
     try:
-        yield found
+        yield kernels
     finally:
         jit.JITFunction.run = original
 
 
-def _read(kernel: Any, binaries: Path) -> Compiled:
+def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compiled:
+    import triton
+
+    binaries = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -96,159 +152,89 @@ def _read(kernel: Any, binaries: Path) -> Compiled:
 
         usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
-    matrix = frozenset(re.findall(r"\b([HQI]G?MMA)\b", code))
-    return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, matrix)
+    return Compiled(
+        name=kernel.metadata.name,
+        variant=variant,
+        grid=grid,
+        warps=kernel.metadata.num_warps,
+        registers=registers,
+        stack=stack,
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        shared=kernel.metadata.shared,
+        matrix=tuple(sorted(set(re.findall(r"\b([HQI]G?MMA|UTC\w*MMA)\b", code)))),
+        instructions=len(re.findall(INSTRUCTION, code, re.MULTILINE)),
+        loop_instructions=_loop_instructions(code),
+        pipeline=read_pipeline(kernel.asm["ttgir"]),
+    )
 
 
-def attention(
-    heads: int,
-    kv_heads: int,
-    dims: tuple[int, int],
-    stored: torch.dtype = BF16,
-    dtype: torch.dtype = BF16,
-    **rule: Any,
-) -> None:
-    """Launch paged attention for six decode rows and one prefill chunk of 64 tokens."""
-    from llmopt.engine.kernels.attention.triton_attention import attend_triton
-
-    in_keys = dims[0] > dims[1]
-    keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
-    values = PagedTensor.zeros(20, 16, kv_heads, dims[1], CPU, stored)
-    spans = [pa.SequenceSpan(0, 64, 200, torch.arange(13))]
-    zeros = torch.zeros(6, dtype=torch.int64)
-    decode = pa.DecodeGroup(torch.arange(64, 70), zeros.repeat(130), zeros + 2000, zeros)
-    batch = pa.AttentionBatch(spans, decode, 16, dtype)
-    queries = torch.zeros(70, heads, dims[0], dtype=dtype)
-    values = keys.first_elements(dims[1]) if in_keys else values
-    sink_queries = queries if rule.get("num_sink_tokens") else None
-    attend_triton(queries, keys, values, batch, pa.AttentionRule(0.1, **rule), sink_queries)
+def _loop_instructions(code: str) -> int:
+    """Instructions of the largest innermost loop of machine code: from a branch back to its target."""
+    branches = re.findall(INSTRUCTION + r".*\bBRA\b.*?0x([0-9a-f]+)", code, re.MULTILINE)
+    loops = [(int(to, 16), int(at, 16)) for at, to in branches if int(to, 16) < int(at, 16)]
+    inner = [
+        (begin, end)
+        for begin, end in loops
+        if not any(begin <= other and last < end for other, last in loops)
+    ]
+    return max(((end - begin) // 16 + 1 for begin, end in inner), default=0)
 
 
-def rows() -> None:
-    """Launch norm, gates, and fused RoPE + KV write for every stored type."""
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
-
-    x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
-    TritonNorm(x[0], 1e-5)(x, x)
-    TritonGate("silu")(wide, wide)
-    for activations in (Activations("int8"), Activations("fp8", "group128")):
-        TritonNorm(x[0], 1e-5).quantized(x, x, ActivationQuant(activations))
-        TritonGate("silu").quantized(wide, wide, ActivationQuant(activations))
-    TritonGate("gelu")(wide, wide)
-    TritonGate("gelu_tanh")(wide, wide)
-    angles = torch.zeros(4, 1, 128, dtype=BF16)
-    norms = HeadNorms(angles[0, 0], angles[0, 0], 1e-6)
-    stacked = torch.zeros(4, 48, 128, dtype=BF16)
-    for stored in (BF16, torch.int8, torch.float8_e4m3fn):
-        cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
-        TritonRopeAndCache()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
-
-
-def sampling() -> None:
-    """Launch the sampling kernels on logits of a large vocabulary."""
-    from llmopt.engine.kernels.sampling import triton_sampling as kernels
-
-    scores, rows = torch.zeros(4, 128256), torch.arange(4)
-    floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
-    stays = kernels.thresholds(scores, floats, integers)
-    kernels.draw(scores, floats, integers, *stays)
-    kernels.exponential(integers[:, :2].contiguous(), 128256, 0)
-    counts, words = (torch.zeros(4, width, dtype=torch.int32) for width in (128256, 4008))
-    kernels.penalize(scores, rows, counts, rows, floats)
-    kernels.constrain(scores, scores, rows, words, rows[:, None].contiguous())
+def read_pipeline(ttgir: str) -> Pipeline:
+    """The software pipeline of a kernel, from its TTGIR."""
+    rings: list[tuple[int, int]] = []
+    waits: list[int] = []
+    loads: list[str] = []
+    round_trips = 0
+    inner = _multiplying(ttgir)
+    for line in ttgir.splitlines():
+        # A ring of tiles: an empty allocation with one more dimension than the tile.
+        pattern = r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x([\dx]+)x([a-z]+)(\d+)"
+        if ring := re.search(pattern, line):
+            tile = prod(int(size) for size in ring[2].split("x"))
+            rings.append((int(ring[1]), tile * int(ring[4]) // 8))
+    for line in inner:
+        if wait := re.search(r"async_wait %.*num = (\d+)", line):
+            waits.append(int(wait[1]))
+        elif "local_alloc %" in line:
+            round_trips += 1
+        elif load := re.search(r"(%\w+) = tt\.load .*tensor<", line):
+            loads.append(load[1])
+    exposed = sum(_is_used(name, inner) for name in loads)
+    return Pipeline(tuple(sorted(rings)), tuple(waits), round_trips, len(loads), exposed)
 
 
-def products(weight: QuantizedTensor, kind: Literal["floats", "quantized"] = "floats") -> None:
-    """Launch GEMMs of 1 to 65 tokens, on both sides of the crossover, with float or 8-bit inputs."""
-    from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, QuantizedInputLinear
-
-    quantized = kind == "quantized"
-    elements = [torch.float8_e4m3fn, torch.int8] if quantized else [torch.float8_e4m3fn]
-    tiles = pack_weight(weight, elements)
-    assert tiles is not None
-    linear = (QuantizedInputLinear if quantized else FloatInputLinear)(weight, tiles, BF16)
-    for tokens in (1, 16, 32, 64, 65):
-        linear(torch.zeros(tokens, weight.in_features, dtype=BF16))
+_CASTS = r"arith\.ext|arith\.sitofp|arith\.uitofp|convert_layout|expand_dims|tt\.broadcast"
 
 
-def integers(*scheme: Any) -> QuantizedTensor:
-    """A weight in integer codes."""
-    return round_to_nearest(torch.randn(512, 4096), IntScheme(*scheme), BF16)
-
-
-def fp8(*scheme: Any) -> QuantizedTensor:
-    """A weight in e4m3."""
-    return round_to_fp8(torch.randn(512, 4096), FloatScheme(*scheme), torch.float32)
-
-
-def blocks(kind: str) -> QuantizedTensor:
-    """A weight in ggml's blocks."""
-    return GgufTensor(quantize_blocks(torch.randn(64, 4096), kind), GgufScheme(kind))
-
-
-def experts() -> None:
-    """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
-    from llmopt.engine.kernels.linear.triton_gemm import gemm
-    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
-
-    floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
-    packed = pack_weight(integers(4, 128, False), [])
-    for weight in (floats, packed):
-        assert weight is not None
-        stacked = stack_packed_weights([weight, weight])
-        assert stacked is not None
-        for routing in (16, 400):
-            x = torch.zeros(routing, weight.in_features, dtype=BF16)
-            gemm(x, stacked, BF16, None, permute_tokens(torch.arange(routing) % 2, 2, 1))
-
-
-LAUNCHES: dict[str, Callable[[], None]] = {
-    "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
-    "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
-    "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
-    "  window, first tokens kept": lambda: attention(
-        32, 8, (128, 128), window=1000, num_sink_tokens=4
-    ),
-    "  float32": lambda: attention(32, 8, (128, 128), torch.float32, torch.float32),
-    "attention, 64 heads of 64 on 8, sinks": lambda: attention(
-        64, 8, (64, 64), sinks=torch.zeros(64), window=128
-    ),
-    "attention, 8 heads of 256 on 1, soft cap": lambda: attention(8, 1, (256, 256), softcap=50.0),
-    "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
-    "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
-    "between the linears": rows,
-    "sampling": sampling,
-    "4-bit weights": lambda: products(integers(4, 128, False)),
-    "8-bit weights": lambda: products(integers(8, -1, True)),
-    "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "quantized"),
-    "fp8 weights": lambda: products(fp8("channel")),
-    "  and its inputs": lambda: products(fp8("channel", Activations("fp8")), "quantized"),
-    "  and inputs, by 128": lambda: products(
-        fp8("block", Activations("fp8", "group128")), "quantized"
-    ),
-    "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
-    "experts": experts,
-    "Q4_K": lambda: products(blocks("Q4_K")),
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--capability", type=int, default=90, help="of the GPU, as in sm_90")
-    parser.add_argument("--only", default="", help="launches whose names contain this")
-    given = parser.parse_args()
-    print(f"{'':42} {'kernel':10} {'registers':>9} {'local':>6} {'shared':>7}  matrix")
-    for name, launch in LAUNCHES.items():
-        if given.only not in name:
+def _is_used(name: str, lines: list[str]) -> bool:
+    """Whether something in a loop needs a value, casts and the next turn aside."""
+    for line in lines:
+        given, _, operation = line.partition(" = ")
+        if not operation:
+            given, operation = "", line
+        if not re.search(re.escape(name) + r"\b", operation) or "scf.yield" in operation:
             continue
-        with compiling(given.capability) as found:
-            launch()
-        for one in found:
-            sizes = f"{one.registers:9} {one.stack:6} {one.shared:7}"
-            print(f"{name:42} {one.name:10} {sizes}  {', '.join(sorted(one.matrix))}", flush=True)
+        if not re.search(_CASTS, operation) or _is_used(given.strip(), lines):
+            return True
+    return False
 
 
-if __name__ == "__main__":
-    main()
+def _multiplying(ttgir: str) -> list[str]:
+    """Lines of the innermost loops that multiply matrices."""
+    lines = ttgir.splitlines()
+    starts: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
+    for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if starts and starts[-1][1] == indent and line.lstrip().startswith("}"):
+            spans.append((starts.pop()[0], number))
+        if re.search(r"\b(scf\.for|scf\.while)\b", line):
+            starts.append((number, indent))
+    inner: list[str] = []
+    for begin, end in spans:
+        body = lines[begin + 1 : end]
+        is_innermost = not any(begin < other and last < end for other, last in spans)
+        if is_innermost and any(re.search(r"dot |mma", line) for line in body):
+            inner += body
+    return inner

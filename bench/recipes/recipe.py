@@ -23,7 +23,7 @@ class _Strict(BaseModel):
 
 
 class QuantizeStep(_Strict):
-    """Options of `llmopt quantize`, by the same names."""
+    """Options of `llmopt quantize`, by the same names and with the same defaults."""
 
     method: str = "awq"
     bits: int = 4

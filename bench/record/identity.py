@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.scheduling.outputs import EngineStats
 
-_RECORDED_AS = {"async_scheduling": "overlapped_loop"}
-"""Former names of renamed options, as they occur in older results."""
-
 
 def identity_part(
     options: BenchOptions,
@@ -62,6 +59,7 @@ def engine_identity(
 ) -> dict[str, Any]:
     """The identity of a run on an in-process engine."""
     quantization = open_checkpoint(model).quantization_config
+    overlaps = engine.config.overlaps(engine.device.type)  # which depends on the device by default
     return identity_part(
         options,
         workload,
@@ -77,6 +75,8 @@ def engine_identity(
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
             "num_threads": options.num_threads,
+            **({"cpu_activations": 8} if engine.activation_bits == 8 else {}),
+            **({"overlapped_loop": True} if overlaps else {}),
             **_unusual(options),
         },
         device=str(engine.device),
@@ -104,10 +104,8 @@ def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
 def _unusual(options: BenchOptions) -> dict[str, Any]:
     """Engine options with non-default values only, so that older results stay comparable."""
     later = (
-        "cpu_activations",
         "tensor_parallel_size",
         "scheduling_policy",
-        "async_scheduling",
         "enforce_eager",
         "prefill_chunk_size",
         "swap_space_bytes",
@@ -119,7 +117,7 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
     )
     engine, usual = options.engine, EngineConfig()
     options_set = {
-        _RECORDED_AS.get(name, name): getattr(engine, name)
+        name: getattr(engine, name)
         for name in later
         if getattr(engine, name) != getattr(usual, name)
     }

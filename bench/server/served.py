@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...quant.base.errors import BadInput
+from ...quant.base.openmp_spins import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import read_json
 from ...quant.model.models import bundled_models, resolve_model
@@ -69,6 +70,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=without_openmp_spins(os.environ),
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )

@@ -269,6 +269,7 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
         num_blocks=-(-num_tokens // block_size),
+        cpu_activations=16,
         gpu_memory_utilization=None,
         swap_space_bytes=0,
         kv_cache_dtype="auto",

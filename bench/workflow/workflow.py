@@ -11,6 +11,7 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import verify
 from ...quant.manifest.manifest import MANIFEST_NAME
+from ...quant.methods.base import MethodOptions
 from ...quant.model.checkpoint import read_json
 from ...quant.model.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
@@ -118,6 +119,8 @@ def make_checkpoint(recipe: Recipe, variant: Variant, output: Path, progress: Pr
         model=resolve_model(recipe.model),
         output=output,
         model_name=recipe.model or DEFAULT_MODEL,
+        rotations=None,
+        options=MethodOptions(asymmetric=None),
         **step,
     )
     try:

@@ -49,7 +49,7 @@ def _words(config: type, panel: str, only: Collection[str] = ()) -> Iterator[tup
             kind, default = _kind_and_default(field, hints[field.name], one)
             name = word_name(field.name, one)
             flag = "--" + name.replace("_", "-")
-            if kind is bool:
+            if kind in (bool, bool | None):
                 flag = f"{flag}/--no-{flag.removeprefix('--')}"
             shown = True if one.show_default is None else one.show_default
             info = typer.Option(flag, help=one.help, rich_help_panel=panel, show_default=shown)

@@ -19,14 +19,15 @@ class CheckpointOptions:
         str,
         typer.Option(
             help="Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-            "nf4, fp4, nvfp4, mxfp4; or auto: gptq with mixed precision under a target."
+            "nf4, fp4, nvfp4, mxfp4, trellis; or auto: gptq with mixed precision under a target."
         ),
     ] = "awq"
     format: Annotated[
         str | None,
         typer.Option(
-            help="awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm or gguf; several "
-            "with commas. Default: the method's own if it supports the scheme, else compressed-tensors.",
+            help="awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3 or gguf; "
+            "several with commas. Default: the method's own if it supports the scheme, else "
+            "compressed-tensors.",
         ),
     ] = None
     output: Annotated[
@@ -130,12 +131,13 @@ class SolverOptions:
         typer.Option(help="gptq: activation order, the order in which channels are quantized."),
     ] = "group-aware"
     asymmetric: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--asymmetric-calibration",
-            help="gptq: aim at the outputs of the float model (GPTAQ); takes its states along.",
+            "--asymmetric-calibration/--no-asymmetric-calibration",
+            help="gptq: aim at the outputs of the float model (GPTAQ); takes its states along. "
+            "Default: with awq.",
         ),
-    ] = False
+    ] = None
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01
     ranges: Annotated[
         Literal["weighted", "minmax", "mse"],
@@ -151,6 +153,12 @@ class SolverOptions:
             help="gptq: measure later linears of a layer behind the quantized earlier ones.",
         ),
     ] = True
+    judge: Annotated[
+        Literal["linear", "layer"],
+        typer.Option(
+            help="awq: choose scales by the error of each linear's output, or of the layer's."
+        ),
+    ] = "linear"
     alpha: Annotated[
         float,
         typer.Option(help="smoothquant: migration strength, from activations to weights."),
@@ -181,7 +189,8 @@ class SearchOptions:
         str | None,
         typer.Option(
             help="R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
-            "values (R2) into the weights first; the float model's logits stay."
+            "values (R2) into the weights first; the float model's logits stay. Default: R2 with awq; none: "
+            "no rotation."
         ),
     ] = None
     kv_cache: Annotated[
@@ -249,7 +258,9 @@ class CalibrationOptions:
     seed: Annotated[int, typer.Option(help="Random seed of the calibration texts' order.")] = 0
     device: Annotated[
         str,
-        typer.Option(help="Where layers are run and solved: cpu, cuda or cuda:N."),
+        typer.Option(
+            help="Where layers are run and solved: cpu, cuda, cuda:N, or several with commas."
+        ),
     ] = "cpu"
     compute: Annotated[
         str,

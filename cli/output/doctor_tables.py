@@ -18,6 +18,8 @@ def show_findings(findings: dict[str, Any], console: Console) -> None:
     console.print()
     for section in findings["kernels"]:
         console.print(_kernels(section))
+    if findings["verdicts"] is not None and findings["verdicts"]["kernels"]:
+        console.print(_verdicts(findings["verdicts"]))
     if findings["health"] is not None:
         _show_health(findings["health"], console)
 
@@ -31,6 +33,7 @@ def _machine(findings: Mapping[str, Any]) -> Table:
     facts.add_row(
         "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
     )
+    facts.add_row("threads", threads_line(cpu["threads"]))
     facts.add_row(
         "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
     )
@@ -59,6 +62,20 @@ def _machine(findings: Mapping[str, Any]) -> Table:
     return facts
 
 
+def threads_line(threads: Mapping[str, Any]) -> str:
+    """The number of threads, of what, and why."""
+    of = f"{threads['physical_cores']} physical cores ({threads['hardware_threads']} hardware threads"
+    of += f", {threads['nodes']} NUMA nodes" if threads["nodes"] > 1 else ""
+    of += f", quota {threads['quota']}" if threads["quota"] else ""
+    where = "" if threads["node"] is None else f" on node {threads['node']}"
+    steps = ", ".join(f"{n}: {s * 1000:.1f} ms" for n, s in threads["step_seconds"].items())
+    why = f"a made-up step on {steps}" if steps else threads["reason"]
+    more = ""
+    if threads["nodes"] > 1:
+        more = f"; --tensor-parallel-size {threads['nodes']} takes every node"
+    return f"{threads['chosen']}{where} of {of}); {why}{more}"
+
+
 def _kernels(section: Mapping[str, Any]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -79,6 +96,22 @@ def _kernels(section: Mapping[str, Any]) -> Table:
             choice["chosen"] or "[red]none[/red]",
             "\n".join(refused),
         )
+    return table
+
+
+def _verdicts(verdicts: Mapping[str, Any]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"Kernels tried on this GPU ({verdicts['file']})",
+        title_justify="left",
+    )
+    for name in ("operation", "kernel", "error", "µs", "verdict"):
+        table.add_column(name)
+    for each in verdicts["kernels"]:
+        error = "" if each["error"] is None else f"{each['error']:.1e}"
+        micros = ", ".join(f"{1e6 * seconds:.1f}" for seconds in each["seconds"])
+        verdict = "earns its place" if each["dropped"] is None else f"dropped: {each['dropped']}"
+        table.add_row(each["case"], each["kernel"], error, micros, verdict)
     return table
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llmopt.cli.main import main
+from llmopt.engine.doctor import verdicts
 from llmopt.engine.doctor.kernel_table import table
 from llmopt.engine.kernels.common.dispatch import Candidate
+from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE, torch_silu_gate
 
 
@@ -24,6 +27,9 @@ def test_json_holds_the_kernel_table(capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__
     assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["cores"]
+    threads = found["cpu"]["threads"]
+    assert 1 <= threads["chosen"] <= threads["physical_cores"] <= threads["hardware_threads"]
+    assert threads["reason"] or set(threads["step_seconds"]) >= {str(threads["chosen"])}
     assert 0 < found["memory"]["available_bytes"] <= found["memory"]["total_bytes"]
     assert len(found["cuda"]) == torch.cuda.device_count()
     choices = table(torch.device("cpu"), torch.bfloat16)
@@ -39,6 +45,50 @@ def test_table_names_each_operation_and_why_not(capsys: pytest.CaptureFixture[st
         assert choice.operation in out
         assert str(choice.chosen) in out
     assert "Kernels on cpu in float32" in out
+    assert "physical cores" in out
+
+
+def test_it_says_which_node_and_how_many_threads_were_chosen() -> None:
+    from llmopt.cli.output.doctor_tables import threads_line
+
+    threads = {"physical_cores": 16, "hardware_threads": 32, "nodes": 2, "node": 1, "quota": None}
+    measured = {**threads, "chosen": 6, "step_seconds": {8: 0.003, 6: 0.002}, "reason": None}
+    assert threads_line(measured) == (
+        "6 on node 1 of 16 physical cores (32 hardware threads, 2 NUMA nodes); a made-up step on 8: 3.0 ms, "
+        "6: 2.0 ms; --tensor-parallel-size 2 takes every node"
+    )
+    alone = {"physical_cores": 4, "hardware_threads": 8, "nodes": 1, "node": None, "quota": 2}
+    told = {**alone, "chosen": 2, "step_seconds": {}, "reason": "OMP_NUM_THREADS"}
+    assert threads_line(told) == (
+        "2 of 4 physical cores (8 hardware threads, quota 2); OMP_NUM_THREADS"
+    )
+
+
+def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine tries its own")
+    assert call("--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdicts"] is None
+    assert call("--renew") == 2
+    assert "no kernels are tried here: that needs a CUDA device" in capsys.readouterr().err
+    tried = VerdictTable(tmp_path / "card.json", lambda call: 1.0)
+    tried.crossover("int4", lambda: 16)
+    slower = Verdict(1e-3, (2e-5,), "torch takes 50 % of its time")
+    tried._verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
+    monkeypatch.setattr(verdicts, "current_verdicts", lambda: tried)
+    monkeypatch.setattr(verdicts, "measure", lambda *_: None)
+    assert call() == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Kernels tried on this GPU" in out and "torch takes 50 %" in out
+    assert call("--json") == 0
+    told = json.loads(capsys.readouterr().out)["verdicts"]
+    assert told["crossovers"] == {"int4": 16}
+    assert [each["dropped"] for each in told["kernels"]] == [slower.dropped, None]
+    assert call("--renew", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdicts"]["kernels"] == []
+    assert not tried.path.exists()
 
 
 def test_a_self_test_of_every_kernel_that_serves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from llmopt.bench.machine.ceilings import copy_bandwidth
 
 from tools import gpu_bench
+from tools.gpu_figures import served
 from tools.gpu_figures.figure import Figure, compared, markdown
 from tools.gpu_figures.sections import SECTIONS, World
 from tools.gpu_figures.shapes import SMALL
@@ -35,8 +37,42 @@ def broken(*_: Any) -> float:
     raise RuntimeError("its thread ended\nand more")
 
 
+def test_what_the_rival_lacks_is_said() -> None:
+    theirs = Theirs.__new__(Theirs)
+    config, manager = (
+        SimpleNamespace(),
+        SimpleNamespace(continuous_batching_config=SimpleNamespace()),
+    )
+    theirs._model = SimpleNamespace(config=config)
+    for attention, asynchronous, lacks in (
+        ("paged|flash_attention_3", True, []),
+        ("paged|sdpa", None, ["flash attention (it took paged|sdpa)", "async batching"]),
+    ):
+        config._attn_implementation = attention
+        manager.continuous_batching_config.use_async_batching = asynchronous
+        theirs._note_shortcomings(manager)
+        assert theirs.shortcomings == lacks
+
+
+def test_servers_are_given_requests_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_is_installed", lambda name: name == "vllm")
+    assert served.installed() == {"llmopt server": "llmopt", "vLLM": "vllm"}
+    assert served.missing() == ["SGLang"]
+    words = served.words("vllm", Path("folder"), 256, 100, 1024)
+    options = dict(zip(words[5:-2:2], words[6:-2:2], strict=True))
+    middle, ratio = int(options["--random-input-len"]), float(options["--random-range-ratio"])
+    assert round(middle * (1 - ratio)) == 100 and round(middle * (1 + ratio)) == 1024
+    typer = pytest.importorskip("typer")
+    from llmopt.cli.main import application
+
+    options_of_bench = typer.main.get_command(application("bench")).commands["bench"].params
+    known = {name for option in options_of_bench for name in option.opts}
+    assert {*options, "--ignore-eos", "--json"} <= known
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_every_section_measures(section, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(served, "_is_installed", lambda name: False)
     monkeypatch.setattr(Theirs, "continuous", broken)  # on a CPU it takes all memory for its cache
     own = replace(world, home=tmp_path, left_out=[])
     figures = list(section.measure(own))
@@ -45,10 +81,9 @@ def test_every_section_measures(section, world, tmp_path, monkeypatch):
     assert all(0 < f.lowest <= f.median <= f.highest for f in figures if f.phase != "host")
     assert all((f.share is None) == (f.phase not in ("decode", "prefill")) for f in figures)
     beside = section.name == "requests"
-    assert (
-        own.left_out
-        == ["transformers continuous batching: RuntimeError: its thread ended"] * beside
-    )
+    left_out = ["transformers continuous batching: RuntimeError: its thread ended"]
+    left_out += ["vLLM and SGLang: not installed here"]
+    assert own.left_out == left_out * beside
     assert ("transformers generate" in {f.engine for f in figures}) == (
         section.name in ("requests", "llama-8b")
     )

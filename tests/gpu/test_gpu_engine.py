@@ -15,7 +15,7 @@ from llmopt.engine.doctor.kernel_table import SCHEMES
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_inputs
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import GgufScheme, Scheme
+from llmopt.quant.base.scheme import GgufScheme, Scheme, TrellisScheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM
@@ -125,7 +125,8 @@ def holders(schemes: Sequence[Scheme]) -> list[tuple[str, Scheme]]:
 
 @pytest.mark.parametrize(
     "case",
-    holders([scheme for scheme, _ in SCHEMES]),
+    # Trellis codes are searched for, not rounded to, in blocks of 128 channels.
+    holders([scheme for scheme, _ in SCHEMES if not isinstance(scheme, TrellisScheme)]),
     ids=lambda case: f"{case[0]} {case[1].label}",
 )
 def test_every_format_stays_near_what_its_codes_mean(case, tmp_path):

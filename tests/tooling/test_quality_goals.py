@@ -71,8 +71,11 @@ def test_share_of_rtn_is_of_the_same_symmetry(kl: float, met: bool) -> None:
 
 def test_the_default_is_what_wins_within_three_times_gptqs_time() -> None:
     slow = {**row("llmopt", "autoround", 0.1), "seconds": 31.0}
-    rows = [row("llmopt", "gptq", 0.3), row("llmopt", DEFAULT_METHOD, 0.2), slow]
+    plain = row("llmopt", DEFAULT_METHOD, 0.2)
+    taken = {**plain, "options": {**plain["options"], "rotations": ["R2"], "asymmetric": True}}
+    rows = [row("llmopt", "gptq", 0.3), taken, slow]
     assert goals(rows)[-1].met is True
+    assert goals([rows[0], plain])[-1].met is False  # not as the command takes it
     assert goals([*rows[:2], {**slow, "seconds": 29.0}])[-1].met is False
     assert goals(rows[1:])[-1].met is None
 

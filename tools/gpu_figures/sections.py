@@ -18,6 +18,7 @@ from llmopt.quant.base.scheme import FloatScheme, IntScheme
 
 from .figure import OURS, PLAIN, Figure, figure
 from .ours import Ours, prompts_of
+from .served import installed, missing, throughput
 from .shapes import FP8, INT4, Scale, config_of, write_checkpoint
 from .theirs import Theirs
 
@@ -107,6 +108,12 @@ class Model:
         rates = [sum(outs) / answer(prompts, outs) for _ in range(repeats)]
         return self._figure(who, phase, batch, max(outs), "tokens/s", rates)
 
+    def served(self, who: str, name: str) -> Figure:
+        """Throughput of a server on many requests, in output tokens per second."""
+        scale, (low, high) = self._world.scale, self._world.scale.lengths
+        rate = throughput(name, self.folder, scale.num_requests, low, high)
+        return self._figure(who, "requests", scale.num_requests, high, "tokens/s", [rate])
+
     def _figure(
         self,
         who: str,
@@ -141,8 +148,20 @@ def _beside(world: World, model: Model, counts: tuple[int, ...]) -> Iterator[Fig
             repeats = world.scale.repeats if batch == 1 else 1
             with world.tried(who):
                 yield model.answers(way, who, batch, repeats)
+    if theirs.shortcomings:
+        lacks = " and ".join(theirs.shortcomings)
+        world.left_out.append(f"transformers continuous batching ran without {lacks}")
     del theirs, ways
     gc.collect()
+
+
+def _servers(world: World, model: Model) -> Iterator[Figure]:
+    """vLLM and SGLang, where they are installed, each started for its run, and ours beside them."""
+    for who, name in installed().items():
+        with world.tried(who):
+            yield model.served(who, name)
+    if absent := missing():
+        world.left_out.append(f"{' and '.join(absent)}: not installed here")
 
 
 def llama_8b(world: World) -> Iterator[Figure]:
@@ -179,6 +198,7 @@ def requests(world: World) -> Iterator[Figure]:
         yield model.answers(ours.answer, OURS, scale.num_requests, 2)
         yield model.answers(ours.answer, OURS, 1, scale.repeats)
     yield from _beside(world, model, (scale.num_requests, 1))
+    yield from _servers(world, model)
 
 
 def _some_layers(world: World, name: str, batches: tuple[int, ...]) -> Iterator[Figure]:

@@ -15,7 +15,11 @@ MAX_ROWS = 128
 
 
 class Theirs:
-    """A model of transformers in bf16, with the attention that it chooses, warm."""
+    """A model of transformers in bf16, with the attention that it chooses, warm.
+
+    Its continuous batching changes to flash attention by itself, and runs ahead of the host (async), where a
+    flash attention or `kernels` is installed; `shortcomings` says what it went without.
+    """
 
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -24,6 +28,7 @@ class Theirs:
             folder, dtype=torch.bfloat16, trust_remote_code=False
         )
         self._model: Any = model.to(device).eval()
+        self.shortcomings: list[str] = []
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
         self.generate([[1, 2, 3]], [2])
@@ -63,6 +68,7 @@ class Theirs:
         config = copy.deepcopy(self._model.generation_config)
         config.do_sample, config.max_new_tokens = False, max(num_tokens)
         with self._model.continuous_batching_context_manager(generation_config=config) as manager:
+            self._note_shortcomings(manager)
             begin = time.perf_counter()
             for prompt, count in zip(prompts, num_tokens, strict=True):
                 manager.add_request(prompt, max_new_tokens=count, eos_token_id=-1)
@@ -77,3 +83,11 @@ class Theirs:
         if sorted(lengths) != sorted(num_tokens):
             raise RuntimeError(f"it drew {sum(lengths)} tokens, {sum(num_tokens)} were asked for")
         return seconds
+
+    def _note_shortcomings(self, manager: Any) -> None:
+        """Note what would make it faster and is not here."""
+        attention = str(self._model.config._attn_implementation)
+        lacks = [] if "flash" in attention else [f"flash attention (it took {attention})"]
+        if not getattr(manager.continuous_batching_config, "use_async_batching", None):
+            lacks.append("async batching")
+        self.shortcomings = lacks

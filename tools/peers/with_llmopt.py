@@ -22,7 +22,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
             max_model_len=options["max_len"],
             max_num_seqs=options["max_seqs"],
             kv_cache_memory_bytes=options["cache_bytes"],
-            cpu_activations=options.get("cpu_activations", 16),
+            cpu_activations=options.get("cpu_activations"),
             enable_prefix_caching=False,
         )
     )
@@ -40,7 +40,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         return times
 
     about = {"version": "this one", "memory": asdict(engine.memory)}
-    return run, {**about, "activation_bits": engine.config.cpu_activations}
+    return run, {**about, "activation_bits": engine.activation_bits}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Kernels compiled for GPUs that are not there, and the expected times that follow from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmopt.engine.kernels.linear.triton_split import split_runs
+from llmopt.engine.planner.device.devices import find_device
+
+from tools import gpu_cost
+from tools.gpu_matrix import ARCHITECTURES, faults
+from tools.triton_code import Compiled, Pipeline, read_pipeline
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOP = """
+    %ring = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, #shared, #smem, mutable>
+    %scales = ttg.local_alloc : () -> !ttg.memdesc<3x64xf32, #shared1, #smem, mutable>
+    %first = tt.load %at : tensor<64x!tt.ptr<i64>, #blocked>
+    %acc:2 = scf.for %i = %a to %b step %c iter_args(%next = %first) -> (i64) {
+      %token = ttg.async_wait %old, %older {num = 4 : i32}
+      %scale = tt.load %place : tensor<64x!tt.ptr<f16>, #blocked>
+      %wide = arith.extf %scale : tensor<64xf16> to tensor<64xf32>
+      %zero = tt.load %low : tensor<64x!tt.ptr<i8>, #blocked>
+      %value = arith.subf %codes, %zero : tensor<64xbf16>
+      %stored = ttg.local_alloc %value : (tensor<64xbf16>) -> !ttg.memdesc<64xbf16>
+      %sum = tt.dot %value, %x, %zeros : tensor<64x16xf32>
+      scf.yield %wide, %sum : tensor<64xf32>
+    }
+    %done = ttg.async_wait  {num = 0 : i32}
+"""
+DECODE = Compiled(
+    "attend",
+    {"IN_PARTS": True, "PRECISION": "tf32"},
+    warps=4,
+    registers=200,
+    shared=60 * 1024,
+    matrix=("HMMA",),
+    pipeline=Pipeline(((2, 16384),), (4,), 0, 0, 0),
+)
+
+
+def test_a_loop_is_read_from_ttgir() -> None:
+    """Buffers, waits, round trips, and which loads a turn waits for: not those for the next turn."""
+    assert read_pipeline(LOOP) == Pipeline(((2, 16384), (3, 256)), (4,), 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        (replace(DECODE, shared=100 * 1024), "102400 bytes of shared memory, of 101376"),
+        (replace(DECODE, stack=8), "8 bytes spilled"),
+        (replace(DECODE, matrix=()), "no tensor-core instruction"),
+        (
+            replace(DECODE, pipeline=replace(DECODE.pipeline, buffers=((1, 16384),))),
+            "1 buffers of a tile",
+        ),
+        (
+            replace(DECODE, pipeline=replace(DECODE.pipeline, waits=(0,))),
+            "a wait for every copy",
+        ),
+    ],
+)
+def test_what_a_decode_kernel_must_not_do(kernel: Compiled, fault: str) -> None:
+    assert list(faults(DECODE, ARCHITECTURES[89])) == []
+    assert list(faults(kernel, ARCHITECTURES[89])) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("launch", "capability"),
+    [("attention, 32 heads of 128 on 8", 80), ("4-bit weights, symmetric", 90)],
+)
+def test_kernels_compile_for_a_gpu_that_is_not_there(
+    tmp_path: Path, launch: str, capability: int
+) -> None:
+    """In a process of its own: here Triton may be its interpreter."""
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("TRITON_INTERPRET", "LLMOPT_TRITON"):
+        environment.pop(name, None)
+    out = tmp_path / "matrix.json"
+    run = [sys.executable, "-m", "tools.gpu_matrix", "--only", launch, "--out", str(out)]
+    run += ["--capability", str(capability)]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    assert not any(row["faults"] for row in rows)
+    for row in rows:
+        if row["name"] == "_gemm":
+            # Codes are decoded where the tensor core reads them, and nothing waits for their scales.
+            assert row["pipeline"]["round_trips"] == row["pipeline"]["exposed_loads"] == 0
+        if row["variant"].get("IN_PARTS"):
+            assert row["pipeline"]["depth"] == 2 and row["pipeline"]["exposed_loads"] == 0
+    assert any(row["matrix"] for row in rows)
+
+
+SLOWER = {("W4A16, batch 1", "B200")}
+"""Its tensor cores read codes from a memory of their own: halves of pieces take it more instructions."""
+
+
+@pytest.mark.parametrize("card", gpu_cost.CARDS)
+def test_expected_times_are_shares_of_a_roof(card: str) -> None:
+    """No case beats its roof, its parts add up, and none but those named became slower."""
+    assert find_device(card).bandwidth
+    for case in gpu_cost.CASES:
+        was, now = (gpu_cost.expected(case, card, state) for state in ("before", "after"))
+        assert 0 < now.share < 1
+        assert (now.seconds > was.seconds) == ((case, card) in SLOWER)
+        assert sum(now.parts.values()) == pytest.approx(now.seconds)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "runs", "slots", "each"),
+    [(64, 16, 528, 2), (448, 16, 528, 16), (448, 16, 384, 8), (64, 56, 528, 7), (1, 1, 528, 1)],
+)
+def test_splits_fill_the_gpu(tiles: int, runs: int, slots: int, each: int) -> None:
+    """Runs of a split: of a linear of 4,096 outputs on an H100, of 28,672 there and on an RTX 4090."""
+    assert split_runs(tiles, runs, slots) == each
+
+
+def test_the_table_of_the_page_is_the_present_one() -> None:
+    assert gpu_cost.table() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

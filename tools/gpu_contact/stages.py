@@ -1,0 +1,207 @@
+"""Stages of `gpu_first.py`: kernels, graphs, tiles, an 8B model, a second card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.doctor.kernel_table import table
+from llmopt.engine.doctor.self_test import self_test
+from llmopt.engine.doctor.verdicts import measure, stored
+from llmopt.engine.engine import Engine
+from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.planner.device.roofline import decode_step_bytes
+
+from ..gpu_figures.ours import Ours
+from ..gpu_figures.sections import KV_BYTES, Model, World
+from .expectation import Expectation, Facts, Finding, share
+from .tiles import tiles
+
+BUNDLED = "stories3M"
+PROMPTS = ([1, 5, 9, 11], [1, 7, 7, 300, 4, 20, 9], [1, 40])
+TOKENS = 24
+PROFILED_STEPS, LISTED_KERNELS = 8, 12
+
+
+def kernels(world: World) -> Iterator[Finding]:
+    """Every kernel against its reference; and which of them earn their place."""
+    device, dtype = torch.device(world.device), torch.bfloat16
+    for finding in self_test(device, dtype):
+        seen = finding.reason or f"an error of {finding.error:.1e}"
+        what = f"{finding.operation}, {finding.situation}: {finding.kernel}"
+        yield Expectation(what, f"an error of at most {finding.most:.0e}", seen, finding.passed)
+    measure(device, dtype)
+    for case, name, verdict in stored():
+        seen = "is chosen" if verdict.dropped is None else verdict.dropped
+        yield Expectation(f"{case}: {name}", "earns its place", seen, verdict.dropped is None)
+    chosen = [
+        (each.operation, each.kernel_query, each.chosen or "none") for each in table(device, dtype)
+    ]
+    yield Facts("kernels chosen", ("operation", "for", "kernel"), chosen)
+
+
+def graphs(world: World) -> Iterator[Finding]:
+    """Tokens of replayed steps against eager ones, and no operation that waits for the device."""
+    with _opened(world.device, enforce_eager=True) as engine:
+        eager = _answer(engine)
+    modes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("decode steps from graphs", {}),
+        ("async scheduling", {"async_scheduling": True}),
+    )
+    for name, options in modes:
+        with _opened(world.device, **options) as engine:
+            engine.recorder = StepRecorder(engine.scheduler)
+            # A first answer makes what is made once.
+            _answer(engine)
+            with waiting_is_an_error(world.device):
+                same = _answer(engine) == eager
+            decoded = [step for step in engine.recorder.steps if step.decode_only]
+            replayed = sum(step.replayed for step in decoded)
+        seen = "the same" if same else "others"
+        yield Expectation(
+            f"{name}, where waiting is an error", "the tokens of eager steps", seen, same
+        )
+        yield Expectation(
+            f"{name}: steps that are replayed",
+            f"all of {len(decoded)}",
+            str(replayed),
+            replayed == len(decoded),
+        )
+
+
+def llama_8b(world: World) -> Iterator[Finding]:
+    """Decode of Llama-3.1-8B in bf16 at batch 1 and at 32 with 4,096 tokens, with a profile of each."""
+    model, scale = Model(world, "llama-3.1-8b"), world.scale
+    cases = ((1, scale.short, scale.steps), *scale.contexts[:1])
+    longest = max(context for _, context, _ in cases) + 2 * scale.steps + 64
+    with model.opened(longest, max(batch for batch, _, _ in cases)) as ours:
+        for batch, context, steps in cases:
+            seconds, _ = ours.decode(batch, context, steps)
+            held = ours.engine.memory.weight_bytes
+            read = decode_step_bytes(model.shape, batch, context, held, KV_BYTES)
+            fastest = sorted(seconds)[len(seconds) // 2]
+            seen = read / world.copy_bandwidth / fastest
+            what = f"decode of 8B in bf16, batch {batch} at {context} tokens, of the copy bandwidth"
+            yield share(what, seen, _expected(world.device, batch, context))
+            title = f"kernels of a decode step, batch {batch} at {context} tokens"
+            yield Facts(title, ("kernel", "µs", "launches"), profile(ours, batch, context))
+
+
+def second_card(world: World) -> Iterator[Finding]:
+    """The same tokens on cuda:1, where there is one."""
+    if world.device != "cuda" or torch.cuda.device_count() < 2:
+        yield Expectation("cuda:1", "the tokens of cuda:0", "there is one device", None)
+        return
+    answers = []
+    for device in ("cuda:0", "cuda:1"):
+        with _opened(device) as engine:
+            answers.append(_answer(engine))
+    same = answers[0] == answers[1]
+    yield Expectation("cuda:1", "the tokens of cuda:0", "the same" if same else "others", same)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the first contact, with the most seconds that it may take."""
+
+    name: str
+    seconds: int
+    run: Callable[[World], Iterator[Finding]]
+
+
+STAGES = (
+    Stage("kernels", 200, kernels),
+    Stage("graphs", 60, graphs),
+    Stage("tiles", 120, tiles),
+    Stage("llama-8b", 160, llama_8b),
+    Stage("second-card", 60, second_card),
+)
+"""Together ten minutes."""
+
+
+def profile(ours: Ours, batch: int, context: int) -> list[tuple[str, str, str]]:
+    """The kernels of a decode step that take longest: name, microseconds and launches a step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    has_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU
+    with (
+        ours._decoding(batch, context, PROFILED_STEPS) as step,
+        recording(activities=[activity]) as seen,
+    ):
+        for _ in range(PROFILED_STEPS):
+            step()
+    averages: Any = seen.key_averages()
+
+    def micros(event: Any) -> float:
+        total = event.self_device_time_total if has_gpu else event.self_cpu_time_total
+        return total / PROFILED_STEPS
+
+    largest = sorted(averages, key=micros, reverse=True)[:LISTED_KERNELS]
+    return [(e.key, f"{micros(e):.1f}", f"{e.count / PROFILED_STEPS:.1f}") for e in largest]
+
+
+@contextmanager
+def waiting_is_an_error(device: str) -> Iterator[None]:
+    """A context in which torch raises where an operation waits for the device."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def _opened(device: str, **options: Any) -> Iterator[Engine]:
+    config: dict[str, Any] = {"device": device, "dtype": "bfloat16", "max_num_seqs": 4}
+    config |= {"num_blocks": 64, "block_size": 16, "max_model_len": 128} | options
+    engine = Engine(EngineConfig(BUNDLED, **config))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _answer(engine: Engine) -> dict[str, Sequence[int]]:
+    """Tokens of each prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), prompt, params)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return dict(tokens)
+
+
+def _expected(device: str, batch: int, context: int) -> float | None:
+    """The share of the roof that the cost model expects on this card; None: it does not know card or case."""
+    if device != "cuda":
+        return None
+    try:
+        model: Any = import_module("tools.gpu_cost")
+    except ImportError:
+        return None
+    card = card_of(torch.cuda.get_device_name(), model.CARDS)
+    case = next((name for name, each in model.CASES.items() if each == (batch, context, 16)), None)
+    return None if card is None or case is None else model.expected(case, card).share
+
+
+def card_of(device: str, cards: Iterable[str]) -> str | None:
+    """The card of the cost model that torch names so: "H100 SXM" of "NVIDIA H100 80GB HBM3"."""
+    words = device.upper().replace("-", " ").split()
+    for card in cards:
+        numbers = [word for word in card.upper().split() if any(map(str.isdigit, word))]
+        if numbers[0] in words:
+            return card
+    return None

@@ -1,0 +1,147 @@
+"""Compile every Triton kernel for every GPU architecture, without a GPU: `python -m tools.gpu_matrix`.
+
+Each variant must fit the shared memory of that architecture's cards, and use its tensor cores where it
+multiplies matrices. Decode kernels, which stream memory, must not spill, and have at least two buffers of a
+tile that they stream: the next one is on its way while one is multiplied. Exit code 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmopt.engine.kernels.common.gpu_limits import GpuLimits, pretended_gpu
+
+from tools.triton_code import Compiled, compiling
+from tools.triton_launches import LAUNCHES
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the multiprocessor of an architecture holds (CUDA C++ Programming Guide, technical
+    specifications per compute capability)."""
+
+    limits: GpuLimits
+    shared: int
+    threads: int
+
+    def programs(self, kernel: Compiled) -> int:
+        """Programs of a kernel that a multiprocessor holds at once (occupancy)."""
+        threads = 32 * kernel.warps
+        by_registers = 65536 // (-(-kernel.registers // 8) * 8 * threads)
+        return min(by_registers, self.shared // (kernel.shared + KIB), self.threads // threads)
+
+
+ARCHITECTURES = {
+    80: Architecture(GpuLimits(80, 108, 163 * KIB), 164 * KIB, 2048),
+    86: Architecture(GpuLimits(86, 82, 99 * KIB), 100 * KIB, 1536),
+    89: Architecture(GpuLimits(89, 128, 99 * KIB), 100 * KIB, 1536),
+    90: Architecture(GpuLimits(90, 132, 227 * KIB), 228 * KIB, 2048),
+    100: Architecture(GpuLimits(100, 148, 227 * KIB), 228 * KIB, 2048),
+    120: Architecture(GpuLimits(120, 170, 99 * KIB), 100 * KIB, 1536),
+}
+"""By capability: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090."""
+
+FEW_ROWS = 16
+"""Rows of the tiles of decode: fewer do not fill a tensor core's instruction."""
+
+
+def is_float32(kernel: Compiled) -> bool:
+    """Whether a kernel multiplies in float32, which no tensor core does."""
+    return kernel.variant.get("PRECISION") == "ieee"
+
+
+def is_decode(kernel: Compiled) -> bool:
+    """Whether a kernel streams weights or a cache for few tokens."""
+    if kernel.name == "attend":
+        return bool(kernel.variant.get("IN_PARTS"))
+    return kernel.name == "_gemm" and kernel.variant["ROWS"] <= FEW_ROWS
+
+
+def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
+    """What a kernel must not do on an architecture, and does."""
+    if kernel.error:
+        yield kernel.error
+        return
+    if kernel.shared > (limit := architecture.limits.shared_bytes):
+        yield f"{kernel.shared} bytes of shared memory, of {limit}"
+    if kernel.name in ("attend", "_gemm") and not kernel.matrix and not is_float32(kernel):
+        yield "no tensor-core instruction"
+    if is_decode(kernel):
+        if kernel.stack or kernel.spills:
+            yield f"{kernel.stack} bytes spilled"
+        if kernel.pipeline.depth < 2:
+            yield f"{kernel.pipeline.depth} buffers of a tile"
+        elif 0 in kernel.pipeline.waits:
+            yield "a wait for every copy"
+
+
+def rows(capability: int, only: str = "", keep: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Compile the launches for a capability: a row for each kernel."""
+    architecture = ARCHITECTURES[capability]
+    for name, launch in LAUNCHES.items():
+        if only not in name:
+            continue
+        folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")
+        with pretended_gpu(architecture.limits), compiling(capability, folder) as kernels:
+            launch()
+        for kernel in kernels:
+            occupancy = 0 if kernel.error else architecture.programs(kernel)
+            said = list(faults(kernel, architecture))
+            yield {
+                "launch": name.strip(),
+                "capability": capability,
+                **asdict(kernel),
+                "pipeline": {**asdict(kernel.pipeline), "depth": kernel.pipeline.depth},
+                "programs": occupancy,
+                "faults": said,
+            }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--capability", type=int, nargs="*", choices=list(ARCHITECTURES))
+    parser.add_argument("--only", default="", help="launches whose names contain this")
+    parser.add_argument("--out", type=Path, help="JSON file for all that was read")
+    parser.add_argument("--keep", type=Path, help="folder for the kernels' TTGIR")
+    given = parser.parse_args()
+    header = ("kernel", "registers", "spilled", "shared", "an SM", "buffers", "trips", "waited")
+    print(f"{'':4}{'':38}" + "".join(f"{word:>10}" for word in header))
+    table: list[dict[str, Any]] = []
+    for capability in given.capability or ARCHITECTURES:
+        for row in rows(capability, given.only, given.keep):
+            table.append(row)
+            print(_line(row), flush=True)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in table) + "\n]\n")
+    wrong = [row for row in table if row["faults"]]
+    print(f"{len(table)} kernels, {len(wrong)} with faults")
+    return 1 if wrong else 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    pipeline = row["pipeline"]
+    numbers = (
+        row["registers"],
+        row["stack"],
+        row["shared"],
+        row["programs"],
+        pipeline["depth"],
+        pipeline["round_trips"],
+        pipeline["exposed_loads"],
+    )
+    line = f"{row['capability']:<4}{row['launch'][:37]:38}{row['name'][:14]:>10}"
+    line += "".join(f"{number:10}" for number in numbers) + "  " + ",".join(row["matrix"])
+    return line + "".join(f"  ! {fault}" for fault in row["faults"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

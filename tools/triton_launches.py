@@ -1,0 +1,161 @@
+"""Launches of every Triton kernel, with shapes and types that models have, for compiling without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.linear.triton_packed_weight import (
+    pack_float_weight,
+    pack_weight,
+    stack_packed_weights,
+)
+from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
+from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.tensors.base import QuantizedTensor
+from llmopt.quant.tensors.gguf import GgufTensor
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    stored: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    **rule: Any,
+) -> None:
+    """Launch paged attention for six decode rows and one prefill chunk of 64 tokens."""
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
+
+    in_keys = dims[0] > dims[1]
+    keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
+    values = PagedTensor.zeros(20, 16, kv_heads, dims[1], CPU, stored)
+    spans = [pa.SequenceSpan(0, 64, 200, torch.arange(13))]
+    zeros = torch.zeros(6, dtype=torch.int64)
+    decode = pa.DecodeGroup(torch.arange(64, 70), zeros.repeat(130), zeros + 2000, zeros)
+    batch = pa.AttentionBatch(spans, decode, 16, dtype)
+    queries = torch.zeros(70, heads, dims[0], dtype=dtype)
+    values = keys.first_elements(dims[1]) if in_keys else values
+    sink_queries = queries if rule.get("num_sink_tokens") else None
+    attend_triton(queries, keys, values, batch, pa.AttentionRule(0.1, **rule), sink_queries)
+
+
+def rows() -> None:
+    """Launch norm, gates, and fused RoPE + KV write for every stored type."""
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+
+    x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
+    TritonNorm(x[0], 1e-5)(x, x)
+    TritonGate("silu")(wide, wide)
+    for activations in (Activations("int8"), Activations("fp8", "group128")):
+        TritonNorm(x[0], 1e-5).quantized(x, x, ActivationQuant(activations))
+        TritonGate("silu").quantized(wide, wide, ActivationQuant(activations))
+    TritonGate("gelu")(wide, wide)
+    TritonGate("gelu_tanh")(wide, wide)
+    angles = torch.zeros(4, 1, 128, dtype=BF16)
+    norms = HeadNorms(angles[0, 0], angles[0, 0], 1e-6)
+    stacked = torch.zeros(4, 48, 128, dtype=BF16)
+    for stored in (BF16, torch.int8, torch.float8_e4m3fn):
+        cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
+        TritonRopeAndCache()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
+
+
+def sampling() -> None:
+    """Launch the sampling kernels on logits of a large vocabulary."""
+    from llmopt.engine.kernels.sampling import triton_sampling as kernels
+
+    scores, rows = torch.zeros(4, 128256), torch.arange(4)
+    floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
+    stays = kernels.thresholds(scores, floats, integers)
+    kernels.draw(scores, floats, integers, *stays)
+    kernels.exponential(integers[:, :2].contiguous(), 128256, 0)
+    counts, words = (torch.zeros(4, width, dtype=torch.int32) for width in (128256, 4008))
+    kernels.penalize(scores, rows, counts, rows, floats)
+    kernels.constrain(scores, scores, rows, words, rows[:, None].contiguous())
+
+
+def products(weight: QuantizedTensor, kind: Literal["floats", "quantized"] = "floats") -> None:
+    """Launch GEMMs of 1 to 65 tokens, on both sides of the crossover, with float or 8-bit inputs."""
+    from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, QuantizedInputLinear
+
+    quantized = kind == "quantized"
+    elements = [torch.float8_e4m3fn, torch.int8] if quantized else [torch.float8_e4m3fn]
+    tiles = pack_weight(weight, elements)
+    assert tiles is not None
+    linear = (QuantizedInputLinear if quantized else FloatInputLinear)(weight, tiles, BF16)
+    for tokens in (1, 16, 32, 64, 65):
+        linear(torch.zeros(tokens, weight.in_features, dtype=BF16))
+
+
+def integers(*scheme: Any) -> QuantizedTensor:
+    """A weight in integer codes."""
+    return round_to_nearest(torch.randn(512, 4096), IntScheme(*scheme), BF16)
+
+
+def fp8(*scheme: Any) -> QuantizedTensor:
+    """A weight in e4m3."""
+    return round_to_fp8(torch.randn(512, 4096), FloatScheme(*scheme), torch.float32)
+
+
+def blocks(kind: str) -> QuantizedTensor:
+    """A weight in ggml's blocks."""
+    return GgufTensor(quantize_blocks(torch.randn(64, 4096), kind), GgufScheme(kind))
+
+
+def experts() -> None:
+    """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
+    from llmopt.engine.kernels.linear.triton_gemm import gemm
+    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
+
+    floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
+    packed = pack_weight(integers(4, 128, False), [])
+    for weight in (floats, packed):
+        assert weight is not None
+        stacked = stack_packed_weights([weight, weight])
+        assert stacked is not None
+        for routing in (16, 400):
+            x = torch.zeros(routing, weight.in_features, dtype=BF16)
+            gemm(x, stacked, BF16, None, permute_tokens(torch.arange(routing) % 2, 2, 1))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
+    "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
+    "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
+    "  window, first tokens kept": lambda: attention(
+        32, 8, (128, 128), window=1000, num_sink_tokens=4
+    ),
+    "  float32": lambda: attention(32, 8, (128, 128), torch.float32, torch.float32),
+    "attention, 64 heads of 64 on 8, sinks": lambda: attention(
+        64, 8, (64, 64), sinks=torch.zeros(64), window=128
+    ),
+    "attention, 8 heads of 256 on 1, soft cap": lambda: attention(8, 1, (256, 256), softcap=50.0),
+    "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
+    "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
+    "between the linears": rows,
+    "sampling": sampling,
+    "4-bit weights": lambda: products(integers(4, 128, False)),
+    "4-bit weights, symmetric": lambda: products(integers(4, 128, True)),
+    "8-bit weights": lambda: products(integers(8, -1, True)),
+    "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "quantized"),
+    "fp8 weights": lambda: products(fp8("channel")),
+    "  and its inputs": lambda: products(fp8("channel", Activations("fp8")), "quantized"),
+    "  and inputs, by 128": lambda: products(
+        fp8("block", Activations("fp8", "group128")), "quantized"
+    ),
+    "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
+    "experts": experts,
+    "Q4_K": lambda: products(blocks("Q4_K")),
+}
