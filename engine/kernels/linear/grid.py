@@ -1,7 +1,7 @@
 """Quantization grids: the common form of all quantized tensors, which the C and Triton kernels read.
 
 A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
-4-bit codes, or e4m3 floats. Lookup tables per output channel have no grid.
+4-bit codes, or e4m3 floats. Lookup tables per output channel and trellis codes have no grid.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from ....quant.base.scheme import (
     PER_CHANNEL,
     CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
     GgufScheme,
-    IntScheme,
+    LookupScheme,
     Scheme,
-    VectorwiseScheme,
+    TrellisScheme,
 )
 from ....quant.ggml.k_blocks import affine_fields, signed_fields
 from ....quant.ggml.k_small_blocks import q2_fields, q3_fields
@@ -50,7 +49,8 @@ class Grid:
         nested: groups that share an outer scale.
         table: float32 `[16]`, the lookup table of the codes.
         is_fp8: whether the codes are e4m3.
-        order: int64 `[in]`, the input channel of each column of `codes` (act-order); None: not permuted.
+        order: int64, the input channel of each column of `codes` (act-order), or their number where a
+            column is padding; None: not permuted.
     """
 
     codes: torch.Tensor
@@ -82,23 +82,13 @@ TABLE_BLOCKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme have no grid; None if they have one."""
-    if isinstance(scheme, IntScheme):
-        group = scheme.group_size
-    elif isinstance(scheme, CodebookScheme):
-        group = scheme.block_size
-        if in_features % group:
-            return f"blocks of {group} weights cross the rows of {in_features}"
-    elif isinstance(scheme, Fp4Scheme):
-        group = scheme.block_size
-    elif isinstance(scheme, GgufScheme):
+    if isinstance(scheme, CodebookScheme) and in_features % scheme.block_size:
+        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
+    if isinstance(scheme, GgufScheme):
         has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
         return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
-    elif isinstance(scheme, FloatScheme | VectorwiseScheme):
-        return None
-    else:
-        return f"it does not support lookup tables per channel, as in {scheme.label}"
-    if group not in (PER_CHANNEL, 16, in_features) and group % 32:
-        return f"it has no groups of {group} input channels (16 or multiples of 32)"
+    if isinstance(scheme, LookupScheme | TrellisScheme):
+        return f"{scheme.label} has no scales of groups"
     return None
 
 
@@ -216,6 +206,39 @@ def with_whole_table(grid: Grid) -> Grid:
     if grid.table is None or bool((grid.table == grid.table.round()).all()):
         return grid
     return replace(grid, table=grid.table * 2, scales=_small(grid.scales.to(torch.float32) / 2))
+
+
+def with_whole_groups(grid: Grid) -> Grid:
+    """The grid in groups that the C kernels take, 16 or a multiple of 32 input channels.
+
+    Groups of other multiples of 16 become several with the same scale; others, and a shorter last one, are
+    padded with columns of no input channel.
+    """
+    group, inputs = grid.group, grid.codes.shape[1]
+    if group in (PER_CHANNEL, 16) or group % 32 == 0:
+        return grid
+    padded = -(-group // 16) * 16
+    if padded != group:
+        channels = torch.arange(inputs) if grid.order is None else grid.order
+        order = _pad_groups(channels.unsqueeze(0), group, padded, inputs)[0]
+        grid = replace(grid, codes=_pad_groups(grid.codes, group, padded, 0), order=order)
+    if padded % 32 == 0:
+        return replace(grid, group=padded)
+    parts, offsets = padded // 16, grid.offsets
+    groups = -(-grid.codes.shape[1] // 16)  # the last may be shorter
+    return replace(
+        grid,
+        group=16,
+        scales=grid.scales.repeat_interleave(parts, 1)[:, :groups],
+        offsets=None if offsets is None else offsets.repeat_interleave(parts, 1)[:, :groups],
+    )
+
+
+def _pad_groups(values: torch.Tensor, group: int, padded: int, value: int) -> torch.Tensor:
+    """`[rows, in]` with every group of columns padded."""
+    whole = functional.pad(values, (0, -values.shape[1] % group), value=value)
+    parts = whole.unflatten(1, (-1, group))
+    return functional.pad(parts, (0, padded - group), value=value).flatten(1)
 
 
 def _small(scales: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@
 
 #include "parallel.h"
 #include "quantize.h"
+#include "channel_table.h"
 #include "matrix_tile.h"
 #include "tile.h"
 
@@ -160,7 +161,7 @@ static void prepare_float(Job *job, int64_t row) {
         for (int i = 0; i < CHUNK; i++) {
             uint32_t bits;
             memcpy(&bits, values + i, 4);
-            halves[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = (uint16_t)(bits >> 16);
+            halves[place_of_half(i)] = (uint16_t)(bits >> 16);
         }
     }
 }
@@ -344,9 +345,12 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
+    int in_bf16 = input_dtype == INPUT_BF16, in_tables = w->kind == CODES_CHANNEL_TABLE;
+    float tables[MAX_TABLE];
+    if (in_tables) widen_tables(w, panel, in_bf16, tables);
 #if HAS_PAIRS
     htable sixteen = {0};
-    if (w->bits == 4) sixteen = sixteen_values(w);
+    if (w->bits == 4 && !in_tables) sixteen = sixteen_values(w);
 #endif
     for (int64_t c = 0; c < chunks; c += block_chunks) {
         int64_t now = chunks - c < block_chunks ? chunks - c : block_chunks;
@@ -364,17 +368,22 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         } else if (input_dtype == INPUT_S8) {
             b.weights = operand_bytes(w, run, now, scratch);
         } else if (input_dtype == INPUT_F32) {
-            unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
+            const uint8_t *bytes = codes_as_bytes(w, run, now, scratch);
+            if (in_tables) look_up_f32(tables, bytes, now, (float *)floats);
+            else unpack_f32(w, bytes, now, (float *)floats);
             b.weights = floats;
 #if HAS_PAIRS
         } else {
-            if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
+            if (in_tables) look_up_bf16(tables, codes_as_bytes(w, run, now, scratch), now, floats);
+            else if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
             else unpack_bf16(w, codes_as_bytes(w, run, now, scratch), now, floats);
             b.weights = floats;
 #endif
         }
         multiply_tiles(job, &b, first, step_at, c * CHUNK, rows, acc);
     }
+    if (in_tables && w->channels.rows)
+        add_sparse(w, panel, in_bf16, job->values + first * job->stride, job->stride, rows, acc);
     store_rows(job, panel, first, rows, acc);
 }
 

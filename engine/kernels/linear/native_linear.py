@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.nn import functional
 
 from ....quant.native.build import Native, native
+from ....quant.tensors.lookup import LookupTensor
 from ..activations.quantized_activations import QuantizedActivations
 from ..common.launch import launch
-from .grid import Grid, with_whole_table
+from .grid import Grid, with_whole_groups, with_whole_table
 from .lattice_grid import LatticeGrid
 from .lookup import lookup_rows
 from .native_pack import CHUNK, PackedWeight, WeightStruct
@@ -61,7 +63,7 @@ class PackedLinear:
     Batch-invariant: a row's result does not depend on the other rows.
 
     Args:
-        grid: the weight.
+        grid: the weight; lookup tables per channel take no int8 inputs.
         input_dtype: dtype of the GEMM's inputs. "int8" quantizes them.
         input_block: the most int8 inputs that share a scale, a multiple of 32; 0: all of a token.
         levels: the int8 code of a block's largest magnitude.
@@ -71,7 +73,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        grid: Grid | LatticeGrid,
+        grid: Grid | LatticeGrid | LookupTensor,
         input_dtype: InputDtype,
         *,
         input_block: int = 0,
@@ -84,12 +86,13 @@ class PackedLinear:
         self._run = library.llmopt_linear
         if input_dtype == "bfloat16" and not has_bf16():
             input_dtype = "float32"
-        if isinstance(grid, Grid) and input_dtype == "int8":
-            grid = with_whole_table(grid)
+        self._out_features, self._in_features = grid.shape
+        if isinstance(grid, Grid):
+            grid = with_whole_groups(with_whole_table(grid) if input_dtype == "int8" else grid)
         self._weight = PackedWeight(grid, input_block or _MAX_STEPS[input_dtype])
         self.input_block = max(CHUNK, self._weight.struct.step) if input_block else 0
-        self._order = None if isinstance(grid, LatticeGrid) else grid.order
-        self._out_features, self._in_features = grid.shape
+        self._order = grid.order if isinstance(grid, Grid) else None
+        self._is_padded = self._order is not None and bool((self._order == self._in_features).any())
         self._input_dtype, self._levels = _INPUT_DTYPES[input_dtype], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self.bias: torch.Tensor | None = None
@@ -107,6 +110,7 @@ class PackedLinear:
         self, x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         if self._order is not None:
+            x = functional.pad(x, (0, 1)) if self._is_padded else x
             x = x.index_select(1, self._order)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -145,10 +149,15 @@ class PackedLinear:
         return self._weight.struct
 
     @property
+    def is_permuted(self) -> bool:
+        """Whether the packed weight has its input channels in another order, or padding among them."""
+        return self._order is not None
+
+    @property
     def grouping(self) -> tuple[object, ...] | None:
         """Key that is equal where inputs are prepared alike; None: each weight has its own way."""
         weight = self._weight.struct
-        if self._order is not None or self._fixed_scale or self._threshold:
+        if self.is_permuted or self._fixed_scale or self._threshold:
             return None
         shape = (weight.out_features, weight.in_features, weight.step, weight.base)
         offsets = weight.offset_kind > 0
@@ -160,7 +169,8 @@ class PackedLinear:
         self.weight_bytes += self.bias.nbytes
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes or permuted inputs."""
+        """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes, tables per
+        channel or permuted inputs."""
         return lookup_rows(self._weight, ids, dtype)
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.native.build import native
+from ....quant.tensors.lookup import LookupTensor
 from .grid import Grid
 from .lattice_grid import BASE, LatticeGrid
 
@@ -36,6 +37,7 @@ class WeightStruct(ctypes.Structure):
         ],
         ("points", ctypes.c_void_p),
         *[(name, ctypes.c_int64) for name in ("dim", "high_bits", "has_signs")],
+        *[(n, ctypes.c_void_p) for n in ("values", "sparse_rows", "sparse_columns", "sparse")],
     ]
 
 
@@ -47,8 +49,21 @@ class PackedWeight:
         max_step: the most input channels that are accumulated before a scale is applied.
     """
 
-    def __init__(self, grid: Grid | LatticeGrid, max_step: int) -> None:
+    def __init__(self, grid: Grid | LatticeGrid | LookupTensor, max_step: int) -> None:
         out_features, in_features = grid.shape
+        if isinstance(grid, LookupTensor):
+            self._hold(_lookup_tensors(grid))
+            self._base = 0
+            self.struct = WeightStruct(
+                out_features=out_features,
+                in_features=in_features,
+                bits=grid.scheme.bits,
+                kind=4,
+                group=-(-in_features // CHUNK) * CHUNK,
+                step=max_step,
+                **self._pointers(),
+            )
+            return
         if isinstance(grid, LatticeGrid):
             self._hold(_lattice_tensors(grid))
             self._base = BASE
@@ -118,6 +133,18 @@ def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
         "scales": _panels(grid.scales),
         "outer_scales": _panels(grid.outer_scales),
         "points": grid.points,
+    }
+
+
+def _lookup_tensors(weight: LookupTensor) -> dict[str, torch.Tensor | None]:
+    sparse = weight.sparse_values
+    return {
+        "codes": pack_codes(weight.codes, weight.scheme.bits),
+        "scales": _panels(torch.ones(weight.out_features, 1)),
+        "values": _panels(weight.table.to(torch.float16)),
+        "sparse_rows": weight.sparse_rows,
+        "sparse_columns": weight.sparse_columns,
+        "sparse": None if sparse is None else sparse.to(torch.float32),
     }
 
 

@@ -9,6 +9,7 @@ from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
@@ -53,7 +54,10 @@ class Packed16Linear(_Packed):
     """
 
     def __init__(
-        self, weight: QuantizedTensor, grid: Grid | LatticeGrid, dtype: torch.dtype
+        self,
+        weight: QuantizedTensor,
+        grid: Grid | LatticeGrid | LookupTensor,
+        dtype: torch.dtype,
     ) -> None:
         self._scheme: Scheme = weight.scheme
         self.quantizes_inputs = weight.scheme.activations is not None
@@ -92,8 +96,7 @@ class Packed8Linear(_Packed):
             grid, "int8", input_block=block, levels=levels, fixed_scale=fixed_scale
         )
         super().__init__(linear)
-        is_permuted = isinstance(grid, Grid) and grid.order is not None
-        if fixed_scale == 0.0 and not (block and is_permuted):
+        if fixed_scale == 0.0 and not (block and linear.is_permuted):
             self.activation_quant = ActivationQuant(
                 Activations("int8"), int8_levels=levels, block=linear.input_block
             )

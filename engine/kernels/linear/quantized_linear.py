@@ -20,6 +20,7 @@ from ....quant.base.scheme import (
     Fp4Scheme,
     GgufScheme,
     IntScheme,
+    LookupScheme,
     Scheme,
     TrellisScheme,
     VectorwiseScheme,
@@ -178,7 +179,7 @@ def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.in_features > MAX_INPUTS:
         return f"its accumulators hold at most {MAX_INPUTS} inputs"
-    if _has_lattice(kernel_query.scheme):
+    if isinstance(kernel_query.scheme, LookupScheme) or _has_lattice(kernel_query.scheme):
         return None
     return refuses_grid(kernel_query.scheme, kernel_query.in_features)
 
@@ -347,7 +348,7 @@ def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 
 
 def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = _packed_grid(weight)
+    grid = weight if isinstance(weight, LookupTensor) else _packed_grid(weight)
     return (
         TiledDequantLinear(weight, dtype) if grid is None else Packed16Linear(weight, grid, dtype)
     )

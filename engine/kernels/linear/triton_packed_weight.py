@@ -139,6 +139,8 @@ def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
     elif (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scale_group(scheme), scheme.bits
+    if group not in (0, 16, in_features) and group % 32:
+        return f"it has no groups of {group} input channels (16 or multiples of 32)"
     if piece_of(in_features, group, bits) is None:
         needed = 64 if bits <= 4 else 16
         return f"it needs rows of a multiple of {needed} inputs, in groups of 16, not {in_features}"

@@ -19,9 +19,17 @@
 
 #include "lattice.h"
 
-enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3 };
+enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_CHANNEL_TABLE = 4 };
 enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2 };
 enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3 };
+
+/* A table of values for each output channel, and the weights that are added to those of the codes (SqueezeLLM). */
+typedef struct {
+    const uint16_t *values; /* float16 [panel][1 << bits][PANEL] */
+    const int32_t *rows;   /* [out_features + 1], CSR row pointers of the sparse weights; NULL: none */
+    const int32_t *columns; /* [nonzeros] */
+    const float *sparse;   /* [nonzeros] */
+} ChannelTables;
 
 typedef struct {
     int64_t out_features, in_features;
@@ -37,6 +45,7 @@ typedef struct {
     const void *scales, *offsets, *outer_scales, *outer_offsets;
     const float *table;    /* 16 values, CODES_TABLE; whole numbers below 128 if they are read as bytes */
     Lattice lattice;       /* CODES_LATTICE, whose `bits` are 8: those that it is unpacked to */
+    ChannelTables channels; /* CODES_CHANNEL_TABLE */
 } Weight;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -44,6 +44,7 @@ from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.quant.tensors.integer import IntTensor
+from llmopt.quant.tensors.lookup import LookupTensor
 from llmopt.quant.tensors.vectorwise import VectorwiseTensor
 from torch.nn import functional
 
@@ -90,6 +91,11 @@ integers = st.builds(
     st.sampled_from([-1, 16, 32, 64, 96, 128, 384]),
     st.booleans(),
 )
+padded = st.builds(
+    lambda group, symmetric: IntScheme(4, group, symmetric),
+    st.sampled_from([7, 24, 48, 60]),
+    st.booleans(),
+)
 others = st.sampled_from(
     [
         *(GgufScheme(kind) for kind in WHOLE_BLOCKS + TABLE_BLOCKS),
@@ -101,6 +107,7 @@ others = st.sampled_from(
         FloatScheme("channel"),
         FloatScheme("block"),
         IntScheme(4, 32, False, permuted=True),
+        IntScheme(4, 40, False, permuted=True),
     ]
 )
 
@@ -120,7 +127,10 @@ def width_for(scheme: Scheme, around: int) -> int:
 def test_sixteen_bit_inputs_give_the_weights_numbers(path: str) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(
-        st.one_of(integers, others), st.integers(1, 140), st.integers(1, 900), st.integers(1, 20)
+        st.one_of(integers, padded, others),
+        st.integers(1, 140),
+        st.integers(1, 900),
+        st.integers(1, 20),
     )
     def sweep(scheme: Scheme, out: int, around: int, rows: int) -> None:
         weight = weight_of(scheme, out, width_for(scheme, around))
@@ -138,7 +148,7 @@ def test_sixteen_bit_inputs_give_the_weights_numbers(path: str) -> None:
 def test_eight_bit_inputs_are_the_reference_s(path: str) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(
-        st.one_of(integers, st.sampled_from([GgufScheme(kind) for kind in WHOLE_BLOCKS])),
+        st.one_of(integers, padded, st.sampled_from([GgufScheme(kind) for kind in WHOLE_BLOCKS])),
         st.integers(1, 140),
         st.integers(1, 900),
         st.integers(2, 20),
@@ -178,6 +188,41 @@ def random_lattice(kind: str, out: int, width: int) -> GgufTensor:
         heads = 2.0 ** torch.randint(-9, -3, (len(blocks), 1), generator=g)
         blocks[:, :2] = heads.to(torch.float16).view(torch.uint8)
     return GgufTensor(blocks.view(out, -1), scheme)
+
+
+def random_tables(bits: int, out: int, width: int, sparse_fraction: float) -> LookupTensor:
+    """Random codes, tables and sparse weights, of which a row may have none."""
+    g = torch.Generator().manual_seed(out + bits)
+    codes = torch.randint(0, 2**bits, (out, width), dtype=torch.uint8, generator=g)
+    table = torch.randn(out, 2**bits, generator=g).sort(dim=1).values.to(torch.float16)
+    rows, columns = (torch.rand(out, width, generator=g) < sparse_fraction).nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=out).cumsum(0)
+    scheme = LookupScheme(bits, sparse_fraction)
+    return LookupTensor(
+        codes,
+        table,
+        scheme,
+        functional.pad(counts, (1, 0)).to(torch.int32),
+        columns.to(torch.int32),
+        (torch.randn(len(columns), generator=g) * 4).to(torch.float16),
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_tables_of_channels_and_sparse_weights(path: str, bits: int) -> None:
+    for out, width, rows, fraction in ((70, 129, 5, 0.02), (32, 256, 1, 0.0), (40, 900, 20, 0.01)):
+        weight, x = random_tables(bits, out, width, fraction), inputs_of(rows, width)
+        linear = PackedLinear(weight, "float32")
+        assert error(linear(x), x, weight) < 2e-6
+        assert torch.equal(linear(x[:1]), linear(x)[:1])
+        half = x.bfloat16()
+        linear = PackedLinear(weight, "bfloat16")
+        assert error(linear(half), half, weight) < 6e-3
+        assert torch.equal(linear(half[:1]), linear(half)[:1])
+    whole = random_tables(bits, 64, 2048, 0.01)
+    assert PackedLinear(whole, "bfloat16").weight_bytes < 1.1 * (
+        whole.nbytes - whole.codes.nbytes * (8 - bits) / 8
+    )
 
 
 @pytest.mark.parametrize("kind", LATTICES)
@@ -355,8 +400,8 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
         (Fp4Scheme("nvfp4"), 8, "native-8bit-inputs"),
         (Fp4Scheme("mxfp4", Activations("mxfp4", "group32")), 16, "native-16bit-inputs"),
-        (LookupScheme(4), 8, "tiled-dequant"),
-        (IntScheme(4, 24, True), 16, "tiled-dequant"),
+        (LookupScheme(4), 8, "native-16bit-inputs"),
+        (IntScheme(4, 24, True), 16, "native-16bit-inputs"),
     ],
     ids=lambda x: getattr(x, "label", str(x)),
 )
@@ -365,6 +410,14 @@ def test_the_kernel_follows_the_scheme_and_the_wish(
 ) -> None:
     kernel_query = QuantizedLinearKernelQuery("cpu", torch.bfloat16, 64, 768, scheme, input_bits)
     assert QUANTIZED_LINEAR.select(kernel_query).name == chosen
+
+
+def test_inputs_of_padded_groups_are_quantized_in_the_kernel(path: str) -> None:
+    """In blocks of the padded channels, which a norm does not know."""
+    weight, x = weight_of(IntScheme(4, 24, True), 40, 240), inputs_of(3, 240)
+    kernel = prepare_quantized_linear(weight, torch.float32, input_bits=8)
+    assert not hasattr(kernel, "activation_quant")
+    assert error(kernel(x), x, weight) < 2e-2
 
 
 def test_unequal_groups_of_a_permuted_weight_are_dequantized(path: str) -> None:
