@@ -16,7 +16,7 @@ from ...quant.base.scheme import (
     TrellisScheme,
     VectorwiseScheme,
 )
-from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
+from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.dispatch import Choice
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
@@ -53,8 +53,10 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """The kernels chosen on `device` for a typical decoder in `dtype`."""
     choices = [
-        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128)),
-        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, has_masks=True)),
+        *(
+            PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, mask))
+            for mask in MASKS
+        ),
         *(
             operation.explain(RowKernelQuery(device.type, dtype, size))
             for operation, size in (

@@ -82,8 +82,12 @@ static Tile tile_at(const Job *job, int64_t index) {
     int64_t tokens = span->end - span->begin;
     tile.first = (rows_index - job->tiles_before[tile.span]) * TILE_ROWS;
     tile.rows = smaller(TILE_ROWS, tokens * group_of(c) - tile.first);
-    for (int64_t r = 0; r < tile.rows; r++)
+    tile.least_from = first_draft(span);
+    for (int64_t r = 0; r < tile.rows; r++) {
         tile.own[r] = span->num_cached - tokens + (tile.first + r) / group_of(c);
+        tile.from[r] = visible_from(c, position_of(span, tile.own[r]));
+        tile.least_from = smaller(tile.least_from, tile.from[r]);
+    }
     tile.heads_begin = tile.head = index % job->head_runs * job->heads_at_once;
     tile.heads_end = smaller(tile.heads_begin + job->heads_at_once, c->keys.heads);
     return tile;
@@ -129,7 +133,7 @@ static void store_tile(const Call *c, const Tile *tile, State *state) {
 /* Whether any position of a segment is visible to a row of the tile. */
 static int is_visible(const Call *c, const Tile *tile, int64_t begin) {
     if (begin > tile->own[tile->rows - 1]) return 0;
-    return begin < c->num_sink_tokens || begin + SEGMENT > visible_from(c, tile->own[0]);
+    return begin < c->num_sink_tokens || begin + SEGMENT > tile->least_from;
 }
 
 static void attend_items(void *argument) {

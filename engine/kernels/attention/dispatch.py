@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -16,6 +16,9 @@ from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, att
 from .paged_tensor import PagedTensor
 from .trial import attention_trial
 
+Mask = Literal["causal", "tree", "image"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelQuery:
@@ -24,21 +27,21 @@ class AttentionKernelQuery:
     Attributes:
         dtype: of the queries.
         key_dim, value_dim: elements of a head.
-        has_masks: whether tokens attend to others than those before them: draft tokens that form token trees,
-            images that see all of themselves.
+        mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
+            batch may have trees too.
     """
 
     device: str
     dtype: torch.dtype
     key_dim: int
     value_dim: int
-    has_masks: bool = False
+    mask: Mask = "causal"
 
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
         heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
-        masks = ", token trees or images" if self.has_masks else ""
-        return f"heads of {heads} in {self.dtype} on {self.device}{masks}"
+        mask = {"causal": "", "tree": ", token trees", "image": ", images"}[self.mask]
+        return f"heads of {heads} in {self.dtype} on {self.device}{mask}"
 
 
 _ONLY_CAUSAL = "it does not support tree attention, nor bidirectional attention within an image"
@@ -53,13 +56,13 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.key_dim % HEAD_CHANNELS or kernel_query.value_dim % HEAD_CHANNELS:
         return f"it is for heads of multiples of {HEAD_CHANNELS}"
-    if kernel_query.has_masks:
-        return _ONLY_CAUSAL
+    if kernel_query.mask == "image":
+        return "it does not support bidirectional attention within an image"
     return None
 
 
 def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.has_masks:
+    if kernel_query.mask != "causal":
         return _ONLY_CAUSAL
     return refuses_rows(kernel_query.device, kernel_query.dtype)
 
@@ -79,14 +82,14 @@ def _attend_triton(
 
 
 def _trial(kernel_query: AttentionKernelQuery) -> Trial[AttentionKernel] | None:
-    if kernel_query.has_masks:
+    if kernel_query.mask != "causal":
         return None
     device, dtype = torch.device(kernel_query.device), kernel_query.dtype
     return attention_trial(device, dtype, kernel_query.key_dim, kernel_query.value_dim)
 
 
 def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.has_masks:
+    if kernel_query.mask != "causal":
         return _ONLY_CAUSAL
     if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
         return reason  # our kernel serves what it does not
@@ -110,16 +113,17 @@ PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
 
 
 class AttentionKernels(NamedTuple):
-    """The kernels for a decoder's heads: of causal attention, and with masks."""
+    """The kernels for a decoder's heads: of causal attention, of token trees, and of images."""
 
     causal: AttentionKernel
-    masked: AttentionKernel
+    trees: AttentionKernel
+    images: AttentionKernel
 
     def of(self, batch: AttentionBatch) -> AttentionKernel:
         """The kernel of a step."""
-        if batch.has_trees:
-            return self.masked
-        return self._attend_images if batch.has_images else self.causal
+        if batch.has_images:
+            return self._attend_images
+        return self.trees if batch.has_trees else self.causal
 
     def _attend_images(
         self,
@@ -130,15 +134,16 @@ class AttentionKernels(NamedTuple):
         rule: AttentionRule,
         sink_queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Masked attention of the sequences with images, causal attention of the others, whose results so do
-        not depend on an image in the batch."""
+        """Bidirectional attention of the sequences with images; the others' results so do not depend on an image
+        in the batch."""
+        plain = self.trees if batch.has_trees else self.causal
         if not rule.bidirectional:
-            return self.causal(queries, keys, values, batch, rule, sink_queries)
+            return plain(queries, keys, values, batch, rule, sink_queries)
         images, others = batch.parts
-        masked = self.masked(queries, keys, values, images, rule, sink_queries)
+        masked = self.images(queries, keys, values, images, rule, sink_queries)
         if not others.spans and others.decode is None:
             return masked
-        out = self.causal(queries, keys, values, others, rule, sink_queries)
+        out = plain(queries, keys, values, others, rule, sink_queries)
         for span in images.spans:
             out[span.begin : span.end] = masked[span.begin : span.end]
         return out
@@ -149,11 +154,11 @@ def attention_kernels(
 ) -> AttentionKernels:
     """The kernels for a decoder's heads."""
 
-    def choose(has_masks: bool) -> AttentionKernel:
-        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, has_masks)
+    def choose(mask: Mask) -> AttentionKernel:
+        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, mask)
         return PAGED_ATTENTION.select(kernel_query).run
 
-    return AttentionKernels(choose(False), choose(True))
+    return AttentionKernels(*map(choose, MASKS))
 
 
 def takes_static_metadata(kernel: AttentionKernel) -> bool:

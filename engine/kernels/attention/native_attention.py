@@ -9,7 +9,7 @@ import torch
 
 from ....quant.native.build import Native, native
 from ..common.launch import launch
-from .paged_attention import AttentionBatch, AttentionRule
+from .paged_attention import AttentionBatch, AttentionRule, TreeMask
 from .paged_tensor import PagedTensor
 
 HEAD_CHANNELS = 16
@@ -26,6 +26,9 @@ class _Span(ctypes.Structure):
             for name in ("begin", "end", "num_cached", "sink_length", "evicted_span")
         ],
         ("blocks", ctypes.c_void_p),
+        ("num_drafts", ctypes.c_int64),
+        ("depths", ctypes.c_void_p),
+        ("ancestors", ctypes.c_void_p),
     ]
 
 
@@ -91,13 +94,21 @@ class _Spans:
                 group.block_ids.numel() // count,
                 group.sink_length,
             )
-        rows = [
-            (s.begin, s.end, s.num_cached, s.sink_length, s.evicted_span, s.block_ids.data_ptr())
-            for s in batch.spans
-        ]
-        self.array = (_Span * (self.decode.count + len(rows)))()
-        for index, row in enumerate(rows, self.decode.count):
-            self.array[index] = row
+        self.array = (_Span * (self.decode.count + len(batch.spans)))()
+        for index, s in enumerate(batch.spans, self.decode.count):
+            self.array[index] = (
+                *(s.begin, s.end, s.num_cached, s.sink_length, s.evicted_span),
+                s.block_ids.data_ptr(),
+                *_tree(s.tree),
+            )
+
+
+def _tree(tree: TreeMask | None) -> tuple[int, int | None, int | None]:
+    """The last fields of `_Span`."""
+    if tree is None:
+        return 0, None, None
+    assert tree.depths.is_contiguous() and tree.ancestors.is_contiguous()
+    return tree.depths.numel(), tree.depths.data_ptr(), tree.ancestors.data_ptr()
 
 
 def native_attention() -> Native:

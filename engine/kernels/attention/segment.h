@@ -21,6 +21,10 @@ typedef struct {
     /* The block table omits `evicted_span` evicted tokens after the first `sink_length`. */
     int64_t sink_length, evicted_span;
     const int64_t *blocks;
+    /* The last `num_drafts` tokens are a token tree: their depths in it, and which others each attends to. */
+    int64_t num_drafts;
+    const int64_t *depths; /* [num_drafts], from 1 on */
+    const uint8_t *ancestors; /* [num_drafts][num_drafts], 0 or 1; ancestors come first */
 } Span;
 
 /* The decode sequences (one query token each), as tensors: they come first among the spans. */
@@ -52,9 +56,11 @@ typedef struct {
     float *mixed;          /* [rows][dim], sum of the values times e^(score - largest) */
 } State;
 
-/* A tile of query rows, for some KV heads; `head` is the current one, `own` the rows' positions. */
+/* A tile of query rows, for some KV heads; `head` is the current one, `own` the rows' places in the sequence:
+ * their positions, but for draft tokens of a tree. */
 typedef struct {
     int64_t span, first, rows, own[TILE_ROWS];
+    int64_t from[TILE_ROWS], least_from; /* first visible positions, sink tokens aside */
     int64_t head, heads_begin, heads_end;
 } Tile;
 
@@ -83,6 +89,22 @@ static inline int64_t visible_from(const Call *c, int64_t own) {
     if (c->window) from = larger(from, own - c->window + 1);
     if (c->chunk) from = larger(from, own - own % c->chunk);
     return from;
+}
+
+/* The place of the first draft token of a tree; no place where there is none. */
+static inline int64_t first_draft(const Span *span) { return span->num_cached - span->num_drafts; }
+
+/* The position of the token at a place: behind its parent in the tree, if it is of one. */
+static inline int64_t position_of(const Span *span, int64_t place) {
+    int64_t first = first_draft(span);
+    return place < first ? place : first - 1 + span->depths[place - first];
+}
+
+/* Whether the draft token at `own` attends to the one at `place`. */
+static inline int sees_draft(const Call *c, const Span *span, int64_t own, int64_t place, int64_t from) {
+    int64_t first = first_draft(span), position = position_of(span, place);
+    return span->ancestors[(own - first) * span->num_drafts + place - first] &&
+           (position >= from || position < c->num_sink_tokens);
 }
 
 /* Token (row of the batch) and query head of row r of a tile. */
@@ -147,7 +169,7 @@ static void load_queries(const Call *c, const Tile *tile, const void *from, int6
  * visible position is read in their place, so that no uninitialised value (NaN) is read. */
 static void find_slots(const Call *c, const Tile *tile, int64_t begin, SlotRun *slot_run) {
     const Span *span = c->spans + tile->span;
-    int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t from = tile->least_from, last = tile->own[tile->rows - 1];
     int64_t before = -2, slot = 0, left = 0; /* left: of the block that `slot` is in */
     for (int i = 0; i < RUN; i++) {
         int64_t p = begin + i;
@@ -286,9 +308,10 @@ static void mix_run(const Call *c, int64_t rows, const float *weights, const flo
     mix_rows(1, c, rows, pairs, RUN / 2, values, mixed);
 }
 
-/* Scales, softcap and causal / window mask of a run of scores that begins at `begin`. */
+/* Scales, softcap and causal / window / tree mask of a run of scores that begins at `begin`. */
 static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const float *scales,
                           float *scores) {
+    const Span *span = c->spans + tile->span;
     for (int64_t r = 0; r < tile->rows; r++) {
         float *row = scores + r * SEGMENT;
         for (int i = 0; i < RUN; i += LANES) {
@@ -303,10 +326,13 @@ static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const 
             }
             fstore(row + i, s);
         }
-        int64_t own = tile->own[r], from = larger(visible_from(c, own), c->num_sink_tokens);
+        int64_t own = tile->own[r], from = larger(tile->from[r], c->num_sink_tokens);
+        int64_t first = first_draft(span);
         for (int64_t p = larger(begin, own + 1); p < begin + RUN; p++) row[p - begin] = -INFINITY;
-        for (int64_t p = larger(begin, c->num_sink_tokens); p < smaller(from, begin + RUN); p++)
+        for (int64_t p = larger(begin, c->num_sink_tokens); p < smaller(smaller(from, first), begin + RUN); p++)
             row[p - begin] = -INFINITY;
+        for (int64_t p = larger(begin, first); p < smaller(own + 1, begin + RUN); p++)
+            if (!sees_draft(c, span, own, p, tile->from[r])) row[p - begin] = -INFINITY;
     }
 }
 
@@ -330,7 +356,7 @@ static void soften(const Tile *tile, int64_t count, float *scores, State *state)
 /* One segment for all heads of a tile. The heads of a position are contiguous in memory, so heads are the
  * innermost loop and reads are sequential. */
 static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s) {
-    int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t from = tile->least_from, last = tile->own[tile->rows - 1];
     int64_t end = smaller(begin + SEGMENT, last + 1);
     SlotRun slot_run[SEGMENT / RUN];
     int64_t runs[SEGMENT / RUN], count = 0; /* those visible to some row */

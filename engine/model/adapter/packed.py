@@ -114,7 +114,7 @@ class _Step:
             queries.dtype,
             cache.keys.dim,
             cache.values.dim,
-            has_masks=self._inputs.batch.has_trees,
+            mask="tree" if self._inputs.batch.has_trees else "causal",
         )
         kernel = PAGED_ATTENTION.select(kernel_query).run
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)

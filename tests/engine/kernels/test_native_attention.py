@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
+from llmopt.engine.scheduling.tree import Tree
 from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 
 from ...support.attention_world import STORED, World, rules
@@ -61,6 +63,41 @@ def test_long_sequences_and_bfloat16(path: str, stored: torch.dtype) -> None:
             got, expected = world.attend(attend_native, rule), world.attend(pa.attend_sdpa, rule)
             bound = 2e-2 if dtype is torch.bfloat16 else 2e-5
             torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
+
+
+def mask_of(parents: tuple[int, ...]) -> pa.TreeMask:
+    tree = Tree(parents)
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for index in range(len(parents)):
+        ancestors[index, list(tree.path(index))] = True
+    return pa.TreeMask(torch.tensor(tree.depths), ancestors)
+
+
+def test_token_trees(path: str) -> None:
+    """Of some sequences of a batch; their first draft tokens may have been computed before."""
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(st.data())
+    def sweep(data: st.DataObject) -> None:
+        count = data.draw(st.sampled_from([1, 3, 9, 40]))
+        parents = tuple(data.draw(st.integers(-1, index - 1)) for index in range(count))
+        length = data.draw(st.sampled_from([1, 30, 250, 300])) + count
+        new = data.draw(st.integers(max(2, count - 2), count + 2).filter(lambda n: n <= length))
+        world = World(
+            [length, 20, 9],
+            [new, 1, 4],
+            block_size=data.draw(st.sampled_from([1, 16])),
+            stored=data.draw(st.sampled_from(STORED)),
+        )
+        rows, batch = world.batch()
+        spans = [replace(batch.spans[0], tree=mask_of(parents)), *batch.spans[1:]]
+        batch = pa.AttentionBatch(spans, batch.decode, world.block_size, world.dtype)
+        rule = data.draw(rules(8))
+        inputs = (world.queries[rows], world.keys, world.values, batch, rule)
+        expected = pa.attend_reference(*inputs)
+        torch.testing.assert_close(attend_native(*inputs), expected, atol=2e-5, rtol=2e-5)
+
+    sweep()
 
 
 def test_values_in_the_first_elements_of_the_keys(path: str) -> None:
@@ -125,8 +162,8 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie(path: str) -> None:
         (AttentionKernelQuery("cpu", torch.float16, 64, 64), "it takes bfloat16 and float32"),
         (AttentionKernelQuery("cpu", torch.float32, 64, 20), "it is for heads of multiples of 16"),
         (
-            AttentionKernelQuery("cpu", torch.float32, 64, 64, True),
-            "it does not support tree attention",
+            AttentionKernelQuery("cpu", torch.float32, 64, 64, "image"),
+            "it does not support bidirectional attention",
         ),
     ],
     ids=str,

@@ -170,7 +170,7 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
 
 def test_which_queries_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(device: str, dtype: torch.dtype, trees: bool = False) -> str | None:
-        kernel_query = AttentionKernelQuery(device, dtype, 64, 64, trees)
+        kernel_query = AttentionKernelQuery(device, dtype, 64, 64, "tree" if trees else "causal")
         return dict(PAGED_ATTENTION.explain(kernel_query).reasons)["triton-paged"]
 
     monkeypatch.delenv(VARIABLE, raising=False)
