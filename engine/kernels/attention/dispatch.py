@@ -134,8 +134,8 @@ class AttentionKernels(NamedTuple):
         rule: AttentionRule,
         sink_queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bidirectional attention of the sequences with images; the others' results so do not depend on an image
-        in the batch."""
+        """Bidirectional attention of the sequences with images; the others' results do not depend on an
+        image in the batch."""
         plain = self.trees if batch.has_trees else self.causal
         if not rule.bidirectional:
             return plain(queries, keys, values, batch, rule, sink_queries)
