@@ -2,6 +2,7 @@
  *
  * Values are float32 or bfloat16, computed in float32. Rows are independent. Norms and gates round
  * intermediates to the stored dtype where torch's operations do. */
+#include <float.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -45,7 +46,8 @@ typedef struct {
     void *heads;           /* [rows][stride]: queries, keys, values of `dim` each; rotated in place */
     const void *cos, *sin; /* [rows][width] */
     const int64_t *slots;  /* [rows], the slot mapping */
-    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], as `heads`; NULL: no cache write */
+    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], as `heads` or int8; NULL: no cache write */
+    float *key_scales, *value_scales; /* [slots][kv_heads], of an int8 cache; else NULL */
     int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
     atomic_long next;
     atomic_int failed;
@@ -199,6 +201,18 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *v
     if (values) quantize_row(&c->rounded, row, c->size, values);
 }
 
+/* Writes the vectors of a slot quantized to int8, a scale for each: the largest element has the code 127. */
+INLINE void write_quantized(const RopeAndCacheCall *c, int64_t at, const int is_bf16, int8_t *codes,
+                            float *scales) {
+    for (int64_t head = 0; head < c->kv_heads; head++, at += c->dim, codes += c->dim) {
+        fvec largest = fset(0.0f);
+        for (int64_t i = 0; i < c->dim; i += LANES) largest = fmax_(largest, fabs_(load(c->heads, at + i, is_bf16)));
+        float scale = scales[head] = fmaxf(fmax_lane(largest) / 127.0f, FLT_MIN);
+        for (int64_t i = 0; i < c->dim; i += LANES)
+            istore_s8(codes + i, quantize_to(load(c->heads, at + i, is_bf16), fset(scale)));
+    }
+}
+
 INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int is_bf16, float *values) {
     (void)values;
     int64_t half = c->width / 2, angle = row * c->width, begin = row * c->stride;
@@ -213,10 +227,18 @@ INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int
         }
     }
     if (!c->keys) return;
+    int64_t slot = c->slots[row], new_keys = begin + c->queries * c->dim;
+    if (c->key_scales) {
+        write_quantized(c, new_keys, is_bf16, (int8_t *)c->keys + slot * c->key_stride,
+                        c->key_scales + slot * c->kv_heads);
+        write_quantized(c, new_keys + c->kv_heads * c->dim, is_bf16, (int8_t *)c->values + slot * c->value_stride,
+                        c->value_scales + slot * c->kv_heads);
+        return;
+    }
     int64_t width = is_bf16 ? 2 : 4, bytes = c->kv_heads * c->dim * width;
-    const uint8_t *first = (const uint8_t *)c->heads + (begin + c->queries * c->dim) * width;
-    memcpy(c->keys + c->slots[row] * c->key_stride * width, first, (size_t)bytes);
-    memcpy(c->values + c->slots[row] * c->value_stride * width, first + bytes, (size_t)bytes);
+    const uint8_t *first = (const uint8_t *)c->heads + new_keys * width;
+    memcpy(c->keys + slot * c->key_stride * width, first, (size_t)bytes);
+    memcpy(c->values + slot * c->value_stride * width, first + bytes, (size_t)bytes);
 }
 
 /* The worker of a thread; `codes`: whether the output is quantized, which takes a row of workspace. */

@@ -61,7 +61,7 @@ _Gate = _struct(
 )
 _RopeAndCache = _struct(
     "_RopeAndCache",
-    "heads cos sin slots keys values",
+    "heads cos sin slots keys values key_scales value_scales",
     "rows stride queries kv_heads dim width key_stride value_stride is_bf16 threads",
 )
 
@@ -195,7 +195,7 @@ class NativeGate:
 
 
 class NativeRopeAndCache:
-    """RoPE of queries and keys in place, then the KV-cache write: fused unless the cache is quantized."""
+    """RoPE of queries and keys in place, and the KV-cache write: fused unless of another float type."""
 
     def __init__(self) -> None:
         library = native_layer().library
@@ -217,16 +217,19 @@ class NativeRopeAndCache:
             norms.apply(stacked, num_heads)
         rows, heads, dim = stacked.shape
         kv_heads = (heads - num_heads) // 2
-        copies = all(
-            p.codes.dtype is stacked.dtype and p.codes[0, 0].is_contiguous() for p in (keys, values)
+        written = {stacked.dtype} if dim % CHANNELS else {stacked.dtype, torch.int8}
+        is_fused = all(
+            p.codes.dtype in written and p.codes[0, 0].is_contiguous() for p in (keys, values)
         )
         call = _RopeAndCache(
             stacked.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
             slots.data_ptr(),
-            keys.codes.data_ptr() if copies else None,
-            values.codes.data_ptr() if copies else None,
+            keys.codes.data_ptr() if is_fused else None,
+            values.codes.data_ptr() if is_fused else None,
+            None if keys.scales is None else keys.scales.data_ptr(),
+            None if values.scales is None else values.scales.data_ptr(),
             rows,
             stacked.stride(0),
             num_heads,
@@ -239,7 +242,7 @@ class NativeRopeAndCache:
             _threads(stacked.numel()),
         )
         _run(self._function, call)
-        if not copies:
+        if not is_fused:
             keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
             values.write(stacked[:, num_heads + kv_heads :], slots)
         return stacked[:, :num_heads]

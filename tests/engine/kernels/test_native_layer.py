@@ -182,13 +182,17 @@ def test_rope_and_cache_write(path: str, stored: torch.dtype) -> None:
         angles = torch.rand(tokens, 1, width // 2, generator=torch.Generator().manual_seed(1)) * 6
         cos, sin = (part.to(dtype) for part in expand_cos_sin(angles.cos(), angles.sin()))
         slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:tokens]
-        found = []
+        whole[:1, -dim:] = 0.0  # a value of zeros
+        found, of_values = [], list[tuple[torch.Tensor, ...]]()
         for kernel in (NativeRopeAndCache(), TorchRopeAndCache()):
             caches = [PagedTensor.zeros(3, 8, kv_heads, dim, CPU, stored) for _ in range(2)]
             stacked = whole.clone().view(tokens, num_heads + 2 * kv_heads, dim)
             queries = kernel(stacked, num_heads, cos, sin, caches[0], caches[1], slots)
             read = [cache.read(torch.arange(3), torch.float32) for cache in caches]
             found.append((queries, *read))
+            of_values.append(caches[1].parts)
+        if stored is torch.int8:  # values are not rotated: bit for bit
+            assert all(torch.equal(*parts) for parts in zip(*of_values, strict=True))
         # An 8-bit code, or the last bit of bfloat16, may differ by one.
         bound = (
             0.07 if stored.itemsize == 1 else 1.6e-2 if torch.bfloat16 in (dtype, stored) else 1e-5
