@@ -61,6 +61,7 @@ class PackedWeight:
                 kind=4,
                 group=-(-in_features // CHUNK) * CHUNK,
                 step=max_step,
+                scale_kind=_SCALE_KINDS.index(grid.table.dtype),
                 **self._pointers(),
             )
             return
@@ -140,8 +141,8 @@ def _lookup_tensors(weight: LookupTensor) -> dict[str, torch.Tensor | None]:
     sparse = weight.sparse_values
     return {
         "codes": pack_codes(weight.codes, weight.scheme.bits),
-        "scales": _panels(torch.ones(weight.out_features, 1)),
-        "values": _panels(weight.table.to(torch.float16)),
+        "scales": _panels(weight.table.new_ones(weight.out_features, 1)),
+        "values": _panels(weight.table),
         "sparse_rows": weight.sparse_rows,
         "sparse_columns": weight.sparse_columns,
         "sparse": None if sparse is None else sparse.to(torch.float32),

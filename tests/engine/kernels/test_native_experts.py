@@ -94,6 +94,7 @@ def selected(experts: list[GatedMlp], dtype: torch.dtype, on_inputs: bool = Fals
         (IntScheme(8, -1, True, Activations("int8")), 16),
         (GgufScheme("Q8_0"), 8),
         (Fp4Scheme("mxfp4"), 16),
+        (LookupScheme(3, 0.01), 16),
     ],
     ids=str,
 )
@@ -176,7 +177,6 @@ def test_experts_that_differ_or_are_not_packed_are_run_one_by_one(path: str) -> 
     kinds: list[Sequence[Scheme | None]] = [
         [None] * COUNT,
         [IntScheme(4, 32, True)] * (COUNT - 1) + [IntScheme(4, 16, True)],
-        [LookupScheme(4)] * COUNT,
         [IntScheme(8, -1, True, Activations("int8", "tensor", dynamic=False))] * COUNT,
     ]
     for schemes in kinds:
