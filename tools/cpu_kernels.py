@@ -29,9 +29,12 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     Int4PackLinear,
     Int8PackLinear,
     QuantizedLinearKernelQuery,
+    TiledDequantLinear,
+    prepare_quantized_linear,
 )
-from llmopt.quant.base.scheme import Activations, IntScheme
+from llmopt.quant.base.scheme import Activations, IntScheme, LookupScheme
 from llmopt.quant.tensors.integer import IntTensor
+from llmopt.quant.tensors.lookup import LookupTensor
 
 SHAPES = {  # the linears of a layer: (out, in)
     "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
@@ -70,6 +73,7 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
     int4, int8 = IntScheme(4, 128, True), IntScheme(8, -1, True)
     codes4, codes8 = random_weight(out, inputs, int4), random_weight(out, inputs, int8)
     rounded = replace(codes8, scheme=W8A8)
+    tables = random_tables(out, inputs)
     plain = torch.randn(out, inputs).to(torch.bfloat16)
     return {
         "ours W4A8 g128": (ours(int4, 8), True),
@@ -77,6 +81,8 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
         "ours W8A8": (ours(W8A8, 16), True),
         "ours W4A16 g128": (ours(int4, 16), False),
         "ours W8A16": (ours(int8, 16), False),
+        "ours lookup4": (lambda: prepare_quantized_linear(tables, torch.bfloat16), False),
+        "torch lookup4 tiled": (lambda: TiledDequantLinear(tables, torch.bfloat16), False),
         "torch _int_mm W8A8": (lambda: Int8MatmulLinear(rounded, torch.bfloat16), True),
         "torch int4pack g128": (lambda: Int4PackLinear(codes4, torch.bfloat16), False),
         "torch int8pack": (lambda: Int8PackLinear(codes8, torch.bfloat16), False),
@@ -94,6 +100,14 @@ def random_weight(out: int, inputs: int, scheme: IntScheme) -> IntTensor:
         if scheme.symmetric
         else torch.randint(0, 2**scheme.bits, (out, groups), dtype=torch.uint8),
         scheme,
+    )
+
+
+def random_tables(out: int, inputs: int) -> LookupTensor:
+    return LookupTensor(
+        torch.randint(0, 16, (out, inputs), dtype=torch.uint8),
+        torch.randn(out, 16).sort(dim=1).values.to(torch.float16),
+        LookupScheme(4),
     )
 
 
