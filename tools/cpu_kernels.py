@@ -1,5 +1,7 @@
 """Benchmark linear layers on CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
 
+`--only 'trellis|W4'` takes the operations whose name the pattern finds.
+
 Weights are cold: each operation goes through copies that together are larger than the last cache. All
 operations of a shape are interleaved in every round, and the two roofline ceilings (bytes read and 8-bit
 multiply-adds per second) are measured in every round too; the ceiling is the best round so far, since
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -32,9 +35,20 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     TiledDequantLinear,
     prepare_quantized_linear,
 )
-from llmopt.quant.base.scheme import Activations, IntScheme, LookupScheme
+from llmopt.engine.kernels.linear.trellis_linear import (
+    NativeTrellisLinear,
+    QuantizedInputTrellisLinear,
+)
+from llmopt.quant.base.scheme import (
+    TRELLIS_CODEBOOKS,
+    Activations,
+    IntScheme,
+    LookupScheme,
+    TrellisScheme,
+)
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.lookup import LookupTensor
+from llmopt.quant.tensors.trellis import TrellisTensor
 
 SHAPES = {  # the linears of a layer: (out, in)
     "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
@@ -75,6 +89,13 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
     rounded = replace(codes8, scheme=W8A8)
     tables = random_tables(out, inputs)
     plain = torch.randn(out, inputs).to(torch.bfloat16)
+
+    def trellis(bits: int, codebook: str, input_bits: int) -> Callable[[], LinearKernel]:
+        weight = random_trellis(out, inputs, TrellisScheme(bits, codebook))
+        if input_bits == 32:
+            return lambda: NativeTrellisLinear(weight, torch.bfloat16)
+        return lambda: QuantizedInputTrellisLinear(weight, input_bits)
+
     return {
         "ours W4A8 g128": (ours(int4, 8), True),
         "ours W4A8 g32": (ours(IntScheme(4, 32, False), 8), True),
@@ -83,12 +104,28 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
         "ours W8A16": (ours(int8, 16), False),
         "ours lookup4": (lambda: prepare_quantized_linear(tables, torch.bfloat16), False),
         "torch lookup4 tiled": (lambda: TiledDequantLinear(tables, torch.bfloat16), False),
+        **{
+            f"trellis{bits} {codebook} A{input_bits}": (
+                trellis(bits, codebook, input_bits),
+                input_bits < 32,
+            )
+            for bits in (2, 3, 4)
+            for codebook in TRELLIS_CODEBOOKS
+            for input_bits in (8, 16, 32)
+            if codebook == "mul1" or (bits == 2 and input_bits > 8)
+        },
         "torch _int_mm W8A8": (lambda: Int8MatmulLinear(rounded, torch.bfloat16), True),
         "torch int4pack g128": (lambda: Int4PackLinear(codes4, torch.bfloat16), False),
         "torch int8pack": (lambda: Int8PackLinear(codes8, torch.bfloat16), False),
         "torch bf16": (lambda: TorchLinear(plain.clone()), False),
         "oneDNN bf16 prepacked": (lambda: OneDnnLinear(plain), False),
     }
+
+
+def random_trellis(out: int, inputs: int, scheme: TrellisScheme) -> TrellisTensor:
+    words = torch.randint(-(2**15), 2**15, (inputs // 16, out // 16, 16 * scheme.bits))
+    sides = torch.rand(inputs).to(torch.float16), torch.rand(out).to(torch.float16)
+    return TrellisTensor(words.to(torch.int16), *sides, scheme)
 
 
 def random_weight(out: int, inputs: int, scheme: IntScheme) -> IntTensor:
@@ -112,11 +149,19 @@ def random_tables(out: int, inputs: int) -> LookupTensor:
 
 
 def measure(
-    out: int, inputs: int, counts: list[int], rounds: int, seconds: float, roofs: Roofs
+    out: int,
+    inputs: int,
+    only: re.Pattern[str],
+    counts: list[int],
+    rounds: int,
+    seconds: float,
+    roofs: Roofs,
 ) -> list[Row]:
-    """Every operation at one shape, interleaved."""
+    """The operations at one shape whose name is found by `only`, interleaved."""
     made = {}
     for name, (make, is_int8) in operations(out, inputs).items():
+        if not only.search(name):
+            continue
         first = make()
         copies = max(2, min(64, -(-COLD_BYTES // first.weight_bytes)))
         made[name] = ([first, *(make() for _ in range(copies - 1))], is_int8)
@@ -172,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="1.1b")
     parser.add_argument("--shapes", type=int, default=4, help="of the layer, the first so many")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""))
     parser.add_argument("--rows", default="1,8,16,64,512")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.03, help="for an operation in a round")
@@ -185,7 +231,10 @@ def main() -> None:
     rows: list[Row] = []
     with torch.inference_mode():
         for out, inputs in SHAPES[options.model][: options.shapes]:
-            rows += measure(out, inputs, counts, options.rounds, options.seconds, roofs)
+            rows += measure(
+                *(out, inputs, options.only, counts),
+                *(options.rounds, options.seconds, roofs),
+            )
     read, operate = (sorted(values) for values in (roofs.bytes, roofs.operations))
     print(
         f"roofs: read {statistics.median(read) / 1e9:.1f} GB/s "

@@ -23,7 +23,7 @@ class InstructionPath:
         name: its value of `LLMOPT_NATIVE`.
         needs: flags that the processor must have, by their names in /proc/cpuinfo.
         options: compiler options.
-        extras: optional flags, each with its compiler option; the last `-march` counts.
+        extras: optional flags, each with its compiler option or macro; the last `-march` counts.
     """
 
     name: str
@@ -43,7 +43,11 @@ PATHS = (
         "avx512vnni",
         _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
         (*_AVX2_OPTIONS, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))),
-        (("avx512_bf16", "-mavx512bf16"),),
+        (
+            ("avx512_bf16", "-mavx512bf16"),
+            ("avx512_vbmi2", "-mavx512vbmi2"),
+            ("avx512_fp16", "-DHAS_AVX512FP16"),  # an option that gcc 11 does not know
+        ),
     ),
     InstructionPath("avxvnni", _AVX2 | {"avx_vnni"}, (*_AVX2_OPTIONS, "-mavxvnni")),
     InstructionPath("avx2", _AVX2, _AVX2_OPTIONS),

@@ -49,7 +49,13 @@ from .packed_linear import (
     PackedOutlierLinear,
     wants_8_bit_inputs,
 )
-from .trellis_linear import NativeTrellisLinear, TransformedLinear, native_trellis
+from .trellis_linear import (
+    NativeTrellisLinear,
+    QuantizedInputTrellisLinear,
+    TransformedLinear,
+    native_trellis,
+    native_trellis_integer,
+)
 from .trial import linear_trial
 from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group
 
@@ -292,14 +298,45 @@ def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     return None
 
 
-def _refuses_native_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+def _refuses_trellis_dtype(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     if kernel_query.device != "cpu":
         return "it is a CPU kernel"
     if (reason := _refuses_trellis(kernel_query)) is not None:
         return reason
     if kernel_query.dtype not in (torch.bfloat16, torch.float32):
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
-    return native_trellis().reason
+    return None
+
+
+def _refuses_native_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    return _refuses_trellis_dtype(kernel_query) or native_trellis().reason
+
+
+def _refuses_trellis_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := _refuses_trellis_dtype(kernel_query)) is not None:
+        return reason
+    scheme = kernel_query.scheme
+    if not isinstance(scheme, TrellisScheme) or scheme.codebook != "mul1":
+        return f"it adds up the bytes of codebook mul1, which is not that of {scheme.label}"
+    if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
+        return "it quantizes the activations to 8 bits, which is not asked for"
+    return native_trellis_integer().reason
+
+
+def _refuses_trellis_16(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := _refuses_trellis_dtype(kernel_query)) is not None:
+        return reason
+    if kernel_query.dtype is torch.float32:
+        return "it quantizes the activations to 13 bits, fewer than float32 has"
+    return native_trellis_integer().reason
+
+
+def _trellis_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    return QuantizedInputTrellisLinear(weight, 8)
+
+
+def _trellis_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    return QuantizedInputTrellisLinear(weight, 16)
 
 
 def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -388,6 +425,8 @@ QUANTIZED_LINEAR: Operation[
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
+        Candidate("native-trellis-8bit-inputs", _refuses_trellis_8, _trellis_8),
+        Candidate("native-trellis-16bit-inputs", _refuses_trellis_16, _trellis_16),
         Candidate("native-trellis", _refuses_native_trellis, NativeTrellisLinear),
         Candidate("torch-trellis", _refuses_trellis, TransformedLinear),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),

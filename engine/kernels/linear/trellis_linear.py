@@ -17,6 +17,7 @@ from ....quant.native.build import Native, native
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.trellis import TrellisTensor
 from ....quant.trellis.incoherence import hadamard_blocks
+from ....quant.trellis.tiles import TILE
 from ..common.launch import launch
 
 
@@ -45,7 +46,7 @@ class TransformedLinear:
 
 
 class _TrellisCall(ctypes.Structure):
-    """`TrellisCall` of `trellis.c`."""
+    """`TrellisCall` of `trellis.h`."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("trellis", "suh", "svh", "x", "bias", "y")],
@@ -53,30 +54,37 @@ class _TrellisCall(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "stride", "in_features", "out_features", "bits", "codebook"),
-                *("x_is_bf16", "y_is_bf16", "threads"),
+                *("x_is_bf16", "y_is_bf16", "threads", "input_bits"),
             )
         ],
     ]
 
 
 def native_trellis() -> Native:
-    """The compiled GEMM, or the reason why there is none."""
+    """The compiled GEMM in float32, or the reason why there is none."""
     return native(Path(__file__).with_name("trellis.c"))
 
 
-class NativeTrellisLinear:
-    """The C kernel: float32 accumulation, inputs in bfloat16 or float32."""
+def native_trellis_integer() -> Native:
+    """The compiled GEMM of quantized inputs, or the reason why there is none."""
+    return native(Path(__file__).with_name("trellis_integer.c"))
 
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        assert isinstance(weight, TrellisTensor)
-        self._trellis = weight.trellis.contiguous()
+
+class _NativeLinear:
+    """A GEMM in C, with inputs in bfloat16 or float32."""
+
+    def __init__(
+        self, weight: TrellisTensor, trellis: torch.Tensor, kernel: Native, input_bits: int = 32
+    ) -> None:
+        self._trellis, self._input_bits = trellis, input_bits
         self._sides = weight.suh.float(), weight.svh.float()
         self._scheme = weight.scheme
         self._bias: torch.Tensor | None = None
         self.weight_bytes = weight.nbytes
-        library = native_trellis().library
+        library = kernel.library
         assert library is not None
-        self._run = library.llmopt_trellis
+        name = "llmopt_trellis" if input_bits == 32 else "llmopt_trellis_integer"
+        self._run = getattr(library, name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, x.dtype)
@@ -111,7 +119,41 @@ class NativeTrellisLinear:
             x.dtype is torch.bfloat16,
             dtype is torch.bfloat16,
             torch.get_num_threads(),
+            self._input_bits,
         )
         if x.shape[0] and launch(self._run, call):
             raise MemoryError(f"no memory for {x.shape[0]} rows of {len(inputs)} inputs")
         return y
+
+
+class NativeTrellisLinear(_NativeLinear):
+    """The C kernel in float32."""
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, TrellisTensor)
+        super().__init__(weight, weight.trellis.contiguous(), native_trellis())
+
+
+class QuantizedInputTrellisLinear(_NativeLinear):
+    """The C kernel of integer dot products, whose inputs are quantized behind their transform.
+
+    With `input_bits` 16 they have 13 bits and weights their values, to 2^-14; with 8 they have 8 bits, and weights
+    are mul1's byte sums, not rounded to float16.
+    """
+
+    def __init__(self, weight: QuantizedTensor, input_bits: int) -> None:
+        assert isinstance(weight, TrellisTensor)
+        assert input_bits == 16 or weight.scheme.codebook == "mul1"
+        trellis = in_spans(weight.trellis, weight.scheme.bits)
+        super().__init__(weight, trellis, native_trellis_integer(), input_bits)
+
+
+def in_spans(trellis: torch.Tensor, bits: int) -> torch.Tensor:
+    """The words of tiles `[in / 16, out / 16, 16 * bits]` in the order of the integer GEMM.
+
+    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights, the
+    16 outputs, and the span.
+    """
+    words = trellis.unflatten(2, (-1, 2)).flip(-1).flatten(2)  # halves of 32-bit words are swapped
+    tiles = words.view(trellis.shape[0] // 8, 8, trellis.shape[1] // 8, 4, 2, TILE, bits)
+    return tiles.permute(2, 0, 3, 1, 6, 4, 5).contiguous()
