@@ -1,7 +1,7 @@
 """Linears with trellis-coded weights: transforms go to the activations, tiles are decoded as they are read.
 
-`y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`: the weight stays packed. In C a tile of 16 × 16 weights is decoded in the
-first-level cache; elsewhere torch decodes some tiles of outputs at a time.
+`y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`: the weight stays packed. In C tiles of 16 × 16 weights are decoded in registers
+or the first-level cache, to floats or to integers; elsewhere torch decodes some tiles of outputs at a time.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class NativeTrellisLinear(_NativeLinear):
 class QuantizedInputTrellisLinear(_NativeLinear):
     """The C kernel of integer dot products, whose inputs are quantized behind their transform.
 
-    With `input_bits` 16 they have 13 bits and weights their values, to 2^-14; with 8 they have 8 bits, and weights
-    are mul1's byte sums, not rounded to float16.
+    With `input_bits` 16 they have 13 bits, and weights are the codebook's values to 2^-14; with 8 they have
+    8 bits, and weights are mul1's byte sums, without the float16 rounding of its values.
     """
 
     def __init__(self, weight: QuantizedTensor, input_bits: int) -> None:
@@ -151,7 +151,7 @@ class QuantizedInputTrellisLinear(_NativeLinear):
 def in_spans(trellis: torch.Tensor, bits: int) -> torch.Tensor:
     """The words of tiles `[in / 16, out / 16, 16 * bits]` in the order of the integer GEMM.
 
-    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights, the
+    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights,
     16 outputs, and the span.
     """
     words = trellis.unflatten(2, (-1, 2)).flip(-1).flatten(2)  # halves of 32-bit words are swapped
