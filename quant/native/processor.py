@@ -47,6 +47,7 @@ PATHS = (
             ("avx512_bf16", "-mavx512bf16"),
             ("avx512_vbmi2", "-mavx512vbmi2"),
             ("avx512_fp16", "-DHAS_AVX512FP16"),  # an option that gcc 11 does not know
+            ("amx_int8", "-DHAS_AMX"),  # used only where the system gives permission
         ),
     ),
     InstructionPath("avxvnni", _AVX2 | {"avx_vnni"}, (*_AVX2_OPTIONS, "-mavxvnni")),

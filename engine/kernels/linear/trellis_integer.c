@@ -2,14 +2,15 @@
  *
  * Transformed inputs are quantized in blocks of 128 that share a scale, to 8 bits or to 13. With 8 bits a weight
  * of the codebook mul1 is the sum of four bytes, times and plus a constant: for few rows the bytes are multiplied
- * as they are, each by a copy of its input, and no weight is ever put together. Otherwise 128 inputs of 32 outputs
+ * as they are, each by a copy of its input, and no weight is ever put together; for more rows too where there are
+ * matrix tiles. Otherwise 128 inputs of 32 outputs
  * are decoded to int16: byte sums for 8-bit inputs, else values in units of 2^-13 with the float16 rounding of
  * the format. Sums are exact, so that all processors agree, and a row does not depend on the others. */
 #include <stdatomic.h>
 
 #include "parallel.h"
 #include "quantize.h"
-#include "trellis_values.h"
+#include "trellis_tiles.h"
 
 enum { MIDDLE = 510 };          /* mean of a byte sum; subtracted, so that what is added up is small */
 enum { LEVELS_16 = 4095 };      /* 16 products with values below 2^15 do not overflow */
@@ -20,18 +21,24 @@ enum { BLOCK_INPUTS = BLOCK / 2 }; /* 32-bit words of a row */
 
 typedef struct {
     const TrellisCall *call;
-    uint32_t *inputs;  /* [in / 128][rows][BLOCK_INPUTS]: two int16, or two int8 twice each */
-    float *scales;     /* [in / 128][rows] of the sums */
-    int32_t *starts;   /* [in / 128][rows] of the sums: less MIDDLE times all inputs */
+    uint32_t *inputs;  /* [in / 128][room][BLOCK_INPUTS]: two int16, or two int8 twice each */
+    float *scales;     /* [in / 128][room] of the sums */
+    int32_t *starts;   /* [in / 128][room] of the sums: less MIDDLE times all inputs */
     float *shares;     /* [rows]: what the codebook's mean adds to every transformed output */
+    int64_t rows;      /* room for them: whole tiles */
+    int form;          /* of a weight, as it is multiplied */
     atomic_long next;
 } IntegerJob;
 
-static inline int wants_bytes(const TrellisCall *call) { return call->input_bits == 8 && call->rows <= BYTE_ROWS; }
+static int form_of(const TrellisCall *call) {
+    if (call->input_bits != 8) return FORM_UNITS;
+    if (call->rows <= BYTE_ROWS) return FORM_BYTES;
+    return has_matrix_unit() ? FORM_TILES : FORM_SUMS;
+}
 
 static void prepare_block(const IntegerJob *job, int64_t row, int64_t number) {
     const TrellisCall *call = job->call;
-    const int is_8 = call->input_bits == 8;
+    const int is_8 = call->input_bits == 8, are_bytes = job->form == FORM_BYTES || job->form == FORM_TILES;
     float block[BLOCK];
     int32_t codes[BLOCK];
     transform_block(call, row, number * BLOCK, block);
@@ -44,7 +51,7 @@ static void prepare_block(const IntegerJob *job, int64_t row, int64_t number) {
         istore(codes + i, ftoi(fmin_(fmax_(code, fset(-levels)), fset(levels))));
         sum = iadd(sum, iload(codes + i));
     }
-    const int64_t at = number * call->rows + row;
+    const int64_t at = number * job->rows + row;
     const int32_t total = isum_lanes(sum);
     /* mul1: float16 0x1eee, and what 1024 of it and 0xc931 leave beside MIDDLE of it */
     job->starts[at] = is_8 ? -MIDDLE * total : 0;
@@ -54,7 +61,7 @@ static void prepare_block(const IntegerJob *job, int64_t row, int64_t number) {
     for (int tile = 0; tile < BLOCK; tile += TILE)
         for (int pair = 0; pair < PAIRS; pair++) {
             const int32_t *code = codes + tile + pair_input(pair);
-            if (wants_bytes(call)) *to++ = (code[0] & 255) * 0x0101u + (uint32_t)(code[4] & 255) * 0x01010000u;
+            if (are_bytes) *to++ = (code[0] & 255) * 0x0101u + (uint32_t)(code[4] & 255) * 0x01010000u;
             else *to++ = (uint32_t)(code[0] & 0xffff) | (uint32_t)code[4] << 16;
         }
 }
@@ -165,6 +172,7 @@ INLINE void block_of(const IntegerJob *job, int64_t block, const int bits) {
     const TrellisCall *call = job->call;
     const int64_t blocks = call->in_features / BLOCK, size = BLOCK_TILES * bits * PAIR_WORDS;
     _Alignas(64) uint16_t values[BLOCK_VALUES];
+    _Alignas(64) uint8_t bytes[BLOCK_BYTES];
     _Alignas(64) float whole[ROWS_AT_ONCE][BLOCK];
     for (int64_t begin = 0; begin < call->rows; begin += ROWS_AT_ONCE) {
         const int64_t rows = call->rows - begin < ROWS_AT_ONCE ? call->rows - begin : ROWS_AT_ONCE;
@@ -172,15 +180,20 @@ INLINE void block_of(const IntegerJob *job, int64_t block, const int bits) {
         memset(whole, 0, (size_t)rows * sizeof whole[0]);
         for (int64_t number = 0; number < blocks; number++)
             for (int pair = 0; pair < BLOCK_PAIRS; pair++, codes += size) {
-                const int64_t at = number * call->rows + begin;
+                const int64_t at = number * job->rows + begin;
                 const uint32_t *inputs = job->inputs + at * BLOCK_INPUTS;
                 const int32_t *starts = job->starts + at;
                 const float *scales = job->scales + at;
                 float *to = whole[0] + pair * 2 * TILE;
-                if (wants_bytes(call)) {
+                if (job->form == FORM_BYTES) {
                     if (rows == 1) multiply_bytes(1, bits, codes, inputs, starts, scales, to);
                     else multiply_bytes(2, bits, codes, inputs, starts, scales, to);
-                } else if (call->input_bits == 8) {
+                } else if (job->form == FORM_TILES) {
+                    decode_bytes(bits, codes, bytes);
+                    for (int64_t row = 0; row < rows; row += UNIT_ROWS)
+                        multiply_tiles(rows - row < UNIT_ROWS ? rows - row : UNIT_ROWS, bytes,
+                                       inputs + row * BLOCK_INPUTS, starts + row, scales + row, to + row * BLOCK);
+                } else if (job->form == FORM_SUMS) {
                     decode_pair(FORM_SUMS, bits, codes, values);
                     multiply_rows(FORM_SUMS, rows, values, inputs, starts, scales, to);
                 } else {
@@ -192,28 +205,35 @@ INLINE void block_of(const IntegerJob *job, int64_t block, const int bits) {
     }
 }
 
+static void multiply_block(const IntegerJob *job, int64_t block) {
+    switch (job->call->bits) { /* shifts of known bits are constants */
+    case 1: block_of(job, block, 1); break;
+    case 2: block_of(job, block, 2); break;
+    case 3: block_of(job, block, 3); break;
+    case 4: block_of(job, block, 4); break;
+    case 5: block_of(job, block, 5); break;
+    case 6: block_of(job, block, 6); break;
+    case 7: block_of(job, block, 7); break;
+    default: block_of(job, block, 8); break;
+    }
+}
+
 static void multiply_blocks(void *argument) {
     IntegerJob *job = argument;
+    if (job->form == FORM_TILES) begin_tiles();
     for (;;) {
         int64_t block = atomic_fetch_add(&job->next, 1);
-        if (block >= job->call->out_features / BLOCK) return;
-        switch (job->call->bits) { /* shifts of known bits are constants */
-        case 1: block_of(job, block, 1); break;
-        case 2: block_of(job, block, 2); break;
-        case 3: block_of(job, block, 3); break;
-        case 4: block_of(job, block, 4); break;
-        case 5: block_of(job, block, 5); break;
-        case 6: block_of(job, block, 6); break;
-        case 7: block_of(job, block, 7); break;
-        default: block_of(job, block, 8); break;
-        }
+        if (block >= job->call->out_features / BLOCK) break;
+        multiply_block(job, block);
     }
+    if (job->form == FORM_TILES) end_tiles();
 }
 
 /* 0, or 1 where memory ran out. */
 int llmopt_trellis_integer(const TrellisCall *call) {
-    const int64_t blocks = call->in_features / BLOCK, numbers = (call->rows * blocks + 15) / 16 * 16;
-    IntegerJob job = {.call = call};
+    IntegerJob job = {.call = call, .form = form_of(call)};
+    job.rows = (call->rows + UNIT_ROWS - 1) / UNIT_ROWS * UNIT_ROWS;
+    const int64_t numbers = job.rows * (call->in_features / BLOCK);
     job.inputs = (uint32_t *)workspace(0, numbers * (BLOCK_INPUTS + 2) * 4 + call->rows * 4);
     if (!job.inputs) return 1;
     job.scales = (float *)(job.inputs + numbers * BLOCK_INPUTS);

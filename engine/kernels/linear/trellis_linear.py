@@ -1,7 +1,8 @@
 """Linears with trellis-coded weights: transforms go to the activations, tiles are decoded as they are read.
 
-`y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`: the weight stays packed. In C tiles of 16 × 16 weights are decoded in registers
-or the first-level cache, to floats or to integers; elsewhere torch decodes some tiles of outputs at a time.
+`y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`: the weight stays packed. In C tiles of 16 × 16 weights are decoded in
+registers or in the first-level cache, to floats or to integers; elsewhere torch decodes some tiles of outputs
+at a time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@
 enum { PAIR_WORDS = 2 * SPANS, BLOCK_TILES = BLOCK / TILE, BLOCK_PAIRS = BLOCK_TILES / 2 };
 enum { BLOCK_VALUES = BLOCK_TILES * TILE * PAIR_WORDS }; /* of 128 inputs and 32 outputs */
 enum { PAIR_VECTORS = 16 / LANES };
-enum { FORM_STATES, FORM_SUMS, FORM_UNITS }; /* mul1's byte sums; values in units of 2^-13 */
+/* States; mul1's product bytes, in registers or in matrix tiles, and their sums; values in units of 2^-13. */
+enum { FORM_STATES, FORM_BYTES, FORM_TILES, FORM_SUMS, FORM_UNITS };
 
 /* The states at one place of the spans, of which `now` are the words and `last` the last ones. */
 INLINE ivec states_at(const int place, const int bits, const ivec *now, ivec before) {

@@ -138,7 +138,7 @@ def test_quantized_inputs_are_multiplied_exactly(
         assert not y[7].any()
         # 8 bits of 128 inputs that share a scale; 13 bits.
         assert distance(y, exact) < most
-        for count in (1, 2, 3, 12):  # bytes, int16, and a tile of rows
+        for count in (1, 2, 3, 12):  # bytes, and tiles of rows
             assert torch.equal(linear.in_float32(x[4 : 4 + count]), y[4 : 4 + count])
         strided = torch.cat([x, x], dim=1)[:, :256]
         assert torch.equal(linear(strided), y.bfloat16())
