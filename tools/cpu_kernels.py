@@ -1,6 +1,7 @@
 """Benchmark linear layers on CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
 
-`--only 'trellis|W4'` takes the operations whose name the pattern finds.
+`--only 'trellis|W4'` takes the operations whose name the pattern finds; `--busy` one thread and its own
+processor time, for a busy machine.
 
 Weights are cold: each operation goes through copies that together are larger than the last cache. All
 operations of a shape are interleaved in every round, and the two roofline ceilings (bytes read and 8-bit
@@ -152,6 +153,7 @@ def measure(
     out: int,
     inputs: int,
     only: re.Pattern[str],
+    clock: Callable[[], float],
     counts: list[int],
     rounds: int,
     seconds: float,
@@ -172,7 +174,7 @@ def measure(
         for _ in range(rounds):
             roofs.measure()
             for name, (kernels, _) in made.items():
-                times[name].append(_one_call(kernels, x, seconds))
+                times[name].append(_one_call(kernels, x, seconds, clock))
         read, operate = max(roofs.bytes), max(roofs.operations)
         for name, (kernels, is_int8) in made.items():
             middle = statistics.median(times[name])
@@ -201,15 +203,17 @@ def measure(
     return rows
 
 
-def _one_call(kernels: list[LinearKernel], x: torch.Tensor, seconds: float) -> float:
+def _one_call(
+    kernels: list[LinearKernel], x: torch.Tensor, seconds: float, clock: Callable[[], float]
+) -> float:
     """Seconds of a call, the median of those that fit in the time, each with the next copy."""
     taken: list[float] = []
     begin = time.perf_counter()
     while len(taken) < 3 or (time.perf_counter() - begin < seconds and len(taken) < len(kernels)):
         kernel = kernels[len(taken) % len(kernels)]
-        start = time.perf_counter()
+        start = clock()
         kernel(x)
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return statistics.median(taken)
 
 
@@ -222,8 +226,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.03, help="for an operation in a round")
     parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--busy", action="store_true", help="time a single thread's processor time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    clock = time.thread_time if options.busy else time.perf_counter
+    if options.busy:
+        options.threads = 1
     torch.set_num_threads(options.threads)
     roofs = Roofs(options.threads)
     counts = [int(count) for count in options.rows.split(",")]
@@ -232,7 +240,7 @@ def main() -> None:
     with torch.inference_mode():
         for out, inputs in SHAPES[options.model][: options.shapes]:
             rows += measure(
-                *(out, inputs, options.only, counts),
+                *(out, inputs, options.only, clock, counts),
                 *(options.rounds, options.seconds, roofs),
             )
     read, operate = (sorted(values) for values in (roofs.bytes, roofs.operations))
@@ -247,6 +255,7 @@ def main() -> None:
             "processor": cpu_model(),
             "path": native_linear().path,
             "threads": options.threads,
+            "clock": "processor time" if options.busy else "wall time",
             "torch": torch.__version__,
             "read_bytes_per_second": read,
             "int8_operations_per_second": operate,

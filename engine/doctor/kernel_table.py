@@ -46,6 +46,7 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (GgufScheme("Q4_K"), 8),
     (LookupScheme(4), 16),
     (TrellisScheme(2), 16),
+    (TrellisScheme(2), 8),
 )
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 
