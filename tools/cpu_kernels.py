@@ -1,7 +1,7 @@
 """Benchmark linear layers on CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
 
 `--only 'trellis|W4'` takes the operations whose name the pattern finds; `--busy` one thread and its own
-processor time, for a busy machine.
+processor time, for a busy machine: the ceilings, in wall time, then mean nothing.
 
 Weights are cold: each operation goes through copies that together are larger than the last cache. All
 operations of a shape are interleaved in every round, and the two roofline ceilings (bytes read and 8-bit
