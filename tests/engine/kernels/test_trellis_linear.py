@@ -150,7 +150,7 @@ def test_quantized_inputs_are_multiplied_exactly(
 def test_the_inputs_dtype_and_bits_choose_the_arithmetic() -> None:
     if native_trellis_integer().library is None:
         pytest.skip(str(native_trellis_integer().reason))
-    eight, sixteen = "trellis-8bit-inputs", "native-trellis-16bit-inputs"
+    eight, sixteen = "trellis-8bit-inputs", "trellis-16bit-inputs"
     for scheme, dtype, input_bits, name in (
         (TrellisScheme(2), torch.bfloat16, 16, sixteen),
         (TrellisScheme(2), torch.bfloat16, 8, eight),
