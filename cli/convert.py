@@ -18,7 +18,7 @@ def convert(
         str,
         typer.Option(
             "--format",
-            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq or squeezellm.",
+            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, quip or squeezellm.",
         ),
     ],
     output: Annotated[

@@ -19,14 +19,14 @@ class CheckpointOptions:
         str,
         typer.Option(
             help="Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-            "nf4, fp4, nvfp4, mxfp4, trellis; or auto: gptq with mixed precision under a target."
+            "nf4, fp4, nvfp4, mxfp4, trellis, quip; or auto: gptq with mixed precision under a target."
         ),
     ] = "awq"
     format: Annotated[
         str | None,
         typer.Option(
-            help="awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3 or gguf; "
-            "several with commas. Default: the method's own if it supports the scheme, else "
+            help="awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3, quip or "
+            "gguf; several with commas. Default: the method's own if it supports the scheme, else "
             "compressed-tensors.",
         ),
     ] = None

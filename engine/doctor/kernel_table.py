@@ -7,6 +7,7 @@ import torch
 from ...quant.base.scheme import (
     Activations,
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
@@ -47,6 +48,7 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (LookupScheme(4), 16),
     (TrellisScheme(2), 16),
     (TrellisScheme(2), 8),
+    (E8pScheme(2), 16),
 )
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .e8p_scheme import E8pScheme
 from .errors import BadInput
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
@@ -413,6 +414,7 @@ class TrellisScheme:
 
 TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
 
+
 Scheme = (
     IntScheme
     | FloatScheme
@@ -422,6 +424,7 @@ Scheme = (
     | LookupScheme
     | GgufScheme
     | TrellisScheme
+    | E8pScheme
 )
 
 _KINDS: dict[str, type[Scheme]] = {
@@ -433,6 +436,7 @@ _KINDS: dict[str, type[Scheme]] = {
     "lookup": LookupScheme,
     "gguf": GgufScheme,
     "trellis": TrellisScheme,
+    "e8p": E8pScheme,
 }
 
 

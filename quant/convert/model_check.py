@@ -18,7 +18,7 @@ from ..request.selection import HEAD
 from .read import tensor_names
 
 # Formats whose readers leave the output projection alone unless told otherwise.
-_HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf")
+_HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf", "QUiP")
 
 
 def model_failures(

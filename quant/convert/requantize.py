@@ -12,6 +12,7 @@ from ..base.scheme import (
     PER_CHANNEL,
     Activations,
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
@@ -27,6 +28,7 @@ from ..formats.gguf_fp4 import gguf_to_fp4
 from ..formats.gguf_integer import gguf_to_int
 from ..ggml.blocks import quantize_blocks
 from ..grids.codebook_grid import round_to_codebook
+from ..grids.e8p_grid import round_to_e8p
 from ..grids.float_grid import round_to_fp8
 from ..grids.fp4_grid import invertible, round_to_fp4
 from ..grids.int_grid import round_to_nearest
@@ -214,7 +216,7 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
     wanted += by_width if source.bits <= 4 else [*by_width[2:], *by_width[:2]]
     if isinstance(source, Fp4Scheme):
         wanted.insert(0, GgufScheme("IQ4_NL"))  # of ggml's types of as many bits it errs least
-    wanted.append(TrellisScheme(source.bits))
+    wanted += [TrellisScheme(source.bits), E8pScheme(min(max(2, source.bits), 4))]
     for scheme in wanted:
         try:
             _check(module, scheme, tensor, target)
@@ -247,6 +249,8 @@ def round_weight(
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
+    if isinstance(scheme, E8pScheme):
+        return round_to_e8p(weight, scheme, name=module)
     if isinstance(scheme, TrellisScheme):
         return round_to_trellis(weight, scheme, name=module)
     return GgufTensor(quantize_blocks(weight, scheme.type, name=module), scheme)

@@ -26,7 +26,7 @@ from ..raw.container import Entry, read_headers
 from ..tensors.base import QuantizedTensor
 from ..tensors.trellis import TrellisTensor
 from ..trellis.codebook import MULTIPLIERS
-from ..trellis.incoherence import BLOCK
+from ..trellis.hadamard import BLOCK
 from ..trellis.tiles import TILE
 from .base import Config, TensorSource, expect_dtype
 

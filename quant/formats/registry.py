@@ -15,6 +15,8 @@ from .fp8 import Fp8Format
 from .gguf import GgufFormat
 from .gptq import GptqFormat
 from .modelopt import HF_QUANT_CONFIG, ModelOptFormat, hf_quant_config
+from .quip import QUANT_METHOD as QUIP_METHOD
+from .quip import QuipFormat
 from .squeezellm import SqueezeLlmFormat
 
 _ALL: tuple[WeightFormat, ...] = (
@@ -26,6 +28,7 @@ _ALL: tuple[WeightFormat, ...] = (
     GgufFormat(),
     GptqFormat(),
     ModelOptFormat(),
+    QuipFormat(),
     SqueezeLlmFormat(),
 )
 FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight_format in _ALL}
@@ -34,7 +37,7 @@ FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight
 def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """JSON files that a format has beside `config.json`, by name."""
     method = quantization_config.get("quant_method")
-    if method == Exl3Format.name:
+    if method in (Exl3Format.name, QUIP_METHOD):
         return {CONFIG_FILE: quantization_config}
     if method != ModelOptFormat.name:
         return {}
@@ -55,8 +58,9 @@ def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
         BadInput: an unknown `quant_method`.
     """
     method = quantization_config.get("quant_method")
-    if method not in FORMATS:
+    name = QuipFormat.name if method == QUIP_METHOD else method
+    if name not in FORMATS:
         raise BadInput(
             f"quant_method {method!r} is not supported: this reads {', '.join(sorted(FORMATS))}"
         )
-    return FORMATS[method]
+    return FORMATS[name]

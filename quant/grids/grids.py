@@ -6,6 +6,7 @@ import torch
 
 from ..base.scheme import (
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
@@ -60,7 +61,7 @@ def grid_of(
         return LookupGrid(scheme, in_features)
     if isinstance(scheme, GgufScheme):
         return _block_grid(scheme)
-    assert not isinstance(scheme, TrellisScheme), "a trellis has a grid for each weight"
+    assert not isinstance(scheme, TrellisScheme | E8pScheme), "these have a grid for each weight"
     return VectorwiseGrid(scheme, in_features)
 
 

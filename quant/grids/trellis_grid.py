@@ -16,7 +16,8 @@ from ..base.errors import BadInput
 from ..base.scheme import TrellisScheme
 from ..tensors.trellis import TrellisTensor
 from ..trellis.codebook import codebook
-from ..trellis.incoherence import BLOCK, Incoherence, incoherence
+from ..trellis.hadamard import BLOCK
+from ..trellis.incoherence import Incoherence, incoherence
 from ..trellis.tiles import LENGTH, TILE, from_sequences, pack_states, to_sequences
 from ..trellis.viterbi import nearest_states, values_of
 from .base import Grid, Parameters

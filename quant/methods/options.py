@@ -9,7 +9,7 @@ from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
-_FEEDBACK = ("trellis",)  # methods that have GPTQ's error feedback built in
+_FEEDBACK = ("trellis", "quip")  # methods that have GPTQ's error feedback built in
 _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
     "asymmetric": ("gptq", "--asymmetric-calibration"),

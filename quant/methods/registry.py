@@ -9,6 +9,7 @@ from .codebook_methods import BlockFloat, Codebook
 from .eight_bit import Fp8, Int8
 from .gptq import Gptq
 from .hqq import Hqq
+from .quip import Quip
 from .rtn import RoundToNearest
 from .smoothquant import SmoothQuant
 from .squeezellm import SqueezeLlm
@@ -31,5 +32,6 @@ METHODS: dict[str, Method] = {
         Hqq(),
         SqueezeLlm(),
         Trellis(),
+        Quip(),
     )
 }

@@ -7,14 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
-from ..base.scheme import TrellisScheme
+from ..base.scheme import E8pScheme, TrellisScheme
+from ..e8p.search import search_operations as e8p_operations
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..model.families import Family
 from ..plan.plan import Plan
 from ..request.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
-from ..trellis.viterbi import search_operations
+from ..trellis.viterbi import search_operations as trellis_operations
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
@@ -290,7 +291,9 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
         square = in_features**2
         scheme = plan.schemes[module]
         if isinstance(scheme, TrellisScheme):
-            searches += search_operations(scheme.bits) * out_features * in_features
+            searches += trellis_operations(scheme.bits) * out_features * in_features
+        if isinstance(scheme, E8pScheme):  # with feedback, and without it for the report
+            searches += 2 * e8p_operations(scheme.bits) * out_features * in_features
         total += passes * 2 * tokens * out_features * in_features  # the layer itself
         total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
         total += 4 * out_features * square  # the errors in the report

@@ -34,6 +34,8 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
         return False, "GGUF went out of vLLM into a plugin"
     if name == "exl3":
         return False, "vLLM has no kernels for trellis codes"
+    if name == "quip":
+        return False, "vLLM has no kernels for lattice codes"
     if name in ("squeezellm", "bitsandbytes"):
         return False, f"vLLM no longer reads {name}"
     for group in stored.matrices():

@@ -11,6 +11,7 @@ from .floating import read_bitsandbytes, read_float8, read_fp8, read_input_scale
 from .fp4 import read_modelopt, read_packed_fp4
 from .gguf import read_gguf
 from .integer import read_awq, read_gptq, read_int_quantized, read_pack_quantized
+from .quip import read_quip
 from .trellis import read_exl3
 
 Reader = Callable[[Entries, str, dict[str, Any]], Raw]
@@ -49,5 +50,6 @@ READERS: dict[str, Reader] = {
     "gguf": read_gguf,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "quip": read_quip,
     "squeezellm": read_squeezellm,
 }

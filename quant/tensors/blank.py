@@ -6,6 +6,7 @@ import torch
 
 from ..base.scheme import (
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
@@ -15,8 +16,10 @@ from ..base.scheme import (
     TrellisScheme,
     VectorwiseScheme,
 )
+from ..trellis.hadamard import whole_width
 from .base import QuantizedTensor
 from .codebook import NESTED_BLOCK, CodebookTensor
+from .e8p import E8pTensor
 from .fp4 import Fp4Tensor
 from .fp8 import Fp8Tensor
 from .gguf import GgufTensor
@@ -75,7 +78,17 @@ def blank_tensor(
         trellis = torch.zeros(in_features // 16, *words, dtype=torch.int16)
         into, out_of = (torch.ones(size).half() for size in (in_features, out_features))
         return TrellisTensor(trellis, into, out_of, scheme)
+    if isinstance(scheme, E8pScheme):
+        return _blank_e8p(scheme, out_features, in_features)
     return _blank_lookup(codes, scheme)
+
+
+def _blank_e8p(scheme: E8pScheme, out_features: int, in_features: int) -> E8pTensor:
+    codes = torch.zeros(out_features, in_features // 8, dtype=torch.int16)
+    residual = {2: None, 3: codes.to(torch.uint8), 4: codes}[scheme.bits]
+    sides = (torch.ones(size).half() for size in (in_features, out_features))
+    factors = (whole_width(size).factor for size in (in_features, out_features))
+    return E8pTensor(codes, *sides, torch.ones(()), scheme, residual, *factors)
 
 
 def _blank_lookup(codes: torch.Tensor, scheme: LookupScheme) -> LookupTensor:

@@ -1,8 +1,8 @@
 """Incoherence processing: Hadamard transforms of a weight's inputs and outputs, with signs and scales.
 
-A weight `[in, out]` is `diag(su) H Q H diag(sv)`, with `H` the orthonormal Hadamard matrix of blocks of 128
-channels: what is left to quantize, `Q`, is nearly normal whatever the weight looked like (Tseng et al.,
-"QuIP#", ICML 2024, arXiv:2402.04396; the blocks, and scales beside the signs, are EXL3's).
+A weight `[in, out]` is `diag(su) H Q Hᵀ diag(sv)`, with `H` an orthonormal Hadamard matrix, of blocks of 128
+channels in EXL3: what is left to quantize, `Q`, is nearly normal whatever the weight looked like (Tseng et
+al., "QuIP#", ICML 2024, arXiv:2402.04396; scales beside the signs are EXL3's).
 
 The scales are chosen for the least error. Quantization gives all of `Q` the same noise, so that in a block of
 outputs of root mean square `r` the squared error is `sum(sv^2) sum(r^2 / sv^2)`, which `sv` in proportion to
@@ -13,24 +13,16 @@ outputs of root mean square `r` the squared error is `sum(sv^2) sum(r^2 / sv^2)`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-BLOCK = 128
+from .hadamard import HadamardBlocks, Transform
+
+_BLOCKS = HadamardBlocks()
 # Of the standard deviation of a codebook, by bits: what a normal source is multiplied with for the least
 # error (measured on 6,144 values). Few bits reach the tails at the price of the middle; many must not clip.
 _SPREADS = (1.1, 0.98, 0.91, 0.86, 0.83, 0.8, 0.78, 0.76)
 _LEAST = 1e-6  # of the mean, for channels that are not zero
-
-
-@lru_cache
-def _matrix(device: torch.device) -> torch.Tensor:
-    """Sylvester's Hadamard matrix of order 128, orthonormal, float32."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < BLOCK:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / BLOCK**0.5).to(device)
 
 
 def hadamard_blocks(values: torch.Tensor) -> torch.Tensor:
@@ -39,7 +31,7 @@ def hadamard_blocks(values: torch.Tensor) -> torch.Tensor:
     Args:
         values: float32 `[..., n]`; 128 divides `n`.
     """
-    return (values.unflatten(-1, (-1, BLOCK)) @ _matrix(values.device)).flatten(-2)
+    return _BLOCKS.forward(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +41,29 @@ class Incoherence:
     Attributes:
         inputs: float32 `[in]`, `su`: signs and scales of input channels; 0 where a channel is always zero.
         outputs: float32 `[out]`, `sv`.
+        turn_inputs, turn_outputs: the Hadamard transforms.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
+    turn_inputs: Transform = _BLOCKS
+    turn_outputs: Transform = _BLOCKS
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to quantize `[out, in]`, for a weight `[out, in]`."""
         scaled = weight * _inverse(self.inputs)
-        rotated = hadamard_blocks(scaled) * _inverse(self.outputs)[:, None]
-        return hadamard_blocks(rotated.T).T.contiguous()
+        rotated = self.turn_inputs.forward(scaled) * _inverse(self.outputs)[:, None]
+        return self.turn_outputs.forward(rotated.T).T.contiguous()
 
     def backward(self, values: torch.Tensor) -> torch.Tensor:
         """The weight `[out, in]` that quantized values `[out, in]` stand for."""
-        rotated = hadamard_blocks(values) * self.inputs
-        return (hadamard_blocks(rotated.T) * self.outputs).T.contiguous()
+        rotated = self.turn_inputs.backward(values) * self.inputs
+        return (self.turn_outputs.backward(rotated.T) * self.outputs).T.contiguous()
 
     def of_inputs(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix `[in, in]` of products of inputs (a Gram matrix), for the transformed inputs."""
-        scaled = hadamard_blocks(matrix * self.inputs * self.inputs[:, None])
-        return hadamard_blocks(scaled.T).T.contiguous()
+        scaled = self.turn_inputs.forward(matrix * self.inputs * self.inputs[:, None])
+        return self.turn_inputs.forward(scaled.T).T.contiguous()
 
 
 def incoherence(weight: torch.Tensor, deviation: float, bits: int, seed: int) -> Incoherence:
@@ -78,21 +73,34 @@ def incoherence(weight: torch.Tensor, deviation: float, bits: int, seed: int) ->
         deviation: standard deviation of the codebook.
         seed: of the signs.
     """
+    return spread_evenly(weight, _SPREADS[bits - 1] * deviation, seed)
+
+
+def spread_evenly(
+    weight: torch.Tensor,
+    deviation: float,
+    seed: int,
+    turn_inputs: Transform = _BLOCKS,
+    turn_outputs: Transform = _BLOCKS,
+) -> Incoherence:
+    """Transforms of a weight `[out, in]`, after which its blocks have one root mean square, `deviation`."""
     generator = torch.Generator().manual_seed(seed)
     outputs = _live(weight.square().mean(dim=1).sqrt().sqrt())
     scaled = weight * _inverse(outputs)[:, None]
     inputs = _live(scaled.square().mean(dim=0).sqrt())
     energy = (scaled * _inverse(inputs)).square()
-    energy = energy.unflatten(0, (-1, BLOCK)).mean(dim=1).unflatten(1, (-1, BLOCK)).mean(dim=2)
+    energy = energy.unflatten(0, (-1, turn_outputs.block)).mean(dim=1)
+    energy = energy.unflatten(1, (-1, turn_inputs.block)).mean(dim=2)
     # What a block has too much or too little, as where it holds channels that are zero.
     columns = energy.mean(dim=0).sqrt()
     rows = (energy * _inverse(columns.square())).mean(dim=1).sqrt()
-    outputs = outputs * rows.repeat_interleave(BLOCK)
-    inputs = inputs * columns.repeat_interleave(BLOCK) / (_SPREADS[bits - 1] * deviation)
+    outputs = outputs * rows.repeat_interleave(turn_outputs.block)
+    inputs = inputs * columns.repeat_interleave(turn_inputs.block) / deviation
     whole = outputs[outputs > 0].mean() if bool((outputs > 0).any()) else outputs.new_ones(())
     sides = inputs * whole, outputs / whole
     signed = [side * _signs(len(side), generator).to(side) for side in sides]
-    return Incoherence(*(side.half().float() for side in signed))
+    inputs, outputs = (side.half().float() for side in signed)
+    return Incoherence(inputs, outputs, turn_inputs, turn_outputs)
 
 
 def _live(scales: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,11 @@ times that of the codes, element by element.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from .incoherence import Incoherence, hadamard_blocks
+from .incoherence import Incoherence
 
 _ROUNDS = 2
 
@@ -31,7 +33,7 @@ def fitted_scales(
     """
     gram = gram.clone()
     gram.diagonal().add_(damp * float(gram.diagonal().mean()))
-    codes = hadamard_blocks(hadamard_blocks(values).T).T
+    codes = transforms.turn_outputs.backward(transforms.turn_inputs.backward(values).T).T
     wanted = weight @ gram
     outputs, inputs = transforms.outputs, transforms.inputs
     for _ in range(_ROUNDS):
@@ -45,4 +47,4 @@ def fitted_scales(
         system.diagonal().add_(damp * float(system.diagonal().mean()) + 1e-30)
         step = torch.linalg.solve(system, missing)
         inputs = torch.where(inputs != 0, inputs + step, 0.0)
-    return Incoherence(inputs.half().float(), outputs.half().float())
+    return replace(transforms, inputs=inputs.half().float(), outputs=outputs.half().float())

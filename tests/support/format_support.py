@@ -12,6 +12,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     IntScheme,
@@ -22,6 +23,7 @@ from llmopt.quant.base.scheme import (
 )
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.e8p_grid import round_to_e8p
 from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
@@ -78,6 +80,7 @@ HELD: dict[str, Sequence[Scheme]] = {
         VectorwiseScheme(),
     ],
     "squeezellm": [LookupScheme(bits) for bits in (2, 3, 4, 8)] + [LookupScheme(4, 0.01)],
+    "quip": [E8pScheme(bits) for bits in (2, 3, 4)],
     "exl3": [*(TrellisScheme(bits) for bits in (1, 2, 3, 8)), TrellisScheme(5, "mcg")],
 }
 CASES = [(name, scheme) for name, schemes in HELD.items() for scheme in schemes]
@@ -123,6 +126,8 @@ def make(
         return round_to_rows(weight, scheme)
     if isinstance(scheme, LookupScheme):
         return _lookup(scheme, out, inner, generator)
+    if isinstance(scheme, E8pScheme):
+        return round_to_e8p(weight, scheme)
     if isinstance(scheme, TrellisScheme):
         out, inner = (-(-width // 128) * 128 for width in (out, inner))  # blocks of the transforms
         return trellis_tensor(scheme, out, inner, generator)

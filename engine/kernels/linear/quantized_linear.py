@@ -16,6 +16,7 @@ from torch.nn import functional
 from ....quant.base.errors import BadInput
 from ....quant.base.scheme import (
     PER_CHANNEL,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
@@ -37,6 +38,7 @@ from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
 from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
+from .e8p_linear import E8pLinear
 from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .lattice_grid import LatticeGrid, lattice_grid
@@ -298,6 +300,12 @@ def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     return None
 
 
+def _refuses_e8p(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if not isinstance(kernel_query.scheme, E8pScheme):
+        return f"it is for E8P codes, not {kernel_query.scheme.label}"
+    return None
+
+
 def _refuses_trellis_dtype(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     if kernel_query.device != "cpu":
         return "it is a CPU kernel"
@@ -408,6 +416,8 @@ def _linear_of(
 
 def _refuses_tiled(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     scheme = kernel_query.scheme
+    if isinstance(scheme, E8pScheme):
+        return "a Hadamard transform mixes all outputs of E8P codes"
     is_float8 = isinstance(scheme, FloatScheme) or (
         isinstance(scheme, Fp4Scheme) and scheme.kind == "nvfp4"
     )
@@ -429,6 +439,7 @@ QUANTIZED_LINEAR: Operation[
         Candidate("trellis-16bit-inputs", _refuses_trellis_16, _trellis_16),
         Candidate("native-trellis", _refuses_native_trellis, NativeTrellisLinear),
         Candidate("torch-trellis", _refuses_trellis, TransformedLinear),
+        Candidate("torch-e8p", _refuses_e8p, E8pLinear),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
         Candidate("torch-int8-product", _refuses_int8_matmul, Int8MatmulLinear),

@@ -11,6 +11,7 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.e8p import E8pTensor
 from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
@@ -18,7 +19,7 @@ from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.trellis import TrellisTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
-from ....quant.trellis.incoherence import BLOCK as TRANSFORMED
+from ....quant.trellis.hadamard import BLOCK as TRANSFORMED
 from ....quant.trellis.tiles import TILE
 
 Weight = torch.Tensor | QuantizedTensor
@@ -56,6 +57,8 @@ def take_rows(tensor: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
 def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
     if isinstance(weight, torch.Tensor):
         return take_rows(weight, rows)
+    if isinstance(weight, E8pTensor):
+        raise _refusal(module, weight, "along its outputs")
     blocks = isinstance(weight, Fp8Tensor) and weight.scheme.granularity == "block"
     if blocks or isinstance(weight, CodebookTensor | TrellisTensor):
         for run in rows:
