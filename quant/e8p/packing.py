@@ -1,4 +1,4 @@
-"""`Qidxs` of QuIP-for-all: codes of 8 weights in int16 words, or with a residual in 3 or 4 bytes of int32 ones.
+"""`Qidxs` of QuIP-for-all: codes of 8 weights in int16 words, or with a residual in 3 or 4 bytes of words.
 
 Bytes are little-endian: the residual first, 8 or 16 bits, then E8P's code. Those of 3 bits cross words, so
 that a row's inputs are a multiple of 32.
