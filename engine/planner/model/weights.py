@@ -204,6 +204,12 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return _compressed_tensors(stored)
     if method == "modelopt":
         return _modelopt(stored)
+    if (
+        method == "QUiP"
+    ):  # float16 scales of outputs and inputs; the factors of odd widths are small
+        bits = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}.get(stored.get("codebook", ""))
+        if bits is not None:
+            return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
     raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
 
 
