@@ -34,7 +34,7 @@ GGUF_TYPES = {
 }
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
 TRELLIS_BESIDE = {"IQ4_XS": 4, "IQ3_S": 3, "IQ2_XS": 2}
-"""Types of llama.cpp that trellis codes of fewer bits a weight are held against."""
+"""Types of llama.cpp that trellis and lattice codes of fewer bits a weight are held against."""
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -78,7 +78,7 @@ class Cell:
     @property
     def on_twin(self) -> bool:
         """Whether its blocks need the 768-wide twin: of 256 weights, or transforms of 128 channels."""
-        return self.is_gguf or self.method == "trellis"
+        return self.is_gguf or self.grid in TRELLIS_BESIDE
 
 
 def cells() -> Iterator[Cell]:
@@ -109,6 +109,8 @@ def cells() -> Iterator[Cell]:
         yield from _gguf("llmopt", method, imatrix=(True,))
     for grid, bits in TRELLIS_BESIDE.items():
         yield Cell("llmopt", "trellis", grid, bits)
+        yield Cell("llmopt", "quip", grid, bits)
+        yield Cell("llmopt", "quip", f"int{bits}", bits)  # any width: of the model itself
 
 
 def _four_bit_floats() -> Iterator[Cell]:

@@ -19,7 +19,7 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
     """The options of the request that say the grid."""
     if gguf_type := task.get("gguf_type"):
         return {"gguf_type": gguf_type, "format": "gguf"}
-    if task["method"] == "trellis":
+    if task["method"] in ("trellis", "quip"):
         return {"bits": task["bits"]}
     if "scheme" in task:
         return {}  # the method is the grid

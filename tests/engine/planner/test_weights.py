@@ -99,6 +99,16 @@ def test_group_size_falls_to_the_largest_that_divides() -> None:
             "int4 g128",
             4.125,
         ),
+        (
+            {"quant_method": "QUiP", "codebook": "E8P12RVQ3B"},
+            "e8p3 per channel",
+            3 + 16 / 1024 + 16 / 4096,
+        ),
+        (
+            {"quant_method": "exl3", "bits": 2.143},
+            "trellis2 per channel",
+            2 + 16 / 1024 + 16 / 4096,
+        ),
     ],
 )
 def test_a_checkpoint_says_how_it_is_stored(
