@@ -69,6 +69,7 @@ class WeightRecipe:
 
 
 BF16 = WeightRecipe("bf16", 16)
+_E8P_BITS = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}
 # NF4: an 8-bit scale per 64 weights, and a float32 scale per 256 of those.
 _NF4_SCALE_BITS = 8 + Fraction(32, 256)
 RECIPES = {
@@ -204,12 +205,12 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return _compressed_tensors(stored)
     if method == "modelopt":
         return _modelopt(stored)
-    if (
-        method == "QUiP"
-    ):  # float16 scales of outputs and inputs; the factors of odd widths are small
-        bits = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}.get(stored.get("codebook", ""))
-        if bits is not None:
-            return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
+    if method == "exl3":  # the linears' mean
+        bits = round(stored.get("bits", 16))
+        return WeightRecipe(f"trellis{bits}", bits, bytes_per_input=2)
+    if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
+        bits = _E8P_BITS[stored["codebook"]]
+        return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
     raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
 
 
