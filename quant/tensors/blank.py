@@ -86,9 +86,9 @@ def blank_tensor(
 def _blank_e8p(scheme: E8pScheme, out_features: int, in_features: int) -> E8pTensor:
     codes = torch.zeros(out_features, in_features // 8, dtype=torch.int16)
     residual = {2: None, 3: codes.to(torch.uint8), 4: codes}[scheme.bits]
-    sides = (torch.ones(size).half() for size in (in_features, out_features))
-    factors = (whole_width(size).factor for size in (in_features, out_features))
-    return E8pTensor(codes, *sides, torch.ones(()), scheme, residual, *factors)
+    su, sv = (torch.ones(size).half() for size in (in_features, out_features))
+    left, right = (whole_width(size).factor for size in (in_features, out_features))
+    return E8pTensor(codes, su, sv, torch.ones(()), scheme, residual, left, right)
 
 
 def _blank_lookup(codes: torch.Tensor, scheme: LookupScheme) -> LookupTensor:

@@ -53,9 +53,9 @@ class E8pTensor(QuantizedTensor):
 
     def inner(self, rows: slice = slice(None)) -> torch.Tensor:
         """The points of some rows of codes, scaled: float32 `[rows, in]`."""
-        parts = (self.codes, self.residual)
-        stored = (None if part is None else part[rows].flatten() for part in parts)
-        values = values_of(Codes(*stored), self.scheme.bits).view(-1, self.in_features)
+        residual = None if self.residual is None else self.residual[rows].flatten()
+        stored = Codes(self.codes[rows].flatten(), residual)
+        values = values_of(stored, self.scheme.bits).view(-1, self.in_features)
         scale = self.scale if self.scale.dim() == 0 else self.scale[rows, None]
         return values.mul_(scale)
 
