@@ -127,7 +127,8 @@ def make(
     if isinstance(scheme, LookupScheme):
         return _lookup(scheme, out, inner, generator)
     if isinstance(scheme, E8pScheme):
-        return round_to_e8p(weight, scheme)
+        out, inner = -(-out // 8) * 8, -(-inner // 32) * 32
+        return round_to_e8p(random_weight(out, inner, seed), scheme)
     if isinstance(scheme, TrellisScheme):
         out, inner = (-(-width // 128) * 128 for width in (out, inner))  # blocks of the transforms
         return trellis_tensor(scheme, out, inner, generator)
