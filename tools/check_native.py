@@ -25,7 +25,7 @@ COMPILE_SECONDS = 1800
 TESTS = [
     *(
         f"tests/engine/kernels/test_native_{part}.py"
-        for part in ("linear", "lookup", "attention", "layer", "experts", "argmax")
+        for part in ("linear", "lookup", "attention", "layer", "experts", "argmax", "rows")
     ),
     "tests/engine/kernels/test_trellis_linear.py",
     "tests/quant/trellis/test_viterbi.py",

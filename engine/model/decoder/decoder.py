@@ -240,8 +240,9 @@ class Decoder:
             if inputs.embedded is not None and index < len(inputs.embedded.deepstack):
                 hidden = hidden if added is None else hidden + added
                 hidden, added = inputs.embedded.add_deepstack(index, hidden), None
-        hidden = hidden if added is None else hidden + added
-        normed = self.weights.final_norm(hidden if streams is None else streams.merge(hidden))
+        if streams is not None:
+            hidden, added = streams.merge(hidden if added is None else hidden + added), None
+        normed = self.weights.final_norm.of_sum(hidden, added)[1]
         if not inputs.aux_hidden_state_layers:
             return normed
         return torch.cat(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
+from ...kernels.elementwise.native_rows import embedding_rows
 from ...kernels.linear.lookup import LooksUpRows
 from .projection import Projection
 
@@ -40,7 +40,7 @@ class EmbeddingTable:
         self.width, self.nbytes, self.device = table.shape[1], table.nbytes, table.device
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(token_ids, self._table)
+        return embedding_rows(self._table, token_ids)
 
     def head(self, part: slice) -> Projection:
         return Projection([self._table[part]], None, self._table.dtype)

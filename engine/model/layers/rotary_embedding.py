@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...kernels.elementwise.native_rows import cos_sin_rows
 from ...kernels.elementwise.rotary import expand_cos_sin
 from ...scheduling.window import Window
 from ..spec.rope import RopeSpec, rope_axes, rope_frequencies, rope_table
@@ -79,10 +80,7 @@ class RotaryEmbedding:
         )
 
     def _look_up(self, positions: torch.Tensor) -> CosSin:
-        return [
-            self._factors(cos.index_select(0, positions), sin.index_select(0, positions))
-            for cos, sin in self._tables
-        ]
+        return [cos_sin_rows(cos, sin, positions, self._dtype) for cos, sin in self._tables]
 
     def _look_up_axes(self, positions: torch.Tensor) -> CosSin:
         """cos and sin of temporal, height and width positions: each pair's of its own axis."""

@@ -1,0 +1,75 @@
+"""Row lookup in tables on CPU, token embeddings and cos/sin: ctypes bindings of `rows.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from ....quant.native.build import Native, native
+from ..common.launch import launch
+from .rotary import expand_cos_sin
+
+
+class _EmbeddingCall(ctypes.Structure):
+    """`EmbeddingCall` of `rows.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("table", "ids", "out")],
+        *[(name, ctypes.c_int64) for name in ("rows", "bytes", "threads")],
+    ]
+
+
+class _CosSinCall(ctypes.Structure):
+    """`CosSinCall` of `rows.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "cos_out", "sin_out")],
+        *[(name, ctypes.c_int64) for name in ("rows", "half", "is_bf16")],
+    ]
+
+
+def native_rows() -> Native:
+    """The compiled kernels, or the reason why there are none."""
+    return native(Path(__file__).with_name("rows.c"))
+
+
+def embedding_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of `table` [vocab, width] for ids int64 [rows], as `torch.nn.functional.embedding`."""
+    takes = ids.dtype is torch.int64 and ids.dim() == 1 and _on_cpu(table, ids)
+    library = native_rows().library if takes else None
+    if library is None:
+        return functional.embedding(ids, table)
+    out = table.new_empty(len(ids), table.shape[1])
+    pointers = table.data_ptr(), ids.data_ptr(), out.data_ptr()
+    row_bytes = table.shape[1] * table.itemsize
+    call = _EmbeddingCall(*pointers, len(ids), row_bytes, torch.get_num_threads())
+    launch(library.llmopt_embedding, call)
+    return out
+
+
+def cos_sin_rows(
+    cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the float32 tables [positions, width / 2] for positions int64 [tokens], in the layout of
+    `apply_rotary_emb`: two of [tokens, 1, width] in `dtype`."""
+    known = dtype in (torch.bfloat16, torch.float32)
+    library = native_rows().library if known and _on_cpu(cos, sin, positions) else None
+    if library is None:
+        rows = (table.index_select(0, positions).to(dtype).unsqueeze(1) for table in (cos, sin))
+        return expand_cos_sin(*rows)
+    half = cos.shape[1]
+    cos_out, sin_out = (torch.empty(len(positions), 1, 2 * half, dtype=dtype) for _ in (cos, sin))
+    tensors = cos, sin, positions, cos_out, sin_out
+    call = _CosSinCall(
+        *(each.data_ptr() for each in tensors), len(positions), half, dtype is torch.bfloat16
+    )
+    launch(library.llmopt_cos_sin, call)
+    return cos_out, sin_out
+
+
+def _on_cpu(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels take them."""
+    return all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
