@@ -15,6 +15,7 @@ import torch
 from ..base.transfer import packed, to_device
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
+from ..kernels.graphs.advance_step import AdvanceCall
 from ..model.layers.attention import StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
@@ -54,6 +55,9 @@ class DecodeInputs:
         # Of the batch that was written last, if it is still in place.
         self._batch: DecodeBatch | None = None
         self._index = 0
+        self._advances = (
+            False  # whether a captured step computed it, which can go on from it by itself
+        )
         self._mirror = BlockTables(rows, max_blocks)
         self._arrays = None
         if device.type == "cpu":
@@ -123,14 +127,13 @@ class DecodeInputs:
 
         `sampled` are the tokens [rows] of rows with placeholders, on the device.
         """
-        follows = rows.batch is self._batch and rows.step == self._index + 1
-        if not follows:
+        if not self._follows(rows):
             self._begin_batch(rows, size)
         elif self._arrays is not None:
             self._go_on(rows)
         else:
             self._go_on_elsewhere(rows)
-        self._batch, self._index = rows.batch, rows.step
+        self._batch, self._index, self._advances = rows.batch, rows.step, False
         if sampled is not None:
             self._token_ids[: len(rows)].copy_(sampled)
         elif self._arrays is not None:
@@ -138,6 +141,30 @@ class DecodeInputs:
         else:
             (token_ids,) = packed([rows.token_ids], self._device)
             self._token_ids[: len(rows)].copy_(token_ids)
+
+    def advance_call(self, rows: int, sampled: torch.Tensor) -> AdvanceCall:
+        """The argument of `advance_step` for a step of so many rows, which leaves its tokens in `sampled`."""
+        columns = self._token_ids, self._positions, self._slots, self._lengths
+        pointers = (tensor.data_ptr() for tensor in (*columns, self._tables, sampled))
+        return AdvanceCall(*pointers, rows, self._tables.shape[1], self._block_size, 0)
+
+    def follow_batch(self, rows: DecodeRows, size: int) -> bool:
+        """Prepare a step that begins with `advance_step`; returns whether that has to advance the values.
+
+        Else the step before was another, and the values are written.
+        """
+        advances = self._advances and self._follows(rows)
+        if advances:
+            for begun in self._begun_blocks(rows):
+                self._mirror.append(*begun)
+            self._index = rows.step
+        else:
+            self.fill_batch(rows, size)
+            self._advances = True
+        return advances
+
+    def _follows(self, rows: DecodeRows) -> bool:
+        return rows.batch is self._batch and rows.step == self._index + 1
 
     def _begin_batch(self, rows: DecodeRows, size: int) -> None:
         """Write all but the tokens; of the tables what the batch before did not have in them."""

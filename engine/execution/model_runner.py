@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -41,7 +41,7 @@ def _fetch_tokens(rows: DecodeRows, draw: Draw, result: StepResult, timer: StepT
     return result
 
 
-def _by_name(rows: DecodeRows, tokens: Sequence[int]) -> dict[str, list[int]]:
+def _by_name(rows: DecodeRows, tokens: Iterable[int]) -> dict[str, list[int]]:
     return dict(zip(rows.batch.names, [[token] for token in tokens], strict=True))
 
 
@@ -158,7 +158,7 @@ class ModelRunner:
             logits = forward.run()
         if forward.tokens is not None:
             with timer("fetch_tokens"):
-                result.tokens = _by_name(rows, forward.tokens.tolist())
+                result.tokens = _by_name(rows, forward.tokens)
             return LaunchedStep(lambda: result)
         with timer("sample"):
             if not batch.takes_largest:

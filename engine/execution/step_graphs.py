@@ -24,8 +24,8 @@ from ..model.layers.attention import LayerCache, StepInputs
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeRows
-from .decode_head import DecodeHead
 from .decode_inputs import DecodeInputs, is_plain_decode
+from .decode_step import DecodeForward, DecodeStep
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +59,6 @@ class Forward(NamedTuple):
     is_replay: bool
 
 
-class DecodeForward(NamedTuple):
-    """A captured decode step whose inputs are in place.
-
-    Attributes:
-        run: the logits [rows, vocab], valid until the next step.
-        tokens: int64 [rows], the argmax of each row once it has run; None: it gives logits alone.
-    """
-
-    run: Callable[[], torch.Tensor]
-    tokens: torch.Tensor | None = None
-
-
 class StepGraphs:
     """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
 
@@ -100,7 +88,7 @@ class StepGraphs:
         rows = max(self._sizes, default=0)
         self._static = DecodeInputs(rows, max_blocks, block_size, device, dtype)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
-        self._heads: dict[tuple[int, bool], DecodeHead] = {}
+        self._decode_steps: dict[tuple[int, bool], DecodeStep] = {}
         self.gave_up = False
         """Whether capturing failed, so that every step is eager."""
 
@@ -156,41 +144,30 @@ class StepGraphs:
 
         `sampled` are the tokens [rows] of rows with placeholders, on the device.
         """
-        size, count = self._size_of(len(rows)), len(rows)
+        count = len(rows)
+        size = self._size_of(count)
         if size is None:
             return None
-        if size == count and sampled is None and self._static.takes_runs:
-            self._static.fill_batch(rows, size)
-        else:
-            with torch.inference_mode():
-                self._static.fill_batch(rows, size, sampled)
+        is_whole = size == count and sampled is None and self._static.takes_runs
+        key = size, rows.batch.takes_largest
+        if is_whole and (step := self._decode_steps.get(key)) is not None:
+            return step.prepare(rows)
+        # Before a capture, whose torch operations write to the slots that the inputs hold.
+        with torch.inference_mode():
+            self._static.fill_batch(rows, size, sampled)
         graph = self._captured(size, 0, ())
-        if size > count or not isinstance(graph, CpuGraph):
+        if not (is_whole and isinstance(graph, CpuGraph)):
             return DecodeForward(lambda: self._model.logits(graph.replay()[:count]))
-        head = self._head(graph, size, takes_largest=rows.batch.takes_largest)
-
-        def run() -> torch.Tensor:
-            graph.replay()
-            return head.run()
-
-        return DecodeForward(run, head.tokens)
-
-    @torch.inference_mode()
-    def _new_head(self, graph: CpuGraph, *, takes_largest: bool) -> DecodeHead:
         capture: Any = self._capture  # of a CPU, since the graph is
-        return DecodeHead(self._model, graph.result, capture, takes_largest=takes_largest)
-
-    def _head(self, graph: CpuGraph, size: int, *, takes_largest: bool) -> DecodeHead:
-        head = self._heads.get((size, takes_largest))
-        if head is None:
-            head = self._heads[size, takes_largest] = self._new_head(
-                graph, takes_largest=takes_largest
-            )
-        return head
+        step = self._decode_steps[key] = DecodeStep(
+            self._model, graph, self._static, size, capture, takes_largest=key[1]
+        )
+        return step.prepare(rows)
 
     def _size_of(self, rows: int) -> int | None:
         """The smallest size that holds so many rows."""
-        return next((size for size in self._sizes if size >= rows), None)
+        place = bisect_left(self._sizes, rows)
+        return self._sizes[place] if place < len(self._sizes) else None
 
     def _replay(
         self, rows: int, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,8 +16,7 @@ from .step_phases import UNTIMED, StepTimer
 from .step_result import SampledTokens, StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
+class ComputedStep(NamedTuple):
     """The result of a step, and when the runner started and ended it, on the clock of `time.perf_counter`."""
 
     result: StepResult
@@ -26,8 +24,7 @@ class ComputedStep:
     ended: float
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
+class InFlightStep(NamedTuple):
     """A step that is scheduled, and whose outputs are not processed yet.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -61,8 +62,7 @@ class SampledTokens:
         token_ids.index_copy_(0, to, self.token_ids.index_select(0, source))
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step whose kernels are launched.
 
     Attributes:

@@ -61,8 +61,10 @@ def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
         )
     )
 
+    replay = library.llmopt_replay
+
     def run() -> None:
-        if library.llmopt_replay(entries, ctypes.c_int64(len(held))):
+        if replay(entries, ctypes.c_int64(len(held))):
             raise MemoryError("no memory for a kernel's workspace")
 
     return run

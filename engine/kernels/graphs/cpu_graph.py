@@ -67,7 +67,8 @@ class CpuGraph:
 
     Attributes:
         result: what `call` returned, which every replay overwrites.
-        is_native: whether it is kernel launches alone, so that a replay calls nothing of torch.
+        launches: its kernel launches, in order.
+        is_native: whether these are all of it, so that a replay calls nothing of torch.
 
     Raises:
         NotCapturable: `call` is data-dependent.
@@ -75,10 +76,14 @@ class CpuGraph:
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: GraphMemoryPool) -> None:
         self._parts: list[Callable[[], object]] = []
-        self._launches: list[Launch] = []
+        self._unflushed: list[Launch] = []
+        self.launches: list[Launch] = []
         self._call = call  # keeps alive what the captured launches point at
         self.is_native = True
-        with capturing_launches(self._launches.append), _CaptureMode(self._capture_operation, pool):
+        with (
+            capturing_launches(self._unflushed.append),
+            _CaptureMode(self._capture_operation, pool),
+        ):
             self.result = call()
         self._flush_launches()
 
@@ -99,9 +104,10 @@ class CpuGraph:
         self.is_native = False
 
     def _flush_launches(self) -> None:
-        if self._launches:
-            self._parts.append(replay_launches(self._launches))
-            self._launches.clear()
+        if self._unflushed:
+            self._parts.append(replay_launches(self._unflushed))
+            self.launches += self._unflushed
+            self._unflushed.clear()
 
     def _capture_operation(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         if function._schema.is_mutable:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.execution.decode_inputs import DecodeInputs
+from llmopt.engine.kernels.graphs.advance_step import native_advance
 from llmopt.engine.scheduling.block_pool import BlockPool
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes
@@ -35,18 +38,38 @@ class World:
         self.scheduler.add(request)
         self.order += 1
 
-    def step(self, inputs: DecodeInputs) -> DecodeRows | None:
+    def step(self, inputs: DecodeInputs | Captured) -> DecodeRows | None:
         plan = self.scheduler.schedule()
         rows = plan.rows if isinstance(plan.rows, DecodeRows) else None
         if rows is not None:
             check(inputs, rows)
         sampled = {row.sequence_id: [row.end % 50 + 1] for row in plan.rows}
+        if isinstance(inputs, Captured):
+            tokens = [token for (token,) in sampled.values()]
+            inputs.sampled[: len(tokens)] = torch.tensor(tokens)
         self.scheduler.update(plan, sampled, frozenset())
         self.scheduler.check_integrity()
         return rows
 
 
-def check(inputs: DecodeInputs, rows: DecodeRows) -> None:
+class Captured:
+    """Inputs that a captured step goes on from by itself, with the tokens that it `sampled`."""
+
+    def __init__(self, inputs: DecodeInputs) -> None:
+        self.inputs, self.step, self.sampled = inputs, inputs.step, torch.zeros(SIZE).long()
+        self.num_advanced = 0
+        library = native_advance().library
+        assert library is not None
+        self._advance = library.llmopt_advance_step
+
+    def fill_batch(self, rows: DecodeRows, size: int) -> None:
+        call = self.inputs.advance_call(len(rows), self.sampled)
+        call.follows = self.inputs.follow_batch(rows, size)
+        self.num_advanced += call.follows
+        assert self._advance(ctypes.byref(call)) == 0
+
+
+def check(inputs: DecodeInputs | Captured, rows: DecodeRows) -> None:
     """That what is written, in place or not, is what the rows say."""
     inputs.fill_batch(rows, SIZE)
     step = inputs.step(SIZE, 0, ())
@@ -64,13 +87,28 @@ def check(inputs: DecodeInputs, rows: DecodeRows) -> None:
         assert int(group.lengths[place]) == 1 and tables[place][0] == 0
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "as on a GPU"])
-def test_what_is_changed_in_place_is_what_is_written_anew(elsewhere: bool) -> None:
-    """Sequences of all phases of a block come, end in the middle of the batch, and make way for others."""
+def written(place: str) -> DecodeInputs | Captured:
     inputs = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cpu"), torch.float32)
-    if elsewhere:
+    if place == "as on a GPU":
         inputs._arrays = None
         inputs._mirror.tables = inputs._mirror.tables.copy()
+    return Captured(inputs) if place == "by the captured step" else inputs
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "in place",
+        "as on a GPU",
+        pytest.param(
+            "by the captured step",
+            marks=pytest.mark.skipif(native_advance().reason is not None, reason="not compiled"),
+        ),
+    ],
+)
+def test_what_is_changed_in_place_is_what_is_written_anew(place: str) -> None:
+    """Sequences of all phases of a block come, end in the middle of the batch, and make way for others."""
+    inputs = written(place)
     world = World()
     for length, max_tokens in ((1, 30), (2, 9), (3, 30), (4, 14), (9, 21)):
         world.add(length, max_tokens)
@@ -80,6 +118,8 @@ def test_what_is_changed_in_place_is_what_is_written_anew(elsewhere: bool) -> No
     steps = [rows for rows in made if rows is not None]
     assert len({id(rows.batch) for rows in steps}) >= 5, "batches came and went"
     assert sum(rows.step > 0 for rows in steps) >= 20, "most steps went on from another"
+    if isinstance(inputs, Captured):
+        assert inputs.num_advanced == sum(rows.step > 0 for rows in steps)
     assert not world.scheduler.has_unfinished()
 
 

@@ -1,0 +1,91 @@
+"""Whole decode steps in one call of C: the tokens of eager steps, whatever comes between two of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.execution.decode_inputs import DecodeInputs
+from llmopt.engine.kernels.graphs.advance_step import native_advance
+from llmopt.quant.base.scheme import IntScheme
+
+from ...support.lora_world import write_adapter
+from ...support.quantized_world import random_model, write_checkpoint
+
+needs_compiler = pytest.mark.skipif(
+    native_advance().reason is not None, reason="the C kernels are not compiled"
+)
+SAMPLED = {16: 0.8}
+"""Temperature of the requests that are not greedy."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with 4-bit linears and head, which run in C, and an adapter for it."""
+    root, model = tmp_path_factory.mktemp("decode-step"), random_model()
+    scheme = IntScheme(4, 32, True)
+    write_checkpoint(root / "model", model, "compressed-tensors", scheme, head=True)
+    return root / "model", write_adapter(root / "adapter", model, seed=1)
+
+
+def generate(folders: tuple[Path, Path], **options: Any) -> dict[str, list[int]]:
+    """Tokens of 19 requests: 16 end one by one; a sampled one, another and one with an adapter come later."""
+    model, adapter = folders
+    config = EngineConfig(
+        model, device="cpu", num_threads=1, block_size=4, max_num_seqs=16, loras={"a": adapter},
+        enable_prefix_caching=False, **options,
+    )  # fmt: skip
+    engine = Engine(config)
+
+    def add(index: int, length: int, lora: str | None = None) -> None:
+        prompt = [3 + (7 * index + place) % 400 for place in range(1 + index % 5)]
+        params = SamplingParams(
+            temperature=SAMPLED.get(index, 0.0), max_tokens=length, ignore_eos=True, seed=index
+        )
+        engine.add_request(str(index), prompt, params, lora=lora)
+
+    for index in range(16):
+        add(index, 4 + 4 * index)
+    later = {2: (16, 5, None), 5: (17, 5, "a"), 58: (18, 16, None)}
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(19)}
+    step = 0
+    while engine.has_unfinished() or step <= max(later):
+        if step in later:
+            add(*later[step])
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+        step += 1
+    engine.close()
+    return tokens
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"async_scheduling": True}, {"num_blocks": 40}, {"kv_cache_dtype": "int8"}],
+    ids=str,
+)
+def test_steps_in_one_call_sample_what_eager_ones_do(
+    folders: tuple[Path, Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch from 16 to 1, with blocks taken in all of them and, of few blocks, preemption."""
+    advanced: Counter[int] = Counter()
+    follow_batch = DecodeInputs.follow_batch
+
+    def watched(self: DecodeInputs, rows: Any, size: int) -> bool:
+        advances = follow_batch(self, rows, size)
+        advanced[size] += advances
+        return advances
+
+    monkeypatch.setattr(DecodeInputs, "follow_batch", watched)
+    tokens = generate(folders, **options)
+    if "num_blocks" not in options:  # else fewer run together
+        assert {size for size, count in advanced.items() if count} >= {*range(1, 13), 16}
+    assert sum(advanced.values()) > 20
+    assert tokens == generate(folders, enforce_eager=True, **options)
+    assert len({*map(tuple, tokens.values())}) == len(tokens), "the requests differ"
