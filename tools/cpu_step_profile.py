@@ -4,6 +4,7 @@ The engine's own steps, with a clock that gives every moment to the innermost pa
 the parts of a step sum to it. Greedy requests of random tokens: decode steps of 1, 8 and 16 sequences, and
 prefills of 512 tokens; checkpoints are interleaved. "python" is what is neither the model nor sampling:
 scheduling, the tensors of a step, outputs; "replayed" is the model where a step is replayed from a CPU graph.
+The host time of a decode step is "python" and "sampler"; `tools/host_profile.py` says where it goes.
 With `--enforce-eager` its operations have columns of their own; "between" is what it takes outside of them.
 The roof is the time that the bytes of a step, or its multiply-adds, would take at the ceilings measured here.
 """
@@ -25,6 +26,7 @@ from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.execution.decode_step import DecodeForward, DecodeStep
 from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear
@@ -32,6 +34,7 @@ from llmopt.engine.model.decoder.decoder import LayerKernels
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
 from llmopt.engine.model.layers.projection import Projection
+from llmopt.engine.scheduling.step_plan import DecodeRows
 
 BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
 PREFILL, PREFILL_TOKENS = "prefill 512", 512
@@ -39,43 +42,61 @@ PARTS = (
     *("replayed", "linears", "head", "attention", "norms", "gate", "rope", "between"),
     *("sampler", "python"),
 )
+HOST_GOALS = {"alone": 0.15, "batch 16": 0.3}
+"""Milliseconds of host time a step."""
 SKIPPED = 3
 """Steps of a case that come first and do not count."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """Attributes every moment to the innermost part that runs."""
+    """Attributes every moment to the innermost part that runs. While it runs it only notes the times."""
 
     now: Callable[[], float]
-    spent: dict[str, float] = field(default_factory=dict)
-    _parts: list[str] = field(default_factory=list)
-    _last: float = 0.0
+    _marks: list[tuple[str | None, float]] = field(default_factory=list)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        marks, now = self._marks, self.now
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._rope_and_cache()
-            # The LM head is a projection like others, told apart by its caller.
-            self._parts.append("head" if self._parts[-1:] == ["head"] else part)
+            marks.append((part, now()))
             try:
                 return call(*args, **kwargs)
             finally:
-                self._rope_and_cache()
-                self._parts.pop()
+                marks.append((None, now()))
 
         return run
 
     def take(self) -> dict[str, float]:
         """Seconds of each part since it was last asked."""
-        spent, self.spent = self.spent, {}
+        spent: dict[str, float] = {}
+        parts: list[str] = []
+        last = 0.0
+        for part, now in self._marks:
+            if parts:
+                spent[parts[-1]] = spent.get(parts[-1], 0.0) + now - last
+            last = now
+            if part is None:
+                parts.pop()
+            else:
+                # The LM head is a projection like others, told apart by its caller.
+                parts.append("head" if parts[-1:] == ["head"] else part)
+        self._marks.clear()
         return spent
 
-    def _rope_and_cache(self) -> None:
-        now = self.now()
-        if self._parts:
-            part = self._parts[-1]
-            self.spent[part] = self.spent.get(part, 0.0) + now - self._last
-        self._last = now
+
+def timed_steps(clock: Clock) -> Callable[[DecodeStep, DecodeRows], DecodeForward]:
+    """`DecodeStep.prepare`, with the captured step itself on the clock."""
+    prepare = DecodeStep.prepare
+    forwards: dict[DecodeStep, DecodeForward] = {}
+
+    def prepared(step: DecodeStep, rows: DecodeRows) -> DecodeForward:
+        forward = prepare(step, rows)
+        if step not in forwards:
+            forwards[step] = forward._replace(run=clock.timed("replayed", forward.run))
+        return forwards[step]
+
+    return prepared
 
 
 @contextmanager
@@ -96,6 +117,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         (Projection, "__call__", "linears"),
     ]
     before = [vars(owner).get(name) for owner, name, _ in watched_calls]
+    prepare, DecodeStep.prepare = DecodeStep.prepare, timed_steps(clock)
     for owner, name, part in watched_calls:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
     kernels = decoder._kernels
@@ -109,7 +131,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     try:
         yield
     finally:
-        decoder._kernels = kernels
+        decoder._kernels, DecodeStep.prepare = kernels, prepare
         for (owner, name, _), own in zip(watched_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)
@@ -234,6 +256,11 @@ def main() -> None:
             # On a busy machine the available bandwidth is not known.
             + ("        -" if options.busy else f"{one['of_roof']:>9.0%}")
         )
+    for one in rows:
+        if (goal := HOST_GOALS.get(one["case"])) is not None:
+            verdict = "met" if one["host_ms"] <= goal else "missed"
+            host = f"host time {one['host_ms']:.2f} ms a step, goal {goal:.2f}: {verdict}"
+            print(f"{one['checkpoint']} {one['case']}: {host}")
     if options.json:
         record = {
             "processor": cpu_model(),
@@ -254,11 +281,13 @@ def row(
     batch = BATCHES.get(case, PREFILL_TOKENS)
     whole = statistics.median(sum(step.values()) for step in steps)
     seen = context if case in BATCHES else 1
+    host = statistics.median(step.get("python", 0.0) + step.get("sampler", 0.0) for step in steps)
     return {
         "checkpoint": name,
         "case": case,
         "steps": len(steps),
         "step_ms": 1e3 * whole,
+        "host_ms": 1e3 * host,
         "parts_ms": {
             part: 1e3 * statistics.median(step.get(part, 0.0) for step in steps) for part in PARTS
         },

@@ -34,6 +34,9 @@ class DecodeStep:
 
     Where both are kernel launches alone, a step is one call of C. One of greedy rows takes its tokens and
     positions from the step before it, if that was computed here: the host then writes nothing but new blocks.
+
+    Attributes:
+        launches: of its kernels, in order; none where torch has a part in it.
     """
 
     @torch.inference_mode()
@@ -49,13 +52,15 @@ class DecodeStep:
     ) -> None:
         self._inputs, self._size = inputs, size
         self._advance: AdvanceCall | None = None
-        self._tokens: torch.Tensor | None = None
+        # Not of the graph's memory, which layers overwrite: the next step reads them.
+        self._tokens = torch.empty(size, dtype=torch.int64) if takes_largest else None
+        self.launches: list[Launch] = []
         hidden = graph.result
 
         def call() -> torch.Tensor:
             logits = model.logits(hidden)
-            if takes_largest:
-                self._tokens = argmax_rows(logits)
+            if self._tokens is not None:
+                argmax_rows(logits, self._tokens)
             return logits
 
         self._forward = DecodeForward(lambda: model.logits(graph.replay()))
@@ -96,7 +101,8 @@ class DecodeStep:
 
             return run_in_turn
         logits = head.result
-        replay = replay_launches([*first, *graph.launches, *head.launches])
+        self.launches = [*first, *graph.launches, *head.launches]
+        replay = replay_launches(self.launches)
 
         def run() -> torch.Tensor:
             replay()

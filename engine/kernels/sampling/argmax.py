@@ -25,16 +25,17 @@ def native_argmax() -> Native:
     return native(Path(__file__).with_name("argmax.c"))
 
 
-def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
+def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The index of the largest of each row, the first among equals: int64 [rows] of float32 [rows, vocab].
 
-    It can be captured in a CPU graph, which then has the greedy tokens when its replay returns.
+    It can be captured in a CPU graph, which then has the greedy tokens when its replay returns; in `out` they
+    outlive the graph's other replays.
     """
     library = native_argmax().library
     if library is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
-        return logits.argmax(dim=-1)
+        return torch.argmax(logits, dim=-1, out=out)
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
+    tokens = torch.empty(rows, dtype=torch.int64) if out is None else out
     call = _ArgmaxCall(logits.data_ptr(), tokens.data_ptr(), rows, vocab, torch.get_num_threads())
     launch(library.llmopt_argmax, call)
     return tokens
