@@ -24,7 +24,7 @@ from tools.host_budget import (
 CONTEXT = 32
 PER_ROW = (8.0, 12.0)
 """Python's and C's functions that a row may call in a step: of scheduling, inputs, tokens and outputs."""
-PER_STEP = {"cpu": (100, 50), "gpu": (140, 110)}
+PER_STEP = {"cpu": (90, 40), "gpu": (140, 110)}
 """Those of a step whatever its rows, where operations on a GPU's static inputs are calls too."""
 
 
