@@ -117,7 +117,8 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         (Projection, "__call__", "linears"),
     ]
     before = [vars(owner).get(name) for owner, name, _ in watched_calls]
-    prepare, DecodeStep.prepare = DecodeStep.prepare, timed_steps(clock)
+    prepare = DecodeStep.prepare
+    setattr(DecodeStep, "prepare", timed_steps(clock))  # noqa: B010
     for owner, name, part in watched_calls:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
     kernels = decoder._kernels
@@ -131,7 +132,8 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     try:
         yield
     finally:
-        decoder._kernels, DecodeStep.prepare = kernels, prepare
+        decoder._kernels = kernels
+        setattr(DecodeStep, "prepare", prepare)  # noqa: B010
         for (owner, name, _), own in zip(watched_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)

@@ -242,7 +242,8 @@ class Decoder:
                 hidden, added = inputs.embedded.add_deepstack(index, hidden), None
         if streams is not None:
             hidden, added = streams.merge(hidden if added is None else hidden + added), None
-        normed = self.weights.final_norm.of_sum(hidden, added)[1]
+        _, normed = self.weights.final_norm.of_sum(hidden, added)
+        assert isinstance(normed, torch.Tensor)  # quantized only if asked to
         if not inputs.aux_hidden_state_layers:
             return normed
         return torch.cat(
