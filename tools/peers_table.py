@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cpu_peers import show
 from document_part import put_part
+from peers_record import show
 
 RECORDS = Path(__file__).resolve().parents[1] / "docs" / "measured" / "cpu"
-NAMES = ("cpu-peers-1.1B", "cpu-peers-1.1B-16-bit", "cpu-peers-0.13B")
 
 
 def made() -> str:
     """The tables of each record under its name."""
     parts = []
-    for name in NAMES:
-        record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
-        parts.append(f"### {name}.json\n\n{show(record)}")
+    for path in sorted(RECORDS.glob("cpu-peers-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        parts.append(f"### {path.name}\n\n{show(record)}")
     return "\n\n".join(parts)
 
 

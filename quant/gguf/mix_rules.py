@@ -195,7 +195,7 @@ def _wanted_values(mix: str, default: str, number: int, values: int, shape: Mode
         block = "Q5_K" if number < 2 else "Q4_K"
     elif mix == "Q3_K_L" or (mix in ("IQ4_NL", "IQ4_XS") and shape.shares_values):
         block = "Q5_K"
-    elif mix in ("Q4_K_M", "Q5_K_M") and _more_bits(number, values):
+    elif mix in ("Q4_K_M", "Q5_K_M") and has_more_bits(number, values):
         block = "Q6_K"
     elif mix == "Q4_K_S" and number < 4:
         block = "Q5_K"
@@ -215,11 +215,11 @@ def _wanted_down(mix: str, default: str, layer: int, shape: ModelShape) -> str:
         return "Q4_K" if first else "Q3_K"
     if mix == "Q3_K_M":
         return "Q5_K" if layer < layers // 16 else "Q4_K"
-    if mix == "IQ3_M" and (first or (shape.experts == 8 and _more_bits(layer, layers))):
+    if mix == "IQ3_M" and (first or (shape.experts == 8 and has_more_bits(layer, layers))):
         return "Q4_K"
     if mix == "Q3_K_L":
         return "Q5_K"
-    if mix in ("Q4_K_M", "Q5_K_M") and _more_bits(layer, layers):
+    if mix in ("Q4_K_M", "Q5_K_M") and has_more_bits(layer, layers):
         return "Q6_K"
     if mix in ("IQ4_NL", "IQ4_XS") and first and not shape.has_importance:
         return "Q5_K"
@@ -230,7 +230,7 @@ def _wanted_down(mix: str, default: str, layer: int, shape: ModelShape) -> str:
     return default
 
 
-def _more_bits(layer: int, layers: int) -> bool:
+def has_more_bits(layer: int, layers: int) -> bool:
     """The first and the last eighth of the layers, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

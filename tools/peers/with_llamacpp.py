@@ -24,13 +24,17 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     params.n_ctx = options["max_len"] * options["max_seqs"]
     params.n_batch = params.n_ubatch = PROMPT_TOKENS
     params.n_seq_max = options["max_seqs"]
-    params.kv_unified = True
+    params.kv_unified = not options["keeps_contexts"]
+    if options.get("kv_cache_dtype") == "int8":
+        params.type_k = params.type_v = llama_cpp.GGML_TYPE_Q8_0
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.n_threads = params.n_threads_batch = options["threads"]
     params.no_perf = True
     context = llama_cpp.llama_init_from_model(model, params)
     memory = llama_cpp.llama_get_memory(context)
     batch = llama_cpp.llama_batch_init(PROMPT_TOKENS, 0, 1)
     source = random.Random(1)
+    kept: dict[int, list[int]] = {}
 
     def decode(rows: list[tuple[int, int, int, bool]]) -> None:
         """Rows of token, position, sequence, and whether its logits are wanted."""
@@ -43,12 +47,17 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         llama_cpp.llama_get_logits(context)[0]  # waits until it has computed
 
     def run(prompts: list[list[int]], new: int) -> list[list[float]]:
-        llama_cpp.llama_memory_clear(memory, False)
-        rows = [
-            (token, position, sequence, position == len(prompt) - 1)
-            for sequence, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
-        ]
+        rows: list[tuple[int, int, int, bool]] = []
+        if not options["keeps_contexts"]:
+            llama_cpp.llama_memory_clear(memory, False)
+        for sequence, prompt in enumerate(prompts):
+            last = len(prompt) - 1
+            begin = last if kept.get(sequence) == prompt else 0
+            if options["keeps_contexts"]:
+                llama_cpp.llama_memory_seq_rm(memory, sequence, begin, -1)
+                kept[sequence] = prompt
+            for position in range(begin, len(prompt)):
+                rows.append((prompt[position], position, sequence, position == last))
         for begin in range(0, len(rows), PROMPT_TOKENS):
             decode(rows[begin : begin + PROMPT_TOKENS])
         times = [[time.perf_counter()] for _ in prompts]

@@ -9,6 +9,15 @@ from typing import Any
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.planner.device.roofline import (
+    decode_step_bytes,
+    decode_step_flops,
+    prefill_flops,
+    streamed_weight_bytes,
+)
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.engine.planner.model.weights import UNQUANTIZED_BYTES
+from llmopt.quant.open import open_checkpoint
 from worker import Run, serve
 
 
@@ -23,7 +32,8 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
             max_num_seqs=options["max_seqs"],
             kv_cache_memory_bytes=options["cache_bytes"],
             cpu_activations=options.get("cpu_activations"),
-            enable_prefix_caching=False,
+            kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
+            enable_prefix_caching=options["keeps_contexts"],
         )
     )
 
@@ -40,7 +50,26 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         return times
 
     about = {"version": "this one", "memory": asdict(engine.memory)}
-    return run, {**about, "activation_bits": engine.activation_bits}
+    shape = ModelShape.from_config(open_checkpoint(options["model"]).config)
+    work = {name: work_of(engine, shape, case) for name, case in options["cases"].items()}
+    return run, {**about, "activation_bits": engine.activation_bits, "work": work}
+
+
+def work_of(engine: Engine, shape: ModelShape, case: dict[str, Any]) -> dict[str, float]:
+    """Bytes, operations and tokens of a decode step, or of a prefill, as the planner counts them."""
+    memory = engine.memory
+    # The planner subtracts what of the weights is looked up, which is not in the bytes of a step.
+    weights = memory.weight_bytes_per_step + shape.looked_up_elements * UNQUANTIZED_BYTES
+    batch, context = case["batch"], case["context"]
+    if case["new"] == 1:
+        moved = streamed_weight_bytes(shape, weights, context)
+        operations = prefill_flops(shape, context)
+        return {"bytes": moved, "operations": operations, "tokens": context}
+    context += case["new"] / 2
+    per_element = memory.kv_bytes_per_token / shape.kv_bytes_per_token(1)
+    moved = decode_step_bytes(shape, batch, context, weights, per_element)
+    operations = decode_step_flops(shape, batch, context)
+    return {"bytes": moved, "operations": operations, "tokens": batch}
 
 
 if __name__ == "__main__":

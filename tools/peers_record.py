@@ -1,0 +1,113 @@
+"""The tables of a record of tools/cpu_peers.py, in Markdown: rates, ratios and goals, start-up, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peers_loading import loads_table
+
+MIB = 2**20
+
+
+def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, float]:
+    """By round."""
+    mine = (one for one in found if (one["row"], one["case"]) == (row, case))
+    return {one["round"]: one["rate"] for one in mine if "rate" in one}
+
+
+def over(mine: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:
+    """Mine over the other's, round by round; None where they share no round."""
+    by_round = [mine[number] / other[number] for number in mine if number in other]
+    if not by_round:
+        return None
+    return {
+        "median": statistics.median(by_round),
+        "lowest": min(by_round),
+        "highest": max(by_round),
+        "rounds": len(by_round),
+    }
+
+
+def show(record: Mapping[str, Any]) -> str:
+    """All tables of a record."""
+    roof = max(record["read_bytes_per_second"])
+    operations = max(record["int8_operations_per_second"])
+    head = (
+        f"{record['shape']}, {record['processor']}, {record['threads']} threads, "
+        f"{record['rounds']} rounds, roofs: read {roof / 1e9:.1f} GB/s, 8-bit {operations / 1e9:,.0f} GOP/s"
+    )
+    tables = [rates_table(record), ratios_table(record["ratios"]), memory_table(record)]
+    if record.get("loads"):
+        tables.insert(2, loads_table(record["loads"], record.get("load_goals", ())))
+    return "\n\n".join([head, *("\n".join(table) for table in tables)])
+
+
+def rates_table(record: Mapping[str, Any]) -> list[str]:
+    """Medians with the lowest and highest round, and the share of the roof."""
+    cases = record["cases"]
+    lines = ["| tokens/s, of the roof | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
+    for row in record["rows"]:
+        cells = []
+        for case in cases:
+            seen = list(rates(record["found"], row["name"], case).values())
+            if not seen:
+                cells.append("-")
+                continue
+            middle = statistics.median(seen)
+            of_roof = roof_share(record, row.get("work", {}).get(case), middle)
+            shown = "" if of_roof is None else f", {of_roof:.0%}"
+            cells.append(f"{middle:,.1f} ({min(seen):,.1f}-{max(seen):,.1f}){shown}")
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def roof_share(
+    record: Mapping[str, Any], work: Mapping[str, float] | None, rate: float
+) -> float | None:
+    """The least time that the bytes and 8-bit operations of a step allow, over the time taken."""
+    if work is None:
+        return None
+    least = max(
+        work["bytes"] / max(record["read_bytes_per_second"]),
+        work["operations"] / max(record["int8_operations_per_second"]),
+    )
+    return least * rate / work["tokens"]
+
+
+def ratios_table(ratios: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Ours over theirs, with the goal and whether it is met."""
+    lines = ["| ours / theirs | case | ratio | goal |", "|---|---|---|---|"]
+    for one in ratios:
+        theirs = one["theirs"] if isinstance(one["theirs"], str) else " or ".join(one["theirs"])
+        lines.append(f"| {one['ours']} / {theirs} | {one['case']} | {spread(one)} | {asked(one)} |")
+    return lines
+
+
+def spread(one: Mapping[str, Any]) -> str:
+    return f"{one['median']:.2f} ({one['lowest']:.2f}-{one['highest']:.2f})"
+
+
+def asked(one: Mapping[str, Any]) -> str:
+    """The goal of a ratio, and whether its median meets it."""
+    if one["goal"] is None:
+        return "none"
+    met = "met" if one["median"] >= one["goal"] else "missed"
+    return f"{one['goal']:.2f}, {met}"
+
+
+def memory_table(record: Mapping[str, Any]) -> list[str]:
+    """Peak memory of our processes, and what of it are weights and KV cache."""
+    lines = ["| memory | peak | weights | KV cache | rest |", "|---|---|---|---|---|"]
+    for row in record["rows"]:
+        if (memory := row["about"].get("memory")) is None:
+            continue
+        of_row = (one for one in record["found"] if one["row"] == row["name"])
+        peaks = [one["peak_rss"] for one in of_row if "peak_rss" in one]
+        if peaks:
+            rest = max(peaks) - memory["weight_bytes"] - memory["kv_cache_bytes"]
+            sizes = (max(peaks), memory["weight_bytes"], memory["kv_cache_bytes"], rest)
+            shown = " | ".join(f"{size / MIB:,.0f} MiB" for size in sizes)
+            lines.append(f"| {row['name']} | {shown} |")
+    return lines
