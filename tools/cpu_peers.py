@@ -35,10 +35,12 @@ from typing import Any
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.quant.base.openmp_spins import without_openmp_spins
-from peers_loading import load_of, measure_loads, seconds
-from peers_models import KINDS, SHAPES, checkpoint
-from peers_plan import CASES, LOADING_GOAL, LONG, Row, ratios_of, rows_of
-from peers_record import over, rates, show
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.peers_loading import load_of, measure_loads, seconds
+from tools.peers_models import KINDS, SHAPES, checkpoint
+from tools.peers_plan import CASES, LOADING_GOAL, LONG, Row, ratios_of, rows_of
+from tools.peers_record import over, rates, show
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
 PACKAGES = {

@@ -17,9 +17,10 @@ from llmopt.quant.gguf.container import GgufFile, TensorInfo, TensorToWrite, wri
 from llmopt.quant.gguf.mix_rules import has_more_bits
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
-from quantizer_speed import SHAPES as LLAMAS
-from quantizer_speed import make_model
 from safetensors.torch import save_file
+
+from tools.quality.speed_models import SHAPES as LLAMAS
+from tools.quality.speed_models import make_model
 
 T = TypeVar("T")
 

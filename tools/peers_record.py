@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peers_loading import loads_table
+from tools.peers_loading import loads_table
 
 MIB = 2**20
 

@@ -6,10 +6,13 @@ With `--check` nothing is written, and tables that are not those of the records 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from document_part import put_part
-from peers_record import show
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.peers_record import show
 
 RECORDS = Path(__file__).resolve().parents[1] / "docs" / "measured" / "cpu"
 
