@@ -227,7 +227,8 @@ def start(given: argparse.Namespace, cases: Sequence[str], row: Row) -> Worker:
         "model": str(row.path),
         "threads": given.threads,
         "max_len": max(CASES[case].context + CASES[case].new for case in cases) + 8,
-        "max_seqs": max(CASES[case].batch for case in cases),
+        # A worker warms up with two sequences.
+        "max_seqs": max(2, *(CASES[case].batch for case in cases)),
         "cache_bytes": 2**29,
         "keeps_contexts": any(case in LONG for case in cases),
         "cases": own,

@@ -53,7 +53,10 @@ def rates_table(record: Mapping[str, Any]) -> list[str]:
         for case in cases:
             seen = list(rates(record["found"], row["name"], case).values())
             if not seen:
-                cells.append("-")
+                tried = any(
+                    (one["row"], one["case"]) == (row["name"], case) for one in record["found"]
+                )
+                cells.append("failed" if tried else "-")
                 continue
             middle = statistics.median(seen)
             of_roof = roof_share(record, row.get("work", {}).get(case), middle)
