@@ -37,7 +37,7 @@ from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.quant.base.openmp_spins import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.peers_loading import load_of, measure_loads, seconds
+from tools.peers_loading import COLUMNS, load_of, measure_loads, seconds
 from tools.peers_models import KINDS, SHAPES, checkpoint
 from tools.peers_plan import CASES, LOADING_GOAL, LONG, Row, ratios_of, rows_of
 from tools.peers_record import over, rates, show
@@ -162,7 +162,7 @@ def load_ratios(
     found = []
     for name in dict.fromkeys(row.checkpoint for row in rows):
         ours, theirs = f"llmopt {name}", f"llamacpp {name}"
-        for column in ("load_seconds", "first_token_seconds"):
+        for column in COLUMNS:
             ratio = over(seconds(loads, ours, column), seconds(loads, theirs, column))
             goal = LOADING_GOAL if is_judged and column == "load_seconds" else None
             if ratio is not None:
@@ -229,7 +229,6 @@ def start(given: argparse.Namespace, cases: Sequence[str], row: Row) -> Worker:
         "max_len": max(CASES[case].context + CASES[case].new for case in cases) + 8,
         # A worker warms up with two sequences.
         "max_seqs": max(2, *(CASES[case].batch for case in cases)),
-        "cache_bytes": 2**29,
         "keeps_contexts": any(case in LONG for case in cases),
         "cases": own,
     }

@@ -18,7 +18,12 @@ from llmopt.engine.planner.device.roofline import (
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import UNQUANTIZED_BYTES
 from llmopt.quant.open import open_checkpoint
+from transformers import PreTrainedTokenizerFast
 from worker import Run, serve
+
+IMPORTED = (PreTrainedTokenizerFast,)
+"""Else imported while loading; all other packages are imported before."""
+BLOCK, SPARE_BLOCKS = 32, 8
 
 
 def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
@@ -30,7 +35,9 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
             num_threads=options["threads"],
             max_model_len=options["max_len"],
             max_num_seqs=options["max_seqs"],
-            kv_cache_memory_bytes=options["cache_bytes"],
+            # As many tokens as llama.cpp's, which is filled with zeros at the start too.
+            num_blocks=options["max_seqs"] * -(-options["max_len"] // BLOCK) + SPARE_BLOCKS,
+            block_size=BLOCK,
             cpu_activations=options.get("cpu_activations"),
             kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
             enable_prefix_caching=options["keeps_contexts"],
