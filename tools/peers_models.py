@@ -79,10 +79,11 @@ def checkpoint(models: Path, shape: str, kind: str) -> Path:
             make_few(shape, few)
         if kind:
             quantized = models / f"{made.name}-few-layers"
-            form = ("--format", "gguf") if is_gguf else ()
-            command = [sys.executable, "-m", "llmopt.cli.main", "quantize", str(few)]
-            command += [*KINDS[kind], *form, *FEW, "--output", str(quantized)]
-            subprocess.run(command, check=True)
+            if not quantized.exists():
+                form = ("--format", "gguf") if is_gguf else ()
+                command = [sys.executable, "-m", "llmopt.cli.main", "quantize", str(few)]
+                command += [*KINDS[kind], *form, *FEW, "--output", str(quantized)]
+                subprocess.run(command, check=True)
             few = quantized
         part = made.with_name(f"{made.name}.partial")
         shutil.rmtree(part, ignore_errors=True)
