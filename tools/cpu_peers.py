@@ -245,12 +245,11 @@ def chosen_rows(given: argparse.Namespace, cases: Sequence[str]) -> list[Row]:
             kind = "" if kind == PLAIN else kind
             named[kind or PLAIN] = checkpoint(given.models, given.shape, kind)
     rows = [row for name, path in named.items() for row in rows_of(name, path)]
-    skipped = given.without.split(",")
+    skipped = set(given.without.split(","))
     return [
         row
         for row in rows
-        if row.package not in skipped
-        and row.label not in skipped
+        if skipped.isdisjoint((row.package, row.label, row.name))
         and any(row.takes(case) for case in cases)
     ]
 
@@ -270,7 +269,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default=JUDGED, choices=SHAPES)
     parser.add_argument("--kinds", default="Q4_0,Q4_K_M,Q8_0", help=f"of {', '.join(ALL_KINDS)}")
     parser.add_argument(
-        "--without", default="continuous", help="packages and labels, separated by commas"
+        "--without", default="continuous", help="packages, labels and rows, separated by commas"
     )
     parser.add_argument("--cases", default="alone,batch 16,prefill 512", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=5)

@@ -76,7 +76,10 @@ def checkpoint(models: Path, shape: str, kind: str) -> Path:
     if not made.exists():
         few = models / f"{shape}-few-layers"
         if not few.exists():
-            make_few(shape, few)
+            part = few.with_name(f"{few.name}.partial")
+            shutil.rmtree(part, ignore_errors=True)
+            make_few(shape, part)
+            part.replace(few)
         if kind:
             quantized = models / f"{made.name}-few-layers"
             if not quantized.exists():
