@@ -26,7 +26,7 @@ def measure_loads(starts: Mapping[str, Callable[[], Started]], rounds: int) -> l
     measured: list[dict[str, Any]] = []
     names = list(starts)
     for number in range(rounds):
-        rotation = number % len(names)
+        rotation = number % max(1, len(names))
         for name in [*names[rotation:], *names[:rotation]]:
             worker = starts[name]()
             worker.close()

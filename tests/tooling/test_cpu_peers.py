@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
-from tools.peers_loading import loads_table
+from tools.peers_loading import loads_table, measure_loads
 from tools.peers_models import repeat_in_gguf
 from tools.peers_plan import CASES, ratios_of, rows_of
 from tools.peers_record import asked, over, roof_share
@@ -67,3 +67,7 @@ def test_the_roof_is_the_slower_of_bytes_and_operations() -> None:
     assert roof_share(record, reading, rate=1.0) == pytest.approx(2 / 4)
     assert roof_share(record, {**reading, "bytes": 0.0}, rate=1.0) == pytest.approx(1 / 4)
     assert roof_share(record, None, rate=1.0) is None
+
+
+def test_checkpoints_without_gguf_files_are_not_started_alone() -> None:
+    assert measure_loads({}, rounds=2) == []
