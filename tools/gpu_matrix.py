@@ -18,6 +18,7 @@ from typing import Any
 from llmopt.engine.kernels.common.gpu_limits import GpuLimits, pretended_gpu
 
 from tools.triton_code import Compiled, compiling
+from tools.triton_family_launches import FAMILY_LAUNCHES
 from tools.triton_launches import LAUNCHES
 
 KIB = 1024
@@ -86,7 +87,7 @@ def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
 def rows(capability: int, only: str = "", keep: Path | None = None) -> Iterator[dict[str, Any]]:
     """Compile the launches for a capability: a row for each kernel."""
     architecture = ARCHITECTURES[capability]
-    for name, launch in LAUNCHES.items():
+    for name, launch in (LAUNCHES | FAMILY_LAUNCHES).items():
         if only not in name:
             continue
         folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")

@@ -1,19 +1,15 @@
-"""Launches of the kernels of model families, to compile them for a GPU that is not there.
-
-`python -m tools.triton_family_launches 80 90 100 120` compiles them for these compute capabilities and prints
-registers, bytes of local memory and of shared memory.
-"""
+"""Launches of the kernels of model families: routing, experts, latent attention, wide norms, block copies."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import torch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
 from llmopt.engine.kernels.moe.routing import RoutingRule
 
-from tools.triton_code import compiling
+from tools.triton_launches import E4M3, has_fp8
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -44,7 +40,7 @@ def experts() -> None:
     weighted_sum(rows, None, None, ids, 4)
 
 
-def latent(capability: int) -> None:
+def latent() -> None:
     """Launch DeepSeek-V3's latent attention, up to paged attention, for every stored type of a GPU."""
     from llmopt.engine.kernels.elementwise.triton_latent import TritonLatent
 
@@ -54,7 +50,7 @@ def latent(capability: int) -> None:
     queries, row = both.split([1536, 576], dim=1)
     norms = (torch.zeros(512, dtype=BF16), 1e-6), (torch.zeros(1536, dtype=BF16), 1e-6)
     slots = torch.arange(4)
-    for stored in (BF16, torch.int8, *((torch.float8_e4m3fn,) if capability >= 89 else ())):
+    for stored in (BF16, torch.int8, *([E4M3] if has_fp8() else [])):
         cache = PagedTensor.zeros(4, 16, 1, 576, CPU, stored)
         kernel.write(row, norms[0], queries, norms[1], turn, True, cache, slots)
     heads = torch.zeros(4, 128, 192, dtype=BF16)
@@ -86,23 +82,10 @@ def block_copies() -> None:
     copies.from_host([(0, 1)])
 
 
-LAUNCHES = (block_copies, wide_norms, experts, routing)
-
-
-def main(capabilities: list[int]) -> None:
-    """Print what the kernels take on each compute capability."""
-    for capability in capabilities:
-        with compiling(capability) as compiled:
-            latent(capability)
-            for launch in LAUNCHES:
-                launch()
-        print(f"compute capability {capability / 10:.1f}", flush=True)
-        for kernel in compiled:
-            print(
-                f"  {kernel.name:20} {kernel.registers:4} registers {kernel.stack:4} B stack "
-                f"{kernel.shared:6} B shared"
-            )
-
-
-if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or [80, 90, 100, 120])
+FAMILY_LAUNCHES: dict[str, Callable[[], None]] = {
+    "block copies": block_copies,
+    "wide norms": wide_norms,
+    "around experts": experts,
+    "routing": routing,
+    "latent attention, before it": latent,
+}

@@ -9,6 +9,7 @@ import torch
 from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.common.gpu_limits import gpu_limits
 from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
 from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_float_weight,
@@ -24,6 +25,13 @@ from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
+E4M3 = torch.float8_e4m3fn
+
+
+def has_fp8() -> bool:
+    """Whether the pretended GPU has e4m3. Without, the engine refuses an e4m3 cache and quantizes no inputs
+    to it, and e4m3 weights are decoded from their bits."""
+    return gpu_limits(CPU).capability >= 89
 
 
 def attention(
@@ -37,6 +45,8 @@ def attention(
     """Launch paged attention for six decode rows and one prefill chunk of 64 tokens."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
+    if stored is E4M3 and not has_fp8():
+        return
     in_keys = dims[0] > dims[1]
     keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
     values = PagedTensor.zeros(20, 16, kv_heads, dims[1], CPU, stored)
@@ -59,7 +69,8 @@ def rows() -> None:
     x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
     TritonNorm(x[0], 1e-5)(x, x)
     TritonGate("silu")(wide, wide)
-    for activations in (Activations("int8"), Activations("fp8", "group128")):
+    fp8 = [Activations("fp8", "group128")] if has_fp8() else []
+    for activations in (Activations("int8"), *fp8):
         TritonNorm(x[0], 1e-5).quantized(x, x, ActivationQuant(activations))
         TritonGate("silu").quantized(wide, wide, ActivationQuant(activations))
     TritonGate("gelu")(wide, wide)
@@ -67,7 +78,7 @@ def rows() -> None:
     angles = torch.zeros(4, 1, 128, dtype=BF16)
     norms = HeadNorms(angles[0, 0], angles[0, 0], 1e-6)
     stacked = torch.zeros(4, 48, 128, dtype=BF16)
-    for stored in (BF16, torch.int8, torch.float8_e4m3fn):
+    for stored in (BF16, torch.int8, *([E4M3] if has_fp8() else [])):
         cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
         TritonRopeAndCache()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
 
@@ -90,8 +101,10 @@ def products(weight: QuantizedTensor, kind: Literal["floats", "quantized"] = "fl
     """Launch GEMMs of 1 to 65 tokens, on both sides of the crossover, with float or 8-bit inputs."""
     from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, QuantizedInputLinear
 
-    quantized = kind == "quantized"
-    elements = [torch.float8_e4m3fn, torch.int8] if quantized else [torch.float8_e4m3fn]
+    quantized, fp8 = kind == "quantized", [E4M3] if has_fp8() else []
+    if quantized and isinstance(weight.scheme, FloatScheme) and not fp8:
+        return
+    elements = [*fp8, torch.int8] if quantized else fp8
     tiles = pack_weight(weight, elements)
     assert tiles is not None
     linear = (QuantizedInputLinear if quantized else FloatInputLinear)(weight, tiles, BF16)
@@ -132,7 +145,7 @@ def experts() -> None:
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
-    "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
+    "  fp8 cache": lambda: attention(32, 8, (128, 128), E4M3),
     "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
     "  window, first tokens kept": lambda: attention(
         32, 8, (128, 128), window=1000, num_sink_tokens=4
@@ -144,6 +157,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 8 heads of 256 on 1, soft cap": lambda: attention(8, 1, (256, 256), softcap=50.0),
     "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
     "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
+    "  of an fp8 latent": lambda: attention(16, 1, (576, 512), E4M3),
+    "  of an int8 latent": lambda: attention(16, 1, (576, 512), torch.int8),
     "between the linears": rows,
     "sampling": sampling,
     "4-bit weights": lambda: products(integers(4, 128, False)),

@@ -273,90 +273,103 @@ def attend(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
-        # The blocks of keys, values and scales: in three shapes, as threads hold each differently.
-        slot = (
-            tl.where(from_tile < sink_tiles, from_tile, start_tile + from_tile - sink_tiles) * TILE
-        )
-        slot += tl.arange(0, TILE)
-        key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
-        value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
-        scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
-        for index in range(from_tile, to_tile):
-            tile = tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
-            slot = tile * TILE + tl.arange(0, TILE)
-            is_held = slot < end
-            inside = slot % BLOCK_SIZE
-            position = slot + tl.where(slot >= sink_length, evicted_span, 0)
+        # Where sink tokens meet queries of their own, their tiles are a loop of its own: a branch within the
+        # loop would leave it without a software pipeline.
+        for phase in tl.static_range(1 - HAS_SINK_QUERIES, 2):
+            begin_tile, end_tile = from_tile, to_tile
+            if HAS_SINK_QUERIES:
+                if phase == 0:
+                    end_tile = tl.minimum(to_tile, sink_tiles)
+                else:
+                    begin_tile = tl.maximum(from_tile, sink_tiles)
+            # The blocks of keys, values and scales: in three shapes, as threads hold each differently.
+            behind = start_tile + begin_tile - sink_tiles
+            slot = tl.where(begin_tile < sink_tiles, begin_tile, behind) * TILE
+            slot += tl.arange(0, TILE)
+            key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
+            value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
+            scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
+            for index in range(begin_tile, end_tile):
+                tile = tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
+                slot = tile * TILE + tl.arange(0, TILE)
+                is_held = slot < end
+                inside = slot % BLOCK_SIZE
+                position = slot + tl.where(slot >= sink_length, evicted_span, 0)
 
-            key_place = key_blocks * key_block + inside[None, :] * key_slot
-            mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
-            key = tl.load(key_head_ptr + key_place + lanes[:, None], mask=mask, other=0.0)
-            if HAS_SCALES:
-                key = key.to(tl.float32)
-            key = key.to(query.dtype)
-            scores = tl.dot(query, key, input_precision=PRECISION)
-            if REST_DIM:
-                mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
-                key_rest = tl.load(key_head_ptr + key_place + rest[:, None], mask=mask, other=0.0)
+                key_place = key_blocks * key_block + inside[None, :] * key_slot
+                mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
+                key = tl.load(key_head_ptr + key_place + lanes[:, None], mask=mask, other=0.0)
                 if HAS_SCALES:
-                    key_rest = key_rest.to(tl.float32)
-                key_rest = key_rest.to(query.dtype)
-                scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
-            if HAS_SINK_QUERIES:  # noqa: SIM102 - a constexpr, the inner condition is not
-                if index < sink_tiles:
+                    key = key.to(tl.float32)
+                key = key.to(query.dtype)
+                scores = tl.dot(query, key, input_precision=PRECISION)
+                if REST_DIM:
+                    mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
+                    key_rest = tl.load(
+                        key_head_ptr + key_place + rest[:, None], mask=mask, other=0.0
+                    )
+                    if HAS_SCALES:
+                        key_rest = key_rest.to(tl.float32)
+                    key_rest = key_rest.to(query.dtype)
+                    scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
+                if HAS_SINK_QUERIES and phase == 0:
                     others = tl.dot(sink_queries, key, input_precision=PRECISION)
                     if REST_DIM:
                         others = tl.dot(
                             sink_query_rest, key_rest, others, input_precision=PRECISION
                         )
                     scores = tl.where((position < NUM_SINK_TOKENS)[None, :], others, scores)
-            scores = scores * scale
-            if HAS_SCALES:
-                scale_place = scale_blocks * scale_block + inside * scale_slot + kv_head
-                key_scale = tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)
-                value_scale = tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)
-                scores = scores * key_scale[None, :]
-            if SOFTCAP > 0.0:
-                scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
-            scores = scores * _LOG2E
-            visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
-            if WINDOW:
-                in_window = position[None, :] > query_position[:, None] - WINDOW
-                visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
-            if CHUNK:
-                chunk_start = query_position - query_position % CHUNK
-                visible = visible & (position[None, :] >= chunk_start[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-
-            highest_score = tl.maximum(top, tl.max(scores, 1))
-            # Rows without a visible key yet: avoids inf - inf.
-            base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
-            old = tl.exp2(top - base)
-            weights = tl.exp2(scores - base[:, None])
-            total = total * old + tl.sum(weights, 1)
-            top = highest_score
-            if HAS_SCALES:
-                weights = weights * value_scale[None, :]
-            if VALUES_IN_KEYS:
-                value = tl.trans(key)
-            else:
-                value_place = value_blocks * value_block + inside[:, None] * value_slot
-                mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
-                value = tl.load(
-                    value_head_ptr + value_place + value_lanes[None, :], mask=mask, other=0.0
-                )
+                scores = scores * scale
                 if HAS_SCALES:
-                    value = value.to(tl.float32)
-                value = value.to(query.dtype)
-            acc = acc * old[:, None]
-            acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
+                    scale_place = scale_blocks * scale_block + inside * scale_slot + kv_head
+                    key_scale = tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)
+                    value_scale = tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)
+                    scores = scores * key_scale[None, :]
+                if SOFTCAP > 0.0:
+                    scores = SOFTCAP * (
+                        1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0)
+                    )
+                scores = scores * _LOG2E
+                visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
+                if WINDOW:
+                    in_window = position[None, :] > query_position[:, None] - WINDOW
+                    visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
+                if CHUNK:
+                    chunk_start = query_position - query_position % CHUNK
+                    visible = visible & (position[None, :] >= chunk_start[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
 
-            following = index + 1
-            tile = tl.where(following < sink_tiles, following, start_tile + following - sink_tiles)
-            slot = tile * TILE + tl.arange(0, TILE)
-            key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
-            value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
-            scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
+                highest_score = tl.maximum(top, tl.max(scores, 1))
+                # Rows without a visible key yet: avoids inf - inf.
+                base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
+                old = tl.exp2(top - base)
+                weights = tl.exp2(scores - base[:, None])
+                total = total * old + tl.sum(weights, 1)
+                top = highest_score
+                if HAS_SCALES:
+                    weights = weights * value_scale[None, :]
+                if VALUES_IN_KEYS:
+                    value = tl.trans(key)
+                else:
+                    value_place = value_blocks * value_block + inside[:, None] * value_slot
+                    mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
+                    value = tl.load(
+                        value_head_ptr + value_place + value_lanes[None, :], mask=mask, other=0.0
+                    )
+                    if HAS_SCALES:
+                        value = value.to(tl.float32)
+                    value = value.to(query.dtype)
+                acc = acc * old[:, None]
+                acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
+
+                following = index + 1
+                tile = tl.where(
+                    following < sink_tiles, following, start_tile + following - sink_tiles
+                )
+                slot = tile * TILE + tl.arange(0, TILE)
+                key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
+                value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
+                scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
 
         out_mask = is_row[:, None] & (value_lanes < VALUE_DIM)[None, :]
         if IN_PARTS:

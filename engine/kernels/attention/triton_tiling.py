@@ -98,7 +98,8 @@ def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
     # Decode leaves room for a second program on the multiprocessor.
     room = limits.shared_bytes // (2 if is_short and not heads.is_wide else 1)
     while True:
-        warps = 8 if rows > 16 else 4
+        # Of a wide tile of 8 bits the 16-bit copy and the sums are more than four warps' registers hold.
+        warps = 8 if rows > 16 or (heads.is_wide and heads.cache_bytes < heads.query_bytes) else 4
         for stages, keys in ((3, tile), (3, tile // 2), (2, tile), (2, tile // 2), (1, 16)):
             chosen = Tiling(rows, group_tile, max(16, keys), warps, stages)
             if chosen.shared_bytes(heads, has_wgmma) <= room:

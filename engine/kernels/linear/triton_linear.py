@@ -23,6 +23,7 @@ class FloatInputLinear:
     ) -> None:
         self._scheme, self._input_scale = weight.scheme, weight.parts().get("input_scale")
         self.tiles, self._dtype = tiles, dtype
+        self.decoded = tiles.with_table_in(dtype)
         self.quantizes_inputs = weight.scheme.activations is not None
         self.weight_bytes = tiles.weight_bytes
         name = f"{self._scheme.label}, {tiles.out_features} x {tiles.in_features}, {dtype}"
@@ -35,7 +36,7 @@ class FloatInputLinear:
         return (self._fused if len(x) <= self._crossover else self._as_floats)(x)
 
     def _fused(self, x: torch.Tensor) -> torch.Tensor:
-        return gemm(x, self.tiles, self._dtype)
+        return gemm(x, self.decoded, self._dtype)
 
     def _as_floats(self, x: torch.Tensor) -> torch.Tensor:
         if self.tiles.order is not None:

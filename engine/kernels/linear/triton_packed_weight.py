@@ -112,6 +112,14 @@ class TritonPackedWeight:
         parts = (self.codes, self.scales, self.lows, self.outer_scales, self.outer_lows, self.table)
         return sum(part.nbytes for part in parts if part is not None)
 
+    def with_table_in(self, dtype: torch.dtype) -> TritonPackedWeight:
+        """The weight for a GEMM of that dtype, with its lookup table in it, to which the GEMM rounds it.
+
+        Entries of 16 bits are too short for asynchronous copies, so a lookup goes to registers and not by way
+        of a buffer in shared memory, whose stages the codes would go without.
+        """
+        return self if self.table is None else replace(self, table=self.table.to(dtype))
+
 
 def has_halves(piece: int) -> bool:
     """Whether a word has an input of either half of a piece, not two neighbours."""

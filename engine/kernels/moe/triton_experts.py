@@ -135,5 +135,5 @@ def _packed_weight(kernel: LinearKernel | None) -> TritonPackedWeight | None:
     if isinstance(kernel, QuantizedInputLinear):
         return kernel.tiles
     if isinstance(kernel, FloatInputLinear) and not kernel.quantizes_inputs:
-        return kernel.tiles
+        return kernel.decoded
     return pack_float_weight(kernel.weight) if isinstance(kernel, TorchLinear) else None
