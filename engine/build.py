@@ -41,6 +41,7 @@ from .execution.token_graphs import TokenGraphs, token_graph_sizes
 from .execution.warm_up import warm_up
 from .kernels.linear.native_linear import native_linear
 from .model.decoder.decoder import Decoder
+from .model.lora.slots import LEAST_RANK
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules
@@ -194,6 +195,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, tokenizer)
     with explaining_out_of_memory("the model", device):
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
+        if not config.enforce_eager and model.is_capturable:
+            _make_lora_slots(config, model)
     check_states(config, model.state_layouts)
     check_eviction(config, model)
     draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
@@ -222,6 +225,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ImageRules(model.image_spec, checkpoint.config, streams="streams" in config.features),
         _activation_bits(config, method, device, dtype),
     )
+
+
+def _make_lora_slots(config: EngineConfig, model: CausalModel) -> None:
+    """Slots for the adapters of captured steps; one more than `max_loras`, as an adapter may replace one
+    that requests still use."""
+    if model.lora_bank is None or config.tensor_parallel_size > 1:
+        return
+    if config.max_loras is None:
+        model.lora_bank.make_slots(len(config.loras))
+    else:
+        model.lora_bank.make_slots(config.max_loras + 1, LEAST_RANK)
 
 
 def _activation_bits(

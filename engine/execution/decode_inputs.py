@@ -17,6 +17,7 @@ from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..kernels.graphs.advance_step import AdvanceCall
 from ..model.layers.attention import StepInputs
+from ..model.lora.slots import NO_SLOT
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
 
@@ -35,7 +36,7 @@ def is_plain_decode(runs: Sequence[Run]) -> bool:
 
 
 class DecodeInputs:
-    """Token ids, positions, slots, lengths and block tables of up to `rows` sequences.
+    """Token ids, positions, slots, lengths, adapters and block tables of up to `rows` sequences.
 
     Rows of padding see one token, of the null block. On a CPU NumPy arrays share the tensors' memory.
     """
@@ -45,9 +46,10 @@ class DecodeInputs:
     ) -> None:
         self._block_size, self._dtype, self._device = block_size, dtype, device
         # Rows of whole cache lines: each column is aligned, as Triton's kernels specialize for.
-        self._columns = torch.zeros(5, -(-rows // 8) * 8, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(6, -(-rows // 8) * 8, dtype=torch.int64, device=device)
         columns = self._columns[:, :rows]
-        self._token_ids, self._positions, self._slots, self._lengths, self._evicted_spans = columns
+        self._token_ids, self._positions, self._slots, self._lengths = columns[:4]
+        self._evicted_spans, self.adapter_slots = columns[4:]
         self._lengths.fill_(1)
         self._rows = torch.arange(rows, device=device)
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
@@ -85,7 +87,14 @@ class DecodeInputs:
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
         return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
 
-    def fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
+    def fill(
+        self,
+        inputs: StepInputs,
+        group: DecodeGroup,
+        rows: int,
+        size: int,
+        adapter_slots: Sequence[int] = (),
+    ) -> None:
         """Copy a step's values."""
         self._forget_batch()
         self._token_ids[:rows] = inputs.token_ids
@@ -93,16 +102,18 @@ class DecodeInputs:
         self._slots[:rows] = inputs.slots
         self._lengths[:rows] = group.lengths
         self._evicted_spans[:rows] = group.evicted_spans
+        if adapter_slots:
+            self.adapter_slots[:rows] = packed([adapter_slots], self._device)[0]
         tables = group.block_ids.view(rows, -1)
         self._tables[:rows, : tables.shape[1]] = tables
         self._filled[:rows] = [None] * rows
         self._pad(rows, size)
 
-    def fill_runs(self, runs: Sequence[Run], size: int) -> None:
+    def fill_runs(self, runs: Sequence[Run], size: int, adapter_slots: Sequence[int] = ()) -> None:
         """Write the values of a plain decode step."""
         assert self._arrays is not None
         self._forget_batch()
-        token_ids, positions, slots, lengths, _, tables = self._arrays
+        token_ids, positions, slots, lengths, _, adapters, tables = self._arrays
         rows, block_size = len(runs), self._block_size
         starts = [run.start for run in runs]
         token_ids[:rows] = [run.token_ids[0] for run in runs]
@@ -114,6 +125,7 @@ class DecodeInputs:
             for run in runs
         ]
         self._evicted_spans[:rows] = 0
+        adapters[:rows] = adapter_slots or NO_SLOT
         for row, run in enumerate(runs):
             if run.block_ids != self._filled[row]:
                 held = run.block_ids[: run.start // block_size + 1]
@@ -122,13 +134,19 @@ class DecodeInputs:
                 self._filled[row] = run.block_ids if len(held) == len(run.block_ids) else None
         self._pad(rows, size)
 
-    def fill_batch(self, rows: DecodeRows, size: int, sampled: torch.Tensor | None = None) -> None:
+    def fill_batch(
+        self,
+        rows: DecodeRows,
+        size: int,
+        sampled: torch.Tensor | None = None,
+        adapter_slots: Sequence[int] = (),
+    ) -> None:
         """Write a decode step; in place, where the one before it in its batch was written last.
 
         `sampled` are the tokens [rows] of rows with placeholders, on the device.
         """
         if not self._follows(rows):
-            self._begin_batch(rows, size)
+            self._begin_batch(rows, size, adapter_slots)
         elif self._arrays is not None:
             self._go_on(rows)
         else:
@@ -148,7 +166,7 @@ class DecodeInputs:
         pointers = (tensor.data_ptr() for tensor in (*columns, self._tables, sampled))
         return AdvanceCall(*pointers, rows, self._tables.shape[1], self._block_size, 0)
 
-    def follow_batch(self, rows: DecodeRows, size: int) -> bool:
+    def follow_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int] = ()) -> bool:
         """Prepare a step that begins with `advance_step`; returns whether that has to advance the values.
 
         Else the step before was another, and the values are written.
@@ -159,18 +177,19 @@ class DecodeInputs:
                 self._mirror.append(*begun)
             self._index = rows.step
         else:
-            self.fill_batch(rows, size)
+            self.fill_batch(rows, size, None, adapter_slots)
             self._advances = True
         return advances
 
     def _follows(self, rows: DecodeRows) -> bool:
         return rows.batch is self._batch and rows.step == self._index + 1
 
-    def _begin_batch(self, rows: DecodeRows, size: int) -> None:
+    def _begin_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int]) -> None:
         """Write all but the tokens; of the tables what the batch before did not have in them."""
         batch, count, block_size = rows.batch, len(rows), self._block_size
-        values = np.zeros((4, count), np.int64)
-        positions, slots, lengths, _ = values
+        values = np.zeros((5, count), np.int64)
+        positions, slots, lengths = values[:3]
+        values[-1] = adapter_slots or NO_SLOT
         positions[:] = batch.starts
         positions += rows.step
         np.add(positions, 1, out=lengths)
@@ -238,6 +257,7 @@ class DecodeInputs:
         self._slots[rows:size] = NULL_BLOCK * self._block_size
         self._lengths[rows:size] = 1
         self._evicted_spans[rows:size] = 0
+        self.adapter_slots[rows:size] = NO_SLOT
         self._tables[rows:size, 0] = NULL_BLOCK
         self._filled[rows:size] = [None] * (size - rows)
 

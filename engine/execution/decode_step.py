@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,12 +76,12 @@ class DecodeStep:
         self._graphs = graph, head  # keep alive what their launches point at
         self._forward = DecodeForward(self._captured(graph, head), tokens)
 
-    def prepare(self, rows: DecodeRows) -> DecodeForward:
+    def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> DecodeForward:
         """The step, with the inputs of `rows` in place."""
         if self._advance is None:
-            self._inputs.fill_batch(rows, self._size)
+            self._inputs.fill_batch(rows, self._size, None, adapter_slots)
         else:
-            self._advance.follows = self._inputs.follow_batch(rows, self._size)
+            self._advance.follows = self._inputs.follow_batch(rows, self._size, adapter_slots)
         return self._forward
 
     def _captured(self, graph: CpuGraph, head: CpuGraph) -> Callable[[], torch.Tensor]:

@@ -140,7 +140,7 @@ class ModelRunner:
 
     def _takes_batch(self, plan: StepPlan, rows: DecodeRows) -> bool:
         """Whether only the rows' positions, blocks and tokens are new to it."""
-        plain = self._proposer is None and self.evictor is None and not rows.batch.has_adapters
+        plain = self._proposer is None and self.evictor is None
         return plain and not (plan.copies or plan.compactions)
 
     def _launch_batch(
@@ -150,7 +150,10 @@ class ModelRunner:
         batch = rows.batch
         with timer("prepare_inputs"):
             placed = None if sampled is None else sampled.of(batch)
-            forward = self._graphs.prepare_batch(rows, placed)
+            slots = self._adapter_slots(batch.rows) if batch.has_adapters else []
+            forward = None
+            if slots is not None:
+                forward = self._graphs.prepare_batch(rows, placed, slots)
         if forward is None:
             return None
         result = StepResult(replayed=True)
@@ -265,25 +268,34 @@ class ModelRunner:
     def _prepare(self, layout: StepLayout, sampled: SampledTokens | None) -> Forward:
         """The forward pass with its inputs in place."""
         plain = sampled is None and self._proposer is None and self.evictor is None
-        if plain and not any(row.lora for row in layout.rows):
-            forward = self._graphs.prepare_decode(layout.runs)
+        slots = self._adapter_slots(layout.rows)
+        if slots is not None:
+            forward = self._graphs.prepare_decode(layout.runs, slots) if plain else None
+            forward = forward or self._prepare_tokens(layout, sampled, slots)
             if forward is not None:
                 return forward
-        if (forward := self._prepare_tokens(layout, sampled)) is not None:
-            return forward
-        return self._graphs.prepare(self._inputs(layout, sampled))
+        return self._graphs.prepare(self._inputs(layout, sampled), slots)
 
-    def _prepare_tokens(self, layout: StepLayout, sampled: SampledTokens | None) -> Forward | None:
+    def _adapter_slots(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
+        """The slot of each row's adapter, none where no row has one; None: some adapter is in no slot."""
+        bank = self.decoder.lora_bank
+        if bank is None or not any(row.lora for row in rows):
+            return []
+        return bank.slots_of(row.lora for row in rows) if bank.has_slots else None
+
+    def _prepare_tokens(
+        self, layout: StepLayout, sampled: SampledTokens | None, slots: Sequence[int]
+    ) -> Forward | None:
         """A captured step in which some sequence has several tokens; None: it is none."""
         graphs = self._token_graphs
-        if graphs is None or self.evictor is not None or any(row.lora for row in layout.rows):
+        if graphs is None or self.evictor is not None:
             return None
         if layout.num_tokens == len(layout.runs):
             return None
         fill = None
         if sampled is not None and (placeholders := layout.placeholders):
             fill = partial(sampled.fill_placeholders, placeholders=placeholders)
-        return graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill)
+        return graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill, slots)
 
     def _ends(self, layout: StepLayout) -> torch.Tensor | None:
         """Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order."""

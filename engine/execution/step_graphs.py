@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
 from ..model.layers.attention import LayerCache, StepInputs
+from ..model.lora.slots import SlotMask
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeRows
@@ -59,6 +61,15 @@ class Forward(NamedTuple):
     is_replay: bool
 
 
+class _Kind(NamedTuple):
+    """What tells captured decode steps apart; `adapters`: whether rows may have some."""
+
+    size: int
+    sink_length: int = 0
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    adapters: bool = False
+
+
 class StepGraphs:
     """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
 
@@ -87,8 +98,8 @@ class StepGraphs:
         self._all_early = device.type == "cuda"
         rows = max(self._sizes, default=0)
         self._static = DecodeInputs(rows, max_blocks, block_size, device, dtype)
-        self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
-        self._decode_steps: dict[tuple[int, bool], DecodeStep] = {}
+        self._graphs: dict[_Kind, Graph] = {}
+        self._decode_steps: dict[tuple[_Kind, bool], DecodeStep] = {}
         self.gave_up = False
         """Whether capturing failed, so that every step is eager."""
 
@@ -103,7 +114,8 @@ class StepGraphs:
         def capture() -> None:
             for place, size in enumerate(reversed(self._sizes)):
                 if self._all_early or place == 0 or size.bit_count() == 1:
-                    self._graph(size, 0, aux_hidden_state_layers)
+                    for adapters in with_and_without_adapters(self._model):
+                        self._graph(_Kind(size, 0, aux_hidden_state_layers, adapters))
 
         if not succeeds(capture, "decode steps"):
             self.give_up()
@@ -113,11 +125,14 @@ class StepGraphs:
         self._sizes, self.gave_up = (), True
         self._graphs.clear()
 
-    def prepare(self, inputs: StepInputs) -> Forward:
-        """Choose a graph and fill its static inputs with a step's values, or leave the step eager."""
+    def prepare(self, inputs: StepInputs, adapter_slots: Sequence[int] | None = ()) -> Forward:
+        """Choose a graph and fill its static inputs with a step's values, or leave the step eager.
+
+        `adapter_slots`: of each row, none where no row has an adapter; None: some adapter is in no slot.
+        """
         group = inputs.batch.decode
         eager = Forward(partial(self._model.forward, inputs, self._caches), is_replay=False)
-        if inputs.batch.spans or group is None or inputs.adapters or inputs.scored:
+        if inputs.batch.spans or group is None or adapter_slots is None or inputs.scored:
             return eager
         if inputs.embedded is not None:
             return eager  # a chunk of one token, of an image; it may have three positions
@@ -125,20 +140,26 @@ class StepGraphs:
         size = self._size_of(rows)
         if size is None:
             return eager
-        self._static.fill(inputs, group, rows, size)
-        return self._replay(rows, size, group.sink_length, inputs.aux_hidden_state_layers)
+        self._static.fill(inputs, group, rows, size, adapter_slots)
+        aux = inputs.aux_hidden_state_layers
+        return self._replay(rows, _Kind(size, group.sink_length, aux, bool(adapter_slots)))
 
-    def prepare_decode(self, runs: Sequence[Run]) -> Forward | None:
+    def prepare_decode(
+        self, runs: Sequence[Run], adapter_slots: Sequence[int] = ()
+    ) -> Forward | None:
         """Fill a captured decode step from its runs, without input tensors; None: it is not captured, or
-        not a plain one. Adapters and what else `StepInputs` tells are the caller's to know."""
+        not a plain one. What else `StepInputs` tells is the caller's to know."""
         size = self._size_of(len(runs)) if self._static.takes_runs else None
         if size is None or not is_plain_decode(runs):
             return None
-        self._static.fill_runs(runs, size)
-        return self._replay(len(runs), size, 0, ())
+        self._static.fill_runs(runs, size, adapter_slots)
+        return self._replay(len(runs), _Kind(size, adapters=bool(adapter_slots)))
 
     def prepare_batch(
-        self, rows: DecodeRows, sampled: torch.Tensor | None = None
+        self,
+        rows: DecodeRows,
+        sampled: torch.Tensor | None = None,
+        adapter_slots: Sequence[int] = (),
     ) -> DecodeForward | None:
         """Fill a captured decode step, in place where it follows another; None: it is not captured.
 
@@ -148,43 +169,37 @@ class StepGraphs:
         size = self._size_of(count)
         if size is None:
             return None
+        kind = _Kind(size, adapters=bool(adapter_slots))
         is_whole = size == count and sampled is None and self._static.takes_runs
-        key = size, rows.batch.takes_largest
+        key = kind, rows.batch.takes_largest
         if is_whole and (step := self._decode_steps.get(key)) is not None:
-            return step.prepare(rows)
+            return step.prepare(rows, adapter_slots)
         # Before a capture, whose torch operations write to the slots that the inputs hold.
         with torch.inference_mode():
-            self._static.fill_batch(rows, size, sampled)
-        graph = self._captured(size, 0, ())
+            self._static.fill_batch(rows, size, sampled, adapter_slots)
+        graph = self._captured(kind)
         if not (is_whole and isinstance(graph, CpuGraph)):
             return DecodeForward(lambda: self._model.logits(graph.replay()[:count]))
         capture: Any = self._capture  # of a CPU, since the graph is
         step = self._decode_steps[key] = DecodeStep(
             self._model, graph, self._static, size, capture, takes_largest=key[1]
         )
-        return step.prepare(rows)
+        return step.prepare(rows, adapter_slots)
 
     def _size_of(self, rows: int) -> int | None:
         """The smallest size that holds so many rows."""
         place = bisect_left(self._sizes, rows)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def _replay(
-        self, rows: int, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
-    ) -> Forward:
-        graph = self._captured(size, sink_length, aux_hidden_state_layers)
+    def _replay(self, rows: int, kind: _Kind) -> Forward:
+        graph = self._captured(kind)
         return Forward(lambda: graph.replay()[:rows], is_replay=True)
 
-    def _captured(
-        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
-    ) -> Graph:
-        """The graph of a size, captured now if it was not."""
-        key = size, sink_length, aux_hidden_state_layers
-        return self._graphs.get(key) or self._graph(*key)
+    def _captured(self, kind: _Kind) -> Graph:
+        """The graph of a kind, captured now if it was not."""
+        return self._graphs.get(kind) or self._graph(kind)
 
-    def _graph(
-        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
-    ) -> Graph:
+    def _graph(self, kind: _Kind) -> Graph:
         """Capture a step on the static inputs."""
         inputs: StepInputs
 
@@ -192,15 +207,30 @@ class StepGraphs:
             # New for each call, because a kernel computes the batch's layout on first use; and kept alive,
             # because the graph may point to it.
             nonlocal inputs
-            inputs = self._static.step(size, sink_length, aux_hidden_state_layers)
+            inputs = self._static.step(*kind[:3])
+            if kind.adapters:
+                rows = self._static.adapter_slots[: kind.size]
+                inputs = replace(inputs, adapters=slot_mask(self._model, rows))
             return self._model.forward(inputs, self._caches)
 
-        graph = self._graphs[size, sink_length, aux_hidden_state_layers] = self._capture(call)
+        graph = self._graphs[kind] = self._capture(call)
         # Capturing wrote meaningless values to the null block; padding in a table is read, with weight 0.
         for cache in self._caches:
             for part in cache.parts:
                 part[NULL_BLOCK].zero_()
         return graph
+
+
+def with_and_without_adapters(model: CausalModel) -> tuple[bool, ...]:
+    """Whether steps are captured without adapters, which then cost nothing, and with them."""
+    has_slots = model.lora_bank is not None and model.lora_bank.has_slots
+    return (False, True) if has_slots else (False,)
+
+
+def slot_mask(model: CausalModel, slots: torch.Tensor) -> SlotMask:
+    """The mask of the adapters in these slots, int64 [rows]."""
+    assert model.lora_bank is not None
+    return model.lora_bank.mask(slots)
 
 
 class EagerGraph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from ..kernels.attention.paged_attention import AttentionBatch
 from ..model.layers.attention import LayerCache, StepInputs
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
-from .step_graphs import Capture, Forward, Graph, succeeds
+from .step_graphs import (
+    Capture,
+    Forward,
+    Graph,
+    slot_mask,
+    succeeds,
+    with_and_without_adapters,
+)
 
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of the captured steps, one of them padding: with more, the GPU is busy for longer than a launch."""
@@ -59,7 +67,7 @@ class TokenGraphs:
         self._model, self._caches = model, caches
         self._sizes = tuple(sizes) if model.captures_any_step else ()
         self._block_size, self._dtype, self._capture = block_size, dtype, capture
-        self._graphs: dict[tuple[int, tuple[int, ...]], Graph] = {}
+        self._graphs: dict[tuple[int, tuple[int, ...], bool], Graph] = {}
         self._buffers: dict[int, Any] = {}
         if self._sizes:
             from ..kernels.attention.triton_static_metadata import StaticBuffer
@@ -77,7 +85,8 @@ class TokenGraphs:
 
         def capture() -> None:
             for size in reversed(self._sizes):
-                self._graph(size, aux_hidden_state_layers)
+                for adapters in with_and_without_adapters(self._model):
+                    self._graph(size, aux_hidden_state_layers, adapters)
 
         if not succeeds(capture, "steps of several tokens"):
             self.give_up()
@@ -92,11 +101,12 @@ class TokenGraphs:
         runs: Sequence[Run],
         aux_hidden_state_layers: tuple[int, ...] = (),
         fill_placeholders: Callable[[torch.Tensor], None] | None = None,
+        adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
         """Fill the static inputs with a step's values; None: the step is not one that is captured.
 
-        `fill_placeholders` writes token ids that only the device knows. Adapters and what else `StepInputs`
-        tells are the caller's to know.
+        `fill_placeholders` writes token ids that only the device knows. `adapter_slots` are of each run, none
+        where no run has an adapter. What else `StepInputs` tells is the caller's to know.
         """
         rows = sum(len(run.token_ids) for run in runs)
         place = bisect_left(self._sizes, rows + 1)
@@ -104,21 +114,24 @@ class TokenGraphs:
             return None
         size = self._sizes[place]
         buffer = self._buffers[size]
-        buffer.fill(*self._values(runs))
+        buffer.fill(*self._values(runs, adapter_slots))
         if fill_placeholders is not None:
             fill_placeholders(buffer.column(0)[:rows])
-        graph = self._graphs.get((size, aux_hidden_state_layers))
+        kind = size, aux_hidden_state_layers, bool(adapter_slots)
+        graph = self._graphs.get(kind)
         if graph is None:
-            graph = self._graph(size, aux_hidden_state_layers)
+            graph = self._graph(*kind)
             # Its capture ran on a step of padding.
-            buffer.fill(*self._values(runs))
+            buffer.fill(*self._values(runs, adapter_slots))
             if fill_placeholders is not None:
                 fill_placeholders(buffer.column(0)[:rows])
         replay = graph.replay
         return Forward(lambda: replay()[:rows], is_replay=True)
 
-    def _values(self, runs: Sequence[Run]) -> tuple[list[list[int]], list[Any]]:
-        """Columns (token ids, positions, slots) and segments of a step."""
+    def _values(
+        self, runs: Sequence[Run], adapter_slots: Sequence[int]
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Columns (token ids, positions, slots, slots of adapters) and segments of a step."""
         from ..kernels.attention.triton_static_metadata import Segment
 
         token_ids: list[int] = []
@@ -134,34 +147,38 @@ class TokenGraphs:
             slots += [blocks[p // size] * size + p % size for p in range(run.start, end)]
             held = blocks[: -(-end // size)]
             segments.append(Segment(begin, len(run.token_ids), end, held))
-        return [token_ids, positions, slots], segments
+        counted = zip(adapter_slots, runs, strict=True) if adapter_slots else ()
+        adapters = [slot for slot, run in counted for _ in run.token_ids]
+        return [token_ids, positions, slots, adapters], segments
 
-    def _graph(self, size: int, aux_hidden_state_layers: tuple[int, ...]) -> Graph:
+    def _graph(self, size: int, aux_hidden_state_layers: tuple[int, ...], adapters: bool) -> Graph:
         """Capture a step of padding."""
         buffer = self._buffers[size]
-        buffer.fill([[], [], []], ())
+        buffer.fill([[]] * buffer.columns, ())
         inputs: StepInputs
 
         def call() -> torch.Tensor:
             # As in `StepGraphs`: new for each call, and kept alive.
             nonlocal inputs
-            inputs = self._inputs(buffer, aux_hidden_state_layers)
+            inputs = self._inputs(buffer, aux_hidden_state_layers, adapters)
             return self._model.forward(inputs, self._caches)
 
-        graph = self._graphs[size, aux_hidden_state_layers] = self._capture(call)
+        graph = self._graphs[size, aux_hidden_state_layers, adapters] = self._capture(call)
         for cache in self._caches:
             for part in cache.parts:
                 part[NULL_BLOCK].zero_()
         return graph
 
-    def _inputs(self, buffer: Any, aux_hidden_state_layers: tuple[int, ...]) -> StepInputs:
+    def _inputs(
+        self, buffer: Any, aux_hidden_state_layers: tuple[int, ...], adapters: bool
+    ) -> StepInputs:
         from ..kernels.attention.triton_static_metadata import StaticMetadata
 
         metadata = StaticMetadata(buffer, self._block_size)
         batch = AttentionBatch([], None, self._block_size, self._dtype, metadata)
-        token_ids, positions, slots = (buffer.column(index) for index in range(buffer.columns))
-        given = token_ids, positions, slots, batch
-        return StepInputs(*given, aux_hidden_state_layers=aux_hidden_state_layers)
+        *given, rows = (buffer.column(index) for index in range(buffer.columns))
+        inputs = StepInputs(*given, batch, aux_hidden_state_layers=aux_hidden_state_layers)
+        return replace(inputs, adapters=slot_mask(self._model, rows)) if adapters else inputs
 
 
 def token_graph_sizes(device: torch.device, max_tokens: int) -> tuple[int, ...]:

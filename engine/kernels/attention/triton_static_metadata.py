@@ -44,7 +44,8 @@ class _TileKind:
 class StaticBuffer:
     """The host's and the device's copy of everything that a replay reads; one copy brings a step.
 
-    In order: `columns` of `size` numbers each (token ids, positions, slots), segments, tiles, block table.
+    In order: `columns` of `size` numbers each (token ids, positions, slots, slots of adapters), segments,
+    tiles, block table.
 
     Attributes:
         size: tokens, the last of which is padding.
@@ -58,7 +59,7 @@ class StaticBuffer:
     kinds: dict[tuple[int, bool], _TileKind] = field(default_factory=dict)
     segments_filled: Sequence[Segment] = ()
 
-    columns = 3
+    columns = 4
 
     @staticmethod
     def capacity(size: int, max_blocks: int) -> int:
@@ -109,9 +110,8 @@ class StaticBuffer:
         """Copy a step's values; `columns` and `segments` are of its tokens, padding follows."""
         size, self.segments_filled = self.size, segments
         host = np.zeros(self._table_begin(size) + 1, np.int64)
-        for index, (column, padding) in enumerate(zip(columns, (0, 0, 0), strict=True)):
+        for index, column in enumerate(columns):
             host[index * size : index * size + len(column)] = column
-            host[index * size + len(column) : (index + 1) * size] = padding
         fields, table = self._fields(segments)
         begin = self.columns * size
         host[begin : begin + fields.size] = fields.ravel()

@@ -80,7 +80,7 @@ class StepInputs:
         positions: int64 [tokens]; [3, tokens], temporal, height and width, with M-RoPE where they differ.
         slots: int64 [tokens], slot mapping: where each token's keys and values are written.
         batch: attention metadata: block tables, lengths, tree masks.
-        adapters: int64, tokens by LoRA adapter name; None: all tokens.
+        adapters: int64, tokens by LoRA adapter name, None: all tokens; or the mask of their slots.
         aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
         states: of the sequences of a model with constant state.
         scored: tokens whose attention weights are summed, for KV eviction.

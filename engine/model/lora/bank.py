@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ...base.transfer import packed
 from ..layers.projection import AdapterRows, LinearSite
 from ..parallel.weight_slice import take_rows
 from .read import read_adapter
+from .slots import NO_SLOT, SlotMask, SlottedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,20 @@ class _Part:
 
 @dataclass(slots=True)
 class _Delta:
-    """LoRA delta of one projection: a pair of GEMMs for each adapter that rows of the step use.
+    """LoRA delta of one projection: a pair of GEMMs for each adapter that rows of the step use, or in a
+    captured step one pair for all slots.
 
     Each row is computed with its request's adapter only.
     """
 
     parts: dict[str, list[_Part]] = field(default_factory=dict)
+    slots: SlottedWeights | None = None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, adapters: AdapterRows) -> None:
+        if isinstance(adapters, SlotMask):
+            if self.slots is not None:
+                self.slots.add(x, y, adapters)
+            return
         for name, rows in adapters.items():
             if name not in self.parts:
                 continue
@@ -47,9 +54,20 @@ class _Delta:
                 else:
                     target.index_add_(0, rows, change)
 
-    def all_parts(self) -> list[_Part]:
-        """The parts of all adapters."""
-        return [part for parts in self.parts.values() for part in parts]
+    def takes(self, key: str) -> bool:
+        """Whether an adapter's weights here fit a slot."""
+        parts, slots = self.parts.get(key, []), self.slots
+        return all(slots is not None and slots.takes(p.outputs, len(p.down)) for p in parts)
+
+    def put(self, key: str, slot: int) -> None:
+        """Move an adapter's weights here to a slot."""
+        if self.slots is None:
+            return
+        self.slots.clear(slot)
+        self.parts[key] = [
+            _Part(*self.slots.put(slot, part.outputs, part.down, part.up), part.outputs)
+            for part in self.parts.get(key, [])
+        ]
 
 
 AdapterParts = list[tuple[LinearSite, _Part]]
@@ -79,19 +97,69 @@ class AdapterBank:
         self._linears, self._bases = linears, bases
         self._like: Any = {"device": device, "dtype": dtype}
         self._deltas: dict[int, _Delta] = {}
+        self._slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._slot_of_column: torch.Tensor | None = None
         for name, folder in folders.items():
             self.attach(name, self.read(folder))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all adapters' weights."""
-        held = [part for delta in self._deltas.values() for part in delta.all_parts()]
-        return sum(part.down.nbytes + part.up.nbytes for part in held)
+        """Bytes of all adapters' weights, with those of free slots."""
+        total = 0
+        for delta in self._deltas.values():
+            total += 0 if delta.slots is None else delta.slots.num_bytes
+            apart = [parts for key, parts in delta.parts.items() if key not in self._slots]
+            total += sum(part.down.nbytes + part.up.nbytes for parts in apart for part in parts)
+        return total
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the adapters that are held."""
+        return frozenset(key for delta in self._deltas.values() for key in delta.parts)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether captured steps may have adapters."""
+        return self._slot_of_column is not None
 
     def prepare(self) -> None:
         """Have every linear take adapters, so that later ones find no kernel that fuses it away."""
         for site in self._linears.values():
             self._delta(site)
+
+    def make_slots(self, num_slots: int, least_rank: int = 1) -> None:
+        """Give the linears that take adapters now so many slots, of the rank that their adapters need or of
+        `least_rank`, and move the adapters to them."""
+        parts = [p for d in self._deltas.values() for ps in d.parts.values() for p in ps]
+        rank = max([least_rank, *(len(part.down) for part in parts)])
+        like = torch.empty(0, **self._like)
+        sites: dict[int, dict[tuple[int, int], LinearSite]] = {}
+        for site in self._linears.values():
+            if id(site.projection) in self._deltas:
+                outputs = site.outputs.start, site.outputs.stop
+                sites.setdefault(id(site.projection), {})[outputs] = site
+        for projection, by_outputs in sites.items():
+            outputs = [site.outputs for site in by_outputs.values()]
+            inputs = next(iter(by_outputs.values())).in_features
+            slots = SlottedWeights(outputs, inputs, num_slots, rank, like)
+            self._deltas[projection].slots = slots
+        numbers = torch.arange(1, num_slots + 1, device=like.device)
+        self._slot_of_column = numbers.repeat_interleave(rank)
+        self._free_slots = [*range(num_slots, NO_SLOT, -1)]
+        for key in sorted(self.keys):
+            self._place(key)
+
+    def slots_of(self, keys: Iterable[str | None]) -> list[int] | None:
+        """The slot of each row's adapter, `NO_SLOT` without one; None: some adapter is in no slot."""
+        found = [NO_SLOT if key is None else self._slots.get(key) for key in keys]
+        slots = [slot for slot in found if slot is not None]
+        return slots if len(slots) == len(found) else None
+
+    def mask(self, slots: torch.Tensor) -> SlotMask:
+        """The mask of rows with these slots, int64 [rows]."""
+        assert self._slot_of_column is not None
+        return SlotMask.of(slots, self._slot_of_column, self._like["dtype"])
 
     def read(self, folder: Path) -> AdapterParts:
         """Read an adapter onto the device; changes nothing, so any thread may.
@@ -112,11 +180,22 @@ class AdapterBank:
         """Serve an adapter to rows of that key; no step may run meanwhile."""
         for site, part in parts:
             self._delta(site).parts.setdefault(key, []).append(part)
+        self._place(key)
 
     def detach(self, key: str) -> None:
         """Free an adapter's weights; no step may run meanwhile."""
         for delta in self._deltas.values():
             delta.parts.pop(key, None)
+        if (slot := self._slots.pop(key, None)) is not None:
+            self._free_slots.append(slot)
+
+    def _place(self, key: str) -> None:
+        """Move an adapter to a free slot, if there is one that it fits; else its steps are not captured."""
+        deltas = self._deltas.values()
+        if self._free_slots and all(delta.takes(key) for delta in deltas):
+            slot = self._slots[key] = self._free_slots.pop()
+            for delta in deltas:
+                delta.put(key, slot)
 
     def _delta(self, site: LinearSite) -> _Delta:
         delta = self._deltas.get(id(site.projection))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import (
@@ -96,11 +97,26 @@ def test_every_mode_serves_without_a_fault(mode: str, llama: Path) -> None:
     assert all(count >= 5 for count in served.num_tokens.values())
 
 
-def test_adapters_serve_without_a_fault(tmp_path: Path) -> None:
+def test_adapters_are_replayed_without_a_fault(tmp_path: Path) -> None:
+    """Graphs with adapters beside those without; a mix, and one that is loaded while another is served."""
     base = save_model(tmp_path / "base", *FAMILIES["llama-3.1"])
-    adapter = write_adapter(tmp_path / "adapter", base)
-    served = serve(Card(), tmp_path / "base", adapters=("a", None), loras={"a": adapter}, **FEW)
-    assert served.faults == [] and served.num_tokens == {"0": 5, "1": 5}
+    first, later = (write_adapter(tmp_path / f"{i}", base, seed=i) for i in range(2))
+    card, params = Card(), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    options = {"loras": {"first": first}, "max_loras": 2, "max_num_seqs": 3, **FEW}
+    with engine_on(card, tmp_path / "base", **options) as engine:
+        assert card.captures == 2 * (GRAPHS + 1)
+        engine.recorder = StepRecorder(engine.scheduler)
+        with card.during("step"):
+            for lora in ("first", None, "later"):
+                if lora == "later":
+                    engine.load_lora(lora, later)
+                engine.add_request(str(lora), [1, 2, 3], params, lora=lora)
+                engine.step()
+            while engine.has_unfinished():
+                engine.step()
+        assert all(step.replayed for step in engine.recorder.steps)
+    loading = ("engine/model/lora/", "engine/execution/lora_manager.py")
+    assert [fault for fault in card.faults() if not any(way in fault for way in loading)] == []
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}

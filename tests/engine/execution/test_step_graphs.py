@@ -26,9 +26,9 @@ def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int
     used: set[int] = set()
     graph_of = step_graphs.StepGraphs._captured
 
-    def captured(self: Any, size: int, *rest: Any) -> step_graphs.Graph:
-        used.add(size)
-        return graph_of(self, size, *rest)
+    def captured(self: Any, kind: Any) -> step_graphs.Graph:
+        used.add(kind.size)
+        return graph_of(self, kind)
 
     llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -80,7 +80,7 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
     llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
     captured = dict(llm.engine.runner._graphs._graphs)
     if RECORDS:
-        assert [size for size, _, _ in captured] == [8, 4, 2]
+        assert [kind.size for kind in captured] == [8, 4, 2]
         assert used <= {2, 4, 8}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert [list(one.token_ids) for one in llm.generate(PROMPTS, params)] == expected

@@ -15,6 +15,8 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import parse_adapters
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import IntScheme
 from llmopt.recipes import MODELS
@@ -114,6 +116,32 @@ def test_rows_of_a_batch_use_their_own_adapters(engine, folders):
     plain = build()
     without = generate(plain, [(prompt, None) for prompt, _ in requests])[0]
     assert [without[i] == alone[i] for i in range(8)] == [name is None for name in NAMES]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["serial", "async"])
+def test_one_graph_serves_any_mix(folders, options):
+    """Every decode step is replayed, whatever adapters its rows have, with the tokens of eager steps."""
+    requests = [(TOKENS[3 * i : 20 + 4 * i], name) for i, name in enumerate(NAMES)]
+    expected = generate(build(loras=folders, enforce_eager=True), requests)[0]
+    engine = build(loras=folders, **options)
+    engine.recorder = StepRecorder(engine.scheduler)
+    assert generate(engine, requests)[0] == expected
+    replayed = {step.replayed for step in engine.recorder.steps if step.decode_only}
+    assert replayed == {native_attention().reason is None}
+
+
+def test_an_adapter_that_is_loaded_later_is_replayed_from_a_slot(folders, tmp_path, base):
+    """Slots are used again, by adapters of fewer linears too; one of a higher rank than theirs is eager."""
+    high = write_adapter(tmp_path / "high", base, rank=20, seed=5)
+    request, later = (TOKENS[:20], "poet"), build(max_loras=1)
+    for place, folder in enumerate((folders["all"], folders["some"], high, folders["uneven"])):
+        expected = generate(build(loras={"poet": folder}, enforce_eager=True), [request])[0]
+        later.load_lora("poet", folder, load_inplace=place > 0)
+        later.recorder = StepRecorder(later.scheduler)
+        assert generate(later, [request])[0] == expected
+        decodes = [step for step in later.recorder.steps if step.decode_only]
+        is_replayed = native_attention().reason is None and folder is not high
+        assert {step.replayed for step in decodes} == {is_replayed}
 
 
 def test_adapters_share_no_prefix(engine):
