@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..base.image_input import NO_IMAGES, Images
-from ..base.transfer import packed
+from ..base.transfer import packed, to_device
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
 from ..model.layers.attention import StepInputs
 from ..model.layers.state import StateBatch
@@ -166,8 +167,8 @@ def _decode_columns(
 
 
 def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
-    ancestors = torch.eye(len(tree.parents), dtype=torch.bool)
+    ancestors = np.eye(len(tree.parents), dtype=np.bool_)
     for index, parent in enumerate(tree.parents):
         if parent >= 0:
             ancestors[index] |= ancestors[parent]
-    return TreeMask(torch.tensor(tree.depths, device=device), ancestors.to(device))
+    return TreeMask(packed([tree.depths], device)[0], to_device(ancestors, device))

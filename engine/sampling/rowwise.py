@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from ...quant.base.errors import BadInput
 from ..base.logits import LogitsProcessor, dense_mask
 from ..base.sampling_params import SamplingParams
+from ..base.transfer import packed, to_device
 from .noise import exponential_noise
 from .row import SamplingRow
 
@@ -38,7 +40,7 @@ class RowwiseSampling:
         self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
     ) -> torch.Tensor:
         rows = [exponential_noise(seed, position, size, stream) for seed, position in keys]
-        return torch.stack(rows).to(device)
+        return to_device(torch.stack(rows).numpy(), device)
 
 
 def largest(scores: torch.Tensor) -> torch.Tensor:
@@ -48,8 +50,14 @@ def largest(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(dim=-1)
 
 
+def _ids(token_ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+    """Token ids, int64, where the scores are, in a copy that the host does not wait for."""
+    return packed([list(token_ids)], like.device)[0]
+
+
 def _noise(row: SamplingRow, like: torch.Tensor) -> torch.Tensor:
-    return exponential_noise(row.seed, row.position, like.numel()).to(like.device)
+    noise = exponential_noise(row.seed, row.position, like.numel())
+    return to_device(noise.numpy(), like.device)
 
 
 def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -68,15 +76,14 @@ def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None
     """
     params = row.params
     if params.logit_bias:
-        tokens = torch.tensor(list(params.logit_bias), device=scores.device)
-        values = list(params.logit_bias.values())
-        scores[tokens] += torch.tensor(values, device=scores.device)
+        values = np.array(list(params.logit_bias.values()), np.float32)
+        scores[_ids(params.logit_bias, scores)] += to_device(values, scores.device)
     for processor in params.logits_processors:
         scores.copy_(processed(processor, row, scores))
     if params.penalizes:
         penalize(scores, row)
     if row.suppressed_ids:
-        scores[torch.tensor(sorted(row.suppressed_ids), device=scores.device)] = float("-inf")
+        scores.index_fill_(0, _ids(row.suppressed_ids, scores), float("-inf"))
     if params.token_mask is not None:
         constrain(scores, logits, row)
 
@@ -147,9 +154,9 @@ def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> N
         return
     lowest = float("-inf")
     scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
-    if bool((scores == lowest).all()):
-        stop_ids = torch.tensor(sorted(row.stop_ids), device=scores.device)
-        scores[stop_ids] = logits[stop_ids]
+    stop_ids = _ids(row.stop_ids, scores)
+    # Chosen on the device: the host would wait for it.
+    scores[stop_ids] = torch.where((scores == lowest).all(), logits[stop_ids], scores[stop_ids])
 
 
 def allowed(row: SamplingRow) -> torch.Tensor | None:
@@ -168,12 +175,11 @@ def penalize(scores: torch.Tensor, row: SamplingRow) -> None:
     """
     params, history = row.params, row.history
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(history)), device=scores.device)
+        seen = _ids(set(history), scores)
         values = scores[seen]
         factor = params.repetition_penalty
         scores[seen] = torch.where(values > 0, values / factor, values * factor)
     counts = Counter(history[row.num_prompt_tokens :])
     if counts and (params.frequency_penalty or params.presence_penalty):
-        tokens = torch.tensor(list(counts), device=scores.device)
-        times = torch.tensor(list(counts.values()), device=scores.device, dtype=scores.dtype)
-        scores[tokens] -= times * params.frequency_penalty + params.presence_penalty
+        times = to_device(np.array(list(counts.values()), np.float32), scores.device)
+        scores[_ids(counts, scores)] -= times * params.frequency_penalty + params.presence_penalty

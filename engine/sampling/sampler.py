@@ -70,7 +70,7 @@ class Sampler:
 
         It is argmax(w / e) with e ~ Exp(1), the exponential form of the Gumbel-max trick.
         """
-        return self.chosen(weights, keys, stream).tolist()
+        return HostCopy(self.chosen(weights, keys, stream)).wait().tolist()
 
     def chosen(
         self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0

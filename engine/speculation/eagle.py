@@ -103,9 +103,8 @@ class EagleProposer:
             hidden = [tree.hidden[index] for tree in trees for index in tree.expansion.frontier]
             return self._head.logits(torch.stack(hidden))
 
-        return expand_trees(
-            [tree.expansion for tree in head_trees.values()], self._sampler, draw, logits
-        )
+        expansions = [tree.expansion for tree in head_trees.values()]
+        return expand_trees(expansions, self._sampler, draw, logits)
 
     def _forward(self, runs: Sequence[Run], before: torch.Tensor) -> Sequence[torch.Tensor]:
         """The head's hidden states at the tokens of each run, from those `before` them."""

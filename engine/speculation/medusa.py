@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ...quant.base.errors import BadInput
+from ..base.transfer import packed
 from ..cache.kv_cache import KvCache
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.projection import Projection
@@ -155,7 +156,7 @@ class MedusaProposer:
         def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
             hidden = [self._hidden[tree.row.sequence_id, tree.row.end - 1] for tree in active]
             by_row = self._heads[active[0].level](torch.stack(hidden))
-            counts = torch.tensor([len(tree.frontier) for tree in active], device=by_row.device)
-            return by_row.repeat_interleave(counts, dim=0)
+            of_nodes = [index for index, tree in enumerate(active) for _ in tree.frontier]
+            return by_row.index_select(0, packed([of_nodes], by_row.device)[0])
 
         return expand_trees(expansions, self._sampler, draw, logits)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..base.transfer import HostCopy, packed
 from ..sampling.sampler import Sampler
 from .proposer import DraftTokens
 
@@ -52,7 +53,7 @@ def accepted_tokens(chains: Sequence[Chain], sampler: Sampler) -> list[list[int]
         if chain.draft is None or count == len(chain.token_ids):
             continue
         if chain.draft.probabilities is None:
-            row[chain.token_ids[count]] = 1.0
+            row[chain.token_ids[count]].fill_(1.0)
         else:
             row.copy_(chain.draft.probabilities[count])
     residual = (p - q).clamp_(min=0.0)
@@ -72,13 +73,22 @@ def _num_accepted(chains: Sequence[Chain], sampler: Sampler) -> list[int]:
     if not drafted:
         return [0] * len(chains)
     device = drafted[0].target.device
-    tokens = torch.tensor([t for chain in drafted for t in chain.token_ids], device=device)[:, None]
-    p = torch.cat([chain.target[:-1] for chain in drafted]).gather(1, tokens).squeeze(1)
-    draft_probabilities = torch.cat([_draft_probabilities(chain) for chain in drafted])
-    keys = [(c.seed, c.position + i) for c in drafted for i in range(len(c.token_ids))]
-    accepted = iter(
-        (sampler.uniform(keys, ACCEPT_STREAM, device) * draft_probabilities < p).tolist()
+    chains_tokens = packed([chain.token_ids for chain in drafted], device)
+    p = torch.cat(
+        [
+            _of_tokens(chain.target[:-1], ids)
+            for chain, ids in zip(drafted, chains_tokens, strict=True)
+        ]
     )
+    draft_probabilities = torch.cat(
+        [
+            _draft_probabilities(chain, ids)
+            for chain, ids in zip(drafted, chains_tokens, strict=True)
+        ]
+    )
+    keys = [(c.seed, c.position + i) for c in drafted for i in range(len(c.token_ids))]
+    is_accepted = sampler.uniform(keys, ACCEPT_STREAM, device) * draft_probabilities < p
+    accepted = iter(HostCopy(is_accepted).wait().tolist())
     counts = []
     for chain in chains:
         of_chain = [next(accepted) for _ in chain.token_ids]
@@ -86,10 +96,13 @@ def _num_accepted(chains: Sequence[Chain], sampler: Sampler) -> list[int]:
     return counts
 
 
-def _draft_probabilities(chain: Chain) -> torch.Tensor:
+def _of_tokens(probabilities: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return probabilities.gather(1, token_ids[:, None]).squeeze(1)
+
+
+def _draft_probabilities(chain: Chain, token_ids: torch.Tensor) -> torch.Tensor:
     """q of each draft token, float32 [draft tokens]."""
     assert chain.draft is not None
     if chain.draft.probabilities is None:
         return torch.ones(len(chain.token_ids), device=chain.target.device)
-    tokens = torch.tensor(chain.token_ids, device=chain.target.device)
-    return chain.draft.probabilities.gather(1, tokens[:, None]).squeeze(1)
+    return _of_tokens(chain.draft.probabilities, token_ids)

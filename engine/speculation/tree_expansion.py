@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..base.transfer import HostCopy
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
@@ -22,6 +23,7 @@ class TreeExpansion:
 
     Attributes:
         frontier: indices of the nodes that the next level expands; -1: the last known token.
+        width: the same of all trees that are expanded together.
         parents: index of each node's parent.
     """
 
@@ -33,23 +35,22 @@ class TreeExpansion:
         self.level = 0
         self.depth = -(-row.num_draft_tokens // width)
         self._values: list[float] = []
-        self._width = width
+        self.width = width
 
     def path(self, index: int) -> list[int]:
         """The tokens on the path from the root to a node, that node included."""
         return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
 
-    def extend(self, preferences: torch.Tensor) -> None:
-        """Add a level, from preferences, float32 [frontier, vocab]."""
-        values, tokens = preferences.topk(min(self._width, preferences.shape[-1]))
+    def extend(self, values: Sequence[list[float]], tokens: Sequence[list[int]]) -> None:
+        """Add a level, from the largest preferences of each frontier node and their tokens."""
         first = len(self.tokens)
-        children = zip(self.frontier, values.tolist(), tokens.tolist(), strict=True)
+        children = zip(self.frontier, values, tokens, strict=True)
         for parent, child_values, child_tokens in children:
             value_of_parent = 1.0 if parent < 0 else self._values[parent]
             self.parents += [parent] * len(child_tokens)
             self.tokens += child_tokens
             self._values += [value_of_parent * value for value in child_values]
-        self.frontier = self._best(range(first, len(self.tokens)), self._width)
+        self.frontier = self._best(range(first, len(self.tokens)), self.width)
         self.level += 1
 
     def draft(self) -> DraftTokens:
@@ -72,15 +73,20 @@ def expand_trees(
 ) -> dict[str, DraftTokens]:
     """Expand the trees level by level, to the depth of each; draft tokens by sequence id.
 
-    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated.
+    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated. The host
+    waits for the device once a level, whatever the number of trees.
     """
     active = list(expansions)
     while active:
         sampling = [draw(tree.row, tree.path(index)) for tree in active for index in tree.frontier]
         preferences = sampler.preferences(logits(active), sampling)
-        for tree, of_tree in zip(
-            active, preferences.split([len(tree.frontier) for tree in active]), strict=True
-        ):
-            tree.extend(of_tree)
+        largest = preferences.topk(min(active[0].width, preferences.shape[-1]))
+        # Both copies are on their way before the first is waited for.
+        values, tokens = [copy.wait().tolist() for copy in [HostCopy(each) for each in largest]]
+        begin = 0
+        for tree in active:
+            end = begin + len(tree.frontier)
+            tree.extend(values[begin:end], tokens[begin:end])
+            begin = end
         active = [tree for tree in active if tree.level < tree.depth]
     return {tree.row.sequence_id: tree.draft() for tree in expansions}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
+from llmopt.engine.server.loop.loop import EngineLoop
+from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import (
     Activations,
@@ -20,6 +26,7 @@ from llmopt.quant.base.scheme import (
     LookupScheme,
 )
 
+from ...support.heads_world import write_eagle, write_eagle3, write_medusa
 from ...support.lora_world import write_adapter
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretended_cuda.card import Card
@@ -71,6 +78,9 @@ MODES: dict[str, tuple[dict[str, Any], tuple[SamplingParams, ...]]] = {
     "draft tokens of an n-gram": (
         {"speculation": SpeculationConfig("ngram", ngram_min=1)}, (GREEDY, SAMPLED),
     ),
+    "rejection of an n-gram": (
+        {"speculation": SpeculationConfig("ngram", ngram_min=1, acceptance="rejection")}, (GREEDY, SAMPLED),
+    ),
     "draft model": ({"speculation": SpeculationConfig("draft", "llama")}, (GREEDY, SAMPLED)),
     "forks": ({"max_num_seqs": 4}, (SamplingParams(temperature=0.8, n=3, max_tokens=5, ignore_eos=True),)),
     "swap": (
@@ -117,6 +127,29 @@ def test_adapters_are_replayed_without_a_fault(tmp_path: Path) -> None:
         assert all(step.replayed for step in engine.recorder.steps)
     loading = ("engine/model/lora/", "engine/execution/lora_manager.py")
     assert [fault for fault in card.faults() if not any(way in fault for way in loading)] == []
+
+
+HEADS: dict[str, Callable[[Path, int, int], Path]] = {
+    "medusa": write_medusa,
+    "eagle": lambda folder, *sizes: write_eagle(folder, *sizes, heads=4, kv_heads=2),
+    "eagle-3": lambda folder, hidden, vocab: write_eagle3(
+        folder, 64, vocab, read=hidden, aux_hidden_state_layers=[0, 1, 2]
+    ),
+}
+
+
+@pytest.mark.parametrize("tree_width", [1, 2], ids=["chain", "tree"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_draft_heads_serve_without_a_fault(
+    heads: str, tree_width: int, llama: Path, tmp_path: Path
+) -> None:
+    sizes = json.loads((llama / "config.json").read_text())
+    folder = HEADS[heads](tmp_path, sizes["hidden_size"], sizes["vocab_size"])
+    method = heads.partition("-")[0]
+    speculation = SpeculationConfig(method, folder, num_tokens=4, tree_width=tree_width)
+    served = serve(Card(), llama, (GREEDY, SAMPLED), speculation=speculation, **FEW)
+    assert served.faults == []
+    assert all(count >= 5 for count in served.num_tokens.values())
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
@@ -171,6 +204,28 @@ def test_a_second_card_is_the_current_one_of_the_thread_that_serves(llama: Path)
     served = serve(card, llama, device="cuda:1", **FEW)
     assert served.faults == [] and served.num_tokens == {"0": 5, "1": 5}
     assert card.held[0] == 0
+
+
+def test_the_servers_thread_has_the_device_of_its_engine(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread begins with cuda:0; the server's steps run on one of its own."""
+    card = Card(count=2)
+    # Torch's dispatch modes are a thread's own, so that this one has no pretended operations.
+    monkeypatch.setattr("llmopt.engine.server.loop.loop._warm_up", lambda engine: None)
+
+    async def device_of_thread(engine: Engine) -> int:
+        loop = EngineLoop(engine, ServerOptions())
+        loop.start()
+        try:
+            await loop.wait_until_warm()
+            assert loop.unavailable is None
+            return await loop.run(lambda _: card.current)
+        finally:
+            loop.stop()
+
+    with engine_on(card, llama, device="cuda:1", **FEW) as engine:
+        assert asyncio.run(device_of_thread(engine)) == 1
 
 
 def test_a_card_that_is_not_there_is_named(llama: Path) -> None:

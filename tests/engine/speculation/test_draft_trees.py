@@ -287,7 +287,7 @@ def test_trees_expand_within_their_draft_slots(
     expansion = TreeExpansion(row, width)
     while expansion.level < expansion.depth:
         scores = torch.randn(len(expansion.frontier), 20, generator=generator) * 3
-        expansion.extend(scores.softmax(-1))
+        expansion.extend(*largest(scores.softmax(-1), width))
         assert len(expansion.frontier) <= width
     draft_tokens = expansion.draft()
     assert len(draft_tokens.token_ids) <= max_draft_tokens
@@ -297,13 +297,19 @@ def test_trees_expand_within_their_draft_slots(
     ) == len(draft_tokens.token_ids)
 
 
+def largest(preferences: torch.Tensor, width: int) -> tuple[list[list[float]], list[list[int]]]:
+    values, tokens = preferences.topk(width)
+    return values.tolist(), tokens.tolist()
+
+
 def test_an_expanded_tree_has_the_likeliest_draft_tokens() -> None:
     row = ScheduledRow(
         "s", 0, 1, TokenView([1]), (1,), 1, 1, SamplingParams(), 0, num_draft_tokens=4
     )
     expansion = TreeExpansion(row, 2)
-    expansion.extend(torch.tensor([[0.1, 0.6, 0.3, 0.0]]))
-    expansion.extend(torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.5, 0.0, 0.05, 0.45]]))
+    expansion.extend(*largest(torch.tensor([[0.1, 0.6, 0.3, 0.0]]), 2))
+    second = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.5, 0.0, 0.05, 0.45]])
+    expansion.extend(*largest(second, 2))
     draft_tokens = expansion.draft()
     # 0.6, 0.3, 0.54 behind the first, 0.15 behind the second.
     assert draft_tokens.token_ids == (1, 2, 2, 0) and draft_tokens.tree.parents == (-1, -1, 0, 1)
