@@ -18,7 +18,6 @@ from .base.end_tokens import end_token_ids
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
-    check_stored_dtype,
     choose_num_blocks,
     choose_num_host_blocks,
     kv_block_bytes,
@@ -270,7 +269,6 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConf
 def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> CacheLayout:
     """How keys and values are stored, and the number of blocks of the swap space."""
     dtype = stored_dtype(config.kv_cache_dtype, loaded.dtype)
-    check_stored_dtype(dtype, loaded.device)
     layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
     num_host_blocks = choose_num_host_blocks(config, layouts, block_size, dtype)
     return CacheLayout(layouts, block_size, dtype, num_host_blocks)

@@ -10,6 +10,7 @@ import torch
 from ...quant.base.errors import BadInput
 from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.device_verdicts import current_verdicts
+from ..kernels.common.runtime import refuses_fp8
 from ..kernels.common.verdicts import VARIABLE, Verdict
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
@@ -25,7 +26,9 @@ from ..sampling.kernels import SAMPLING, SamplingKernelQuery
 def measure(device: torch.device, dtype: torch.dtype) -> None:
     """Try the kernels of a typical decoder, where they have not been; weights are tried as they load."""
     kind = device.type
-    PAGED_ATTENTION.select(AttentionKernelQuery(kind, dtype, 128, 128))
+    has_fp8 = refuses_fp8(kind) is None
+    for stored in (dtype, torch.int8, *([torch.float8_e4m3fn] if has_fp8 else [])):
+        PAGED_ATTENTION.select(AttentionKernelQuery(kind, dtype, 128, 128, stored=stored))
     for operation in (NORM, GATE, GELU_GATE, CLAMPED_SWIGLU_GATE):
         operation.select(RowKernelQuery(kind, dtype, 4096))
     ROPE_AND_CACHE.select(RowKernelQuery(kind, dtype, 128))

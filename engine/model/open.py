@@ -113,12 +113,14 @@ def open_model(
     shard: Shard | None = None,
     stream: Window | None = None,
     max_loras: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[CausalModel, int]:
     """Load a model; returns it and its `max_model_len`.
 
     With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits (W8A8, W4A8).
     `loras` are PEFT folders by adapter name; with `max_loras` others may be loaded later. With `shard` only
-    that tensor-parallel shard is loaded. With `stream` (StreamingLLM) sequences may exceed the model's
+    that tensor-parallel shard is loaded. `cache_dtype` is that of stored keys and values, for which attention
+    kernels are chosen; None: the model's. With `stream` (StreamingLLM) sequences may exceed the model's
     context.
 
     Raises:
@@ -157,7 +159,7 @@ def open_model(
         bank = AdapterBank(loras or {}, weights.linears, bases, device, dtype)
         if max_loras is not None:
             bank.prepare()
-    return Decoder(sharded, weights, longest, dtype, bank), longest
+    return Decoder(sharded, weights, longest, dtype, bank, cache_dtype), longest
 
 
 def _longest(max_model_len: int | None, context: int | None) -> int:

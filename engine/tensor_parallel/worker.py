@@ -44,6 +44,7 @@ class Setup:
     topology: Topology
     num_threads: int | None
     max_loras: int | None = None
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def work(channel: Channel) -> None:
             Shard(setup.rank, setup.size, group),
             setup.stream,
             setup.max_loras,
+            setup.cache_dtype,
         )
     except BadInput as error:
         channel.send(Loaded(refusal=str(error)))

@@ -17,7 +17,7 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
-from ..cache.kv_cache import KvCache
+from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
 from ..config.config import EngineConfig
 from ..model.open import CausalModel, CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
@@ -126,6 +126,8 @@ def open_shards(
         PeerLost: a worker ended while loading.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
+    stored = stored_dtype(config.kv_cache_dtype, dtype)
+    check_stored_dtype(stored, device)  # before kernels are tried with it
     bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
     def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
@@ -139,6 +141,7 @@ def open_shards(
             shard,
             config.stream,
             config.max_loras,
+            stored,
         )
 
     if size == 1:
@@ -160,6 +163,7 @@ def open_shards(
         topology=machine(),
         num_threads=config.num_threads,
         max_loras=config.max_loras,
+        cache_dtype=stored,
     )
     workers = Workers(setup)
     try:

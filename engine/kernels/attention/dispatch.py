@@ -13,7 +13,7 @@ from ..common.verdicts import Trial
 from .flash_attention import attend_flash, refuses_flash_attention
 from .native_attention import HEAD_CHANNELS, attend_native, native_attention
 from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, attend_sdpa
-from .paged_tensor import PagedTensor
+from .paged_tensor import LARGEST_CODE, PagedTensor
 from .trial import attention_trial
 
 Mask = Literal["causal", "tree", "image"]
@@ -29,6 +29,7 @@ class AttentionKernelQuery:
         key_dim, value_dim: elements of a head.
         mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
             batch may have trees too.
+        stored: of keys and values in the cache; None: as the queries.
     """
 
     device: str
@@ -36,12 +37,14 @@ class AttentionKernelQuery:
     key_dim: int
     value_dim: int
     mask: Mask = "causal"
+    stored: torch.dtype | None = None
 
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
         heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
         mask = {"causal": "", "tree": ", token trees", "image": ", images"}[self.mask]
-        return f"heads of {heads} in {self.dtype} on {self.device}{mask}"
+        stored = "" if self.stored in (None, self.dtype) else f", cached in {self.stored}"
+        return f"heads of {heads} in {self.dtype} on {self.device}{stored}{mask}"
 
 
 _ONLY_CAUSAL = "it does not support tree attention, nor bidirectional attention within an image"
@@ -84,8 +87,8 @@ def _attend_triton(
 def _trial(kernel_query: AttentionKernelQuery) -> Trial[AttentionKernel] | None:
     if kernel_query.mask != "causal":
         return None
-    device, dtype = torch.device(kernel_query.device), kernel_query.dtype
-    return attention_trial(device, dtype, kernel_query.key_dim, kernel_query.value_dim)
+    query, device = kernel_query, torch.device(kernel_query.device)
+    return attention_trial(device, query.dtype, query.key_dim, query.value_dim, query.stored)
 
 
 def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
@@ -93,6 +96,8 @@ def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
         return _ONLY_CAUSAL
     if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
         return reason  # our kernel serves what it does not
+    if kernel_query.stored in LARGEST_CODE:
+        return "it does not support 8-bit caches with a scale for each token and head"
     return refuses_flash_attention(
         kernel_query.device, kernel_query.dtype, kernel_query.key_dim, kernel_query.value_dim
     )
@@ -150,12 +155,17 @@ class AttentionKernels(NamedTuple):
 
 
 def attention_kernels(
-    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    stored: torch.dtype | None = None,
 ) -> AttentionKernels:
-    """The kernels for a decoder's heads."""
+    """The kernels for a decoder's heads; keys and values are `stored` in that dtype, or in the queries'."""
 
     def choose(mask: Mask) -> AttentionKernel:
-        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, mask)
+        shape = key_dim, value_dim
+        kernel_query = AttentionKernelQuery(device.type, dtype, *shape, mask, stored)
         return PAGED_ATTENTION.select(kernel_query).run
 
     return AttentionKernels(*map(choose, MASKS))

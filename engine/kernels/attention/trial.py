@@ -14,7 +14,7 @@ from .paged_attention import (
     DecodeGroup,
     SequenceSpan,
 )
-from .paged_tensor import PagedTensor
+from .paged_tensor import LARGEST_CODE, PagedTensor, quantize
 
 BLOCK_SIZE = 16
 GROUP = 4
@@ -37,24 +37,32 @@ class _World:
         key_dim: int,
         value_dim: int,
         num_tokens: int,
+        stored: torch.dtype | None = None,
     ) -> None:
         self._device, self._dtype, self._key_dim = device, dtype, key_dim
+        self._stored = stored
         self._generator = torch.Generator().manual_seed(0)
         is_latent = key_dim > WIDEST_HEAD
         kv_heads = 1 if is_latent else 2
         self.heads = GROUP * kv_heads
         num_blocks = -(-num_tokens // BLOCK_SIZE) + 8
-        self.keys = PagedTensor(self.random(num_blocks, BLOCK_SIZE, kv_heads, key_dim))
+        self.keys = self.cached(num_blocks, BLOCK_SIZE, kv_heads, key_dim)
         self.values = (
             self.keys.first_elements(value_dim)
             if is_latent
-            else PagedTensor(self.random(num_blocks, BLOCK_SIZE, kv_heads, value_dim))
+            else self.cached(num_blocks, BLOCK_SIZE, kv_heads, value_dim)
         )
         self._free = iter(torch.randperm(num_blocks - 1, generator=self._generator).tolist())
 
     def random(self, *shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=self._generator)
         return values.to(self._device, self._dtype)
+
+    def cached(self, *shape: int) -> PagedTensor:
+        values = self.random(*shape)
+        if self._stored not in LARGEST_CODE:
+            return PagedTensor(values)
+        return PagedTensor(*quantize(values, self._stored))
 
     def queries(self, tokens: int) -> torch.Tensor:
         return self.random(tokens, self.heads, self._key_dim)
@@ -86,11 +94,16 @@ class _World:
 
 
 def attention_trial(
-    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    stored: torch.dtype | None = None,
 ) -> Trial[AttentionKernel]:
-    """Causal attention of heads of one shape."""
+    """Causal attention of heads of one shape, over a cache of one dtype."""
     scale = key_dim**-0.5
-    world = _World(device, dtype, key_dim, value_dim, PREFILL + CACHED + sum(DECODED))
+    shape = device, dtype, key_dim, value_dim
+    world = _World(*shape, PREFILL + CACHED + sum(DECODED), stored)
     batch = world.batch((PREFILL, CACHED), DECODED)
     queries, sink_queries = (world.queries(PREFILL + len(DECODED)) for _ in range(2))
     rules = (
@@ -103,7 +116,7 @@ def attention_trial(
         return [attend(queries, world.keys, world.values, batch, *rule) for rule in rules]
 
     def calls(attend: AttentionKernel) -> list[Callable[[], object]]:
-        many = _World(device, dtype, key_dim, value_dim, (TIMED_SEQUENCES + 1) * TIMED_TOKENS)
+        many = _World(*shape, (TIMED_SEQUENCES + 1) * TIMED_TOKENS, stored)
         steps = (None, [TIMED_TOKENS] * TIMED_SEQUENCES), ((TIMED_TOKENS, 0), [])
         timed: list[Callable[[], object]] = []
         for prefill, decoded in steps:

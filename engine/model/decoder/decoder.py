@@ -91,12 +91,13 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype,
         adapters: AdapterBank | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.broadcast: Callable[[str, Any], None] | None = None
         self.lora_bank = adapters
-        self._dtype = dtype
+        self._dtype, self._cache_dtype = dtype, cache_dtype
         device = weights.embedding.device
         self._rotary_embedding = RotaryEmbedding(
             weights.ropes,
@@ -123,7 +124,9 @@ class Decoder:
     ) -> LayerKernels:
         """Kernels of the layers with one layout."""
         width = layout.key_dim if self.spec.layers else self.spec.rotary_width
-        attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
+        attend = attention_kernels(
+            device, dtype, layout.key_dim, layout.value_dim, self._cache_dtype
+        )
         rope_and_cache = ROPE_AND_CACHE.select(RowKernelQuery(device.type, dtype, width))
         return LayerKernels(attend, rope_and_cache.run())
 

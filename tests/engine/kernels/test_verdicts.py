@@ -7,12 +7,17 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.kernels.attention.dispatch import AttentionKernelQuery
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.attention.trial import attention_trial
 from llmopt.engine.kernels.common import device_verdicts, dispatch
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
-from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable
+from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable, relative_error
 from llmopt.quant.base.errors import Failure
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -234,3 +239,20 @@ def test_trials_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMOPT_KERNEL_TRIALS", "off")
     assert device_verdicts.current_verdicts() is None
     assert operation(broken, square).select(Query()).name == "broken"
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_attention_is_tried_on_the_cache_that_it_will_read(stored: torch.dtype | None) -> None:
+    """The case is one of its own, and who forgets the scales of 8-bit keys and values is found out."""
+    query = AttentionKernelQuery("cpu", torch.float32, 64, 64, stored=stored)
+    assert str(query).endswith("cpu" if stored is None else f"cached in {stored}")
+    trial = attention_trial(torch.device("cpu"), query.dtype, 64, 64, stored)
+    seen: set[torch.dtype] = set()
+
+    def forgetful(queries: Any, keys: PagedTensor, values: PagedTensor, *rest: Any) -> torch.Tensor:
+        seen.update((keys.codes.dtype, values.codes.dtype))
+        return attend_sdpa(queries, *(PagedTensor(p.codes.float()) for p in (keys, values)), *rest)
+
+    error = relative_error(trial.compute(forgetful), trial.compute(attend_sdpa))
+    assert seen == {stored or torch.float32}
+    assert (error <= trial.tolerance) == (stored is None)
