@@ -57,10 +57,8 @@ def attend_triton(
         given = _constants(heads, chosen, rule, batch.block_size)
         given |= {"HAS_SINK_QUERIES": sink_queries is not None, "IN_PARTS": is_short}
         given |= {"HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile)}
-        # Left to itself the assembler spills for a third program on a multiprocessor, which none has; in
-        # float32 it is the other way round.
-        is_capped = is_short and heads.query_bytes == 2
-        given |= {"maxnreg": MOST_REGISTERS if is_capped else None}
+        # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
+        given |= {"maxnreg": MOST_REGISTERS if is_short else None}
         arguments = queries, sink_queries, keys, values, rule, metadata, tiles
         if is_short:
             most = max(1, SLOTS * limits.multiprocessors // given["HEAD_PROGRAMS"])

@@ -95,6 +95,10 @@ def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
         rows = max(rows, 32 if is_float32 else min(128, 16384 // heads.front_dim))
     tile = 32 if heads.is_wide else min(64, 8192 // heads.front_dim)
     tile = max(16, tile // 2 if is_float32 else tile)
+    if is_short and not heads.is_wide and (is_float32 or heads.cache_bytes < heads.query_bytes):
+        # A tile of 8 bits and its 16-bit copy are held at once: of 64 keys they spill on 9.0 and 10.0, and so
+        # do 32 keys of float32, which no tensor core multiplies.
+        tile = max(16, tile // 2)
     # Decode leaves room for a second program on the multiprocessor.
     room = limits.shared_bytes // (2 if is_short and not heads.is_wide else 1)
     while True:
