@@ -40,7 +40,7 @@ from .execution.token_graphs import TokenGraphs, token_graph_sizes
 from .execution.warm_up import warm_up
 from .kernels.linear.native_linear import native_linear
 from .model.decoder.decoder import Decoder
-from .model.lora.slots import LEAST_RANK
+from .model.layers.adapter_slots import LEAST_RANK
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules

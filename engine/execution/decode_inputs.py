@@ -16,8 +16,8 @@ from ..base.transfer import packed, to_device
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..kernels.graphs.advance_step import AdvanceCall
+from ..model.layers.adapter_slots import NO_SLOT
 from ..model.layers.attention import StepInputs
-from ..model.lora.slots import NO_SLOT
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
 

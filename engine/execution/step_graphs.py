@@ -21,8 +21,8 @@ from ..cache.step_inputs import Run
 from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
+from ..model.layers.adapter_slots import SlotMask
 from ..model.layers.attention import LayerCache, StepInputs
-from ..model.lora.slots import SlotMask
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeRows

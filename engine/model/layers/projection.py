@@ -30,7 +30,7 @@ from ...kernels.linear.linear import (
     prepare_linear,
 )
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
-from ..lora.slots import SlotMask
+from .adapter_slots import SlotMask
 
 AdapterRows = Mapping[str, torch.Tensor | None] | SlotMask
 """Rows of a step, int64, by LoRA adapter name, None: all rows; of a captured step the mask of its slots."""

@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional
 
 from ...base.transfer import packed
+from ..layers.adapter_slots import NO_SLOT, SlotMask, SlottedWeights
 from ..layers.projection import AdapterRows, LinearSite
 from ..parallel.weight_slice import take_rows
 from .read import read_adapter
-from .slots import NO_SLOT, SlotMask, SlottedWeights
 
 
 @dataclass(frozen=True, slots=True)
