@@ -176,8 +176,9 @@ class TokenGraphs:
 
         metadata = StaticMetadata(buffer, self._block_size)
         batch = AttentionBatch([], None, self._block_size, self._dtype, metadata)
-        *given, rows = (buffer.column(index) for index in range(buffer.columns))
-        inputs = StepInputs(*given, batch, aux_hidden_state_layers=aux_hidden_state_layers)
+        token_ids, positions, slots, rows = map(buffer.column, range(buffer.columns))
+        given = token_ids, positions, slots, batch
+        inputs = StepInputs(*given, aux_hidden_state_layers=aux_hidden_state_layers)
         return replace(inputs, adapters=slot_mask(self._model, rows)) if adapters else inputs
 
 
