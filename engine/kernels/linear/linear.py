@@ -74,18 +74,18 @@ class TorchLinear:
 class OneDnnLinear:
     """oneDNN GEMM with a prepacked weight; `functional.linear` reorders the weight in every call.
 
-    Results are bit-identical to the reference.
+    Results are bit-identical to the reference. `packed` is the weight in oneDNN's layout.
     """
 
     EXPECTED_TOKENS = 8
     """Batch size for which oneDNN selects the blocked layout; other sizes work with it too."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.EXPECTED_TOKENS)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.EXPECTED_TOKENS)
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
 def _refuses_onednn(kernel_query: LinearKernelQuery) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.linear.linear import OneDnnLinear
 from ...kernels.linear.lookup import LooksUpRows
+from ...kernels.linear.onednn_rows import onednn_rows
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
 from ..parallel.shard import Shard
 from .reader import CheckpointReader
@@ -17,12 +19,20 @@ def load_embedding(
     hidden: int,
     dtype: torch.dtype,
     shard: Shard | None,
+    *,
+    tied: bool,
 ) -> TokenEmbedding:
     """Load the embedding [vocab, hidden]: as the file packs it where a kernel looks up rows, else floats.
 
-    A tensor-parallel rank has floats: its head is a part of them.
+    Floats that the LM head shares (`tied`) are prepacked for its GEMM alone where rows can be looked up
+    there. A tensor-parallel rank has a table: its head is a part of it.
     """
     packed = reader.packed_table(name, vocab, hidden) if shard is None else None
-    if packed is None or not isinstance(packed.kernel, LooksUpRows):
-        return EmbeddingTable(reader.tensor(name, vocab, hidden))
-    return PackedEmbedding(packed, packed.kernel, hidden, dtype)
+    if packed is not None and isinstance(packed.kernel, LooksUpRows):
+        return PackedEmbedding(packed, packed.kernel, hidden, dtype)
+    table = reader.tensor(name, vocab, hidden)
+    if not tied or shard is not None:
+        return EmbeddingTable(table)
+    head = reader.stacked([table], None)
+    rows = onednn_rows(head.kernel, table) if isinstance(head.kernel, OneDnnLinear) else None
+    return EmbeddingTable(table) if rows is None else PackedEmbedding(head, rows, hidden, dtype)

@@ -108,7 +108,11 @@ class LayerLoader:
         reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
         hidden, vocab = shape.hidden_size, shape.vocab_size
         table = f"{self.base}{names.embedding}.weight"
-        embedding = load_embedding(reader, table, vocab, hidden, self.dtype, self.shard)
+        head_name = self._head_name()
+        # A sequence classifier has no language head; its own is read beside the decoder.
+        is_classifier = spec.is_classifier and not reader.has_weight(head_name)
+        tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
+        embedding = load_embedding(reader, table, vocab, hidden, self.dtype, self.shard, tied=tied)
         positions = None
         if names.positions:
             table = f"{self.base}{names.positions}.weight"
@@ -132,10 +136,6 @@ class LayerLoader:
         if spec.altup is not None:
             streams = load_streams(reader, spec, spec.altup, self.base)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
-        head_name = self._head_name()
-        # A sequence classifier has no language head; its own is read beside the decoder.
-        is_classifier = spec.is_classifier and not reader.has_weight(head_name)
-        tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
             head = embedding.head(part)

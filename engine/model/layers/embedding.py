@@ -50,13 +50,13 @@ class PackedEmbedding:
     """The rows of a packed weight on a CPU; its vectors are in `dtype`."""
 
     def __init__(
-        self, packed: Projection, kernel: LooksUpRows, width: int, dtype: torch.dtype
+        self, packed: Projection, rows: LooksUpRows, width: int, dtype: torch.dtype
     ) -> None:
-        self._packed, self._kernel, self._dtype = packed, kernel, dtype
+        self._packed, self._rows, self._dtype = packed, rows, dtype
         self.width, self.nbytes, self.device = width, packed.weight_bytes, torch.device("cpu")
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._kernel.lookup(token_ids, self._dtype)
+        return self._rows.lookup(token_ids, self._dtype)
 
     def head(self, part: slice) -> Projection:
         self.nbytes = 0

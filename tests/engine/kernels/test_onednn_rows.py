@@ -1,0 +1,53 @@
+"""Row lookup in oneDNN's prepacked weights: equal to the table, and given up where the layout is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.kernels.linear import onednn_rows as module
+from llmopt.engine.kernels.linear.linear import OneDnnLinear, prepare_linear
+from llmopt.engine.kernels.linear.onednn_rows import onednn_rows
+from llmopt.recipes import MODELS
+
+
+def weight_of(out: int, inputs: int) -> torch.Tensor:
+    return torch.randn(out, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.parametrize(("out", "inputs"), [(512, 256), (70, 100), (33, 640), (1, 32), (5000, 64)])
+def test_rows_are_those_of_the_weight(out: int, inputs: int) -> None:
+    weight = weight_of(out, inputs)
+    linear = prepare_linear(weight)
+    if not isinstance(linear, OneDnnLinear):
+        pytest.skip("oneDNN has no bfloat16 here")
+    rows = onednn_rows(linear, weight)
+    if rows is None:
+        pytest.skip("this processor has another layout")
+    ids = torch.randint(0, out, (40,), generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(rows.lookup(ids, dtype), weight[ids].to(dtype))
+    assert rows.lookup(ids[:0], torch.bfloat16).shape == (0, inputs)
+    assert onednn_rows(linear, weight + 1) is None
+
+
+def test_a_tied_head_of_floats_is_in_memory_once_and_changes_no_logit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def logits() -> tuple[int, torch.Tensor]:
+        folder = Path(MODELS / "stories3M")
+        engine = Engine(EngineConfig(folder, device="cpu", dtype="bfloat16", num_blocks=20))
+        return engine.memory.weight_bytes, engine.prompt_logits([1, 300, 17, 17, 511])
+
+    held, got = logits()
+    monkeypatch.setattr(module, "BLOCKS", ())
+    held_apart, expected = logits()
+    assert torch.equal(got, expected)
+    if not isinstance(prepare_linear(weight_of(512, 256)), OneDnnLinear):
+        pytest.skip("oneDNN has no bfloat16 here")
+    monkeypatch.undo()
+    if onednn_rows(OneDnnLinear(weight_of(512, 256)), weight_of(512, 256)) is not None:
+        assert held == held_apart - 512 * 256 * 2 == 3_083_008 * 2
