@@ -158,7 +158,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
             packed |= padded[..., index::per_byte] << (bits * index)
         return packed.view(torch.int32)[..., :num_words].contiguous()
     planes = padded.unflatten(-1, (-1, _STREAM)).movedim(-1, 0).contiguous()
-    words = torch.zeros((bits, *planes.shape[1:]), dtype=torch.int32)
+    words = torch.zeros((bits, *planes.shape[1:]), dtype=torch.int32, device=codes.device)
     for index in range(_STREAM):
         word, shift = divmod(index * bits, 32)
         fields = planes[index].to(torch.int32)
@@ -173,14 +173,14 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     if 8 % bits == 0:
         # Flat first: strides of an axis of length 1 may be anything, and `view` depends on them.
         packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
-        codes = torch.empty(*packed.shape, 8 // bits, dtype=torch.uint8)
+        codes = torch.empty(*packed.shape, 8 // bits, dtype=torch.uint8, device=words.device)
         for index in range(8 // bits):
             torch.bitwise_right_shift(packed, index * bits, out=codes[..., index])
         return codes.bitwise_and_(2**bits - 1).flatten(-2)
     count = words.shape[-1] * 32 // bits
     stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
     planes = stream.unflatten(-1, (-1, bits)).movedim(-1, 0).contiguous()
-    codes = torch.empty((_STREAM, *planes.shape[1:]), dtype=torch.uint8)
+    codes = torch.empty((_STREAM, *planes.shape[1:]), dtype=torch.uint8, device=words.device)
     for index in range(_STREAM):
         word, shift = divmod(index * bits, 32)
         # A right shift extends the sign: only the lowest `32 - shift` bits are valid.

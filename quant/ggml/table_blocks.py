@@ -72,10 +72,15 @@ def dequantize_iq4_xs(data: torch.Tensor) -> torch.Tensor:
 
 def iq4_xs_steps(data: torch.Tensor) -> torch.Tensor:
     """The step of each run of 32, float32 `[n, 8]`."""
+    return read_half(data, 0) * iq4_xs_scales(data).to(torch.float32)
+
+
+def iq4_xs_scales(data: torch.Tensor) -> torch.Tensor:
+    """The scale of each run of 32 in units of the block's float16, int8 `[n, 8]`."""
     low = torch.stack([data[:, 4:8] & 15, data[:, 4:8] >> 4], dim=-1).flatten(1)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device)
     high = ((data[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
-    return read_half(data, 0) * ((low | (high << 4)).to(torch.float32) - 32)
+    return (low | (high << 4)).to(torch.int8) - 32
 
 
 def dequantize_mxfp4(data: torch.Tensor) -> torch.Tensor:

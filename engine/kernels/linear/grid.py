@@ -22,7 +22,7 @@ from ....quant.base.scheme import (
 from ....quant.ggml.k_blocks import affine_fields, signed_fields
 from ....quant.ggml.k_small_blocks import q2_fields, q3_fields
 from ....quant.ggml.simple_blocks import read_half, simple_codes
-from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_steps, mxfp4_steps, table_codes
+from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps, table_codes
 from ....quant.ggml.table_blocks import table as iq4_table
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
@@ -156,11 +156,13 @@ def _gguf(weight: GgufTensor) -> Grid:
         values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
         codes, steps = table_codes(blocks, 1), mxfp4_steps(blocks)
         return Grid(rows(codes), 4, 32, _small(rows(steps)), table=values.to(blocks.device))
-    if kind.startswith("IQ4"):
-        is_small = kind == "IQ4_NL"
-        codes = table_codes(blocks, 2 if is_small else 8)
-        steps = read_half(blocks, 0) if is_small else iq4_xs_steps(blocks)
-        return Grid(rows(codes), 4, 32, _small(rows(steps)), table=iq4_table(blocks.device))
+    if kind == "IQ4_XS":
+        codes, scales = rows(table_codes(blocks, 8)), rows(iq4_xs_scales(blocks))
+        values = iq4_table(blocks.device)
+        return Grid(codes, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
+    if kind == "IQ4_NL":
+        codes = rows(table_codes(blocks, 2))
+        return Grid(codes, 4, 32, half(0), table=iq4_table(blocks.device))
     if width == 32:
         if kind == "Q8_0":
             codes, base = blocks[:, 2:] ^ 128, 128

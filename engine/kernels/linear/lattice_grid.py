@@ -21,15 +21,16 @@ _MOST = 8.0
 
 @dataclass(frozen=True, slots=True)
 class LatticeGrid:
-    """A weight `[out, in]` as lattice codes: `w = outer_scale * scale * signed point`.
+    """A weight `[out, in]` as lattice codes: `w = unit * outer_scale * (2 * scale + 1) * signed point`.
 
     Attributes:
         indices: int64 `[out, in / dim]`, of the points.
         points: uint8 `[.., dim]`, magnitudes; without signs 128 + weight. Weights of a type share them.
         signs: uint8 `[out, in / 8]`, bit i is set where weight i is negative; None: the points have them.
         group: input channels that share a scale.
-        scales: int8 `[out, groups]`, in units of `outer_scales`; or float32, and those are None.
+        scales: uint8 `[out, groups]`, of at most four bits.
         outer_scales: float16 `[out, in / 256]`.
+        unit: a power of two.
     """
 
     indices: torch.Tensor
@@ -37,7 +38,8 @@ class LatticeGrid:
     signs: torch.Tensor | None
     group: int
     scales: torch.Tensor
-    outer_scales: torch.Tensor | None
+    outer_scales: torch.Tensor
+    unit: float
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,8 +49,6 @@ class LatticeGrid:
     @property
     def nested(self) -> int:
         """Groups that share an outer scale."""
-        if self.outer_scales is None:
-            return 0
         return self.scales.shape[1] // self.outer_scales.shape[1]
 
     @property
@@ -99,17 +99,12 @@ def lattice_grid(weight: GgufTensor) -> LatticeGrid:
     lattice = LATTICES[kind]
     width, size = weight.scheme.block
     indices, signs, scales, head = lattice_fields(weight.data.reshape(-1, size), kind)
-    unit = lattice.unit / _MOST if lattice.signs == "in the points" else lattice.unit
-    outer, steps = head.reshape(out, -1) * unit, (2 * scales + 1).to(torch.int8).reshape(out, -1)
-    halves: torch.Tensor | None = outer.to(torch.float16)
-    if not torch.equal(outer.to(torch.float16).float(), outer.float()):
-        outer = outer.float().repeat_interleave(lattice.runs, dim=1)
-        steps, halves = steps * outer, None
     return LatticeGrid(
         indices.reshape(out, -1),
         _bytes_of_points(kind, weight.data.device),
         None if signs is None else signs.reshape(out, -1),
         width // lattice.runs,
-        steps,
-        halves,
+        scales.to(torch.uint8).reshape(out, -1),
+        head.reshape(out, -1).to(torch.float16),
+        lattice.unit / _MOST if lattice.signs == "in the points" else lattice.unit,
     )

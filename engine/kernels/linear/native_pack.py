@@ -13,11 +13,11 @@ from ....quant.native.build import native
 from ....quant.tensors.lookup import LookupTensor
 from .grid import Grid
 from .lattice_grid import BASE, LatticeGrid
+from .packed_scales import SCALE_KINDS, SCALE_ODD, SCALE_TABLE, packed_scales
 
 PANEL, CHUNK = 32, 32
 _SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
-_SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
 
 
 class WeightStruct(ctypes.Structure):
@@ -38,6 +38,7 @@ class WeightStruct(ctypes.Structure):
         ("points", ctypes.c_void_p),
         *[(name, ctypes.c_int64) for name in ("dim", "high_bits", "has_signs")],
         *[(n, ctypes.c_void_p) for n in ("values", "sparse_rows", "sparse_columns", "sparse")],
+        ("unit", ctypes.c_float),
     ]
 
 
@@ -61,7 +62,7 @@ class PackedWeight:
                 kind=4,
                 group=-(-in_features // CHUNK) * CHUNK,
                 step=max_step,
-                scale_kind=_SCALE_KINDS.index(grid.table.dtype),
+                scale_kind=SCALE_KINDS.index(grid.table.dtype),
                 **self._pointers(),
             )
             return
@@ -76,21 +77,25 @@ class PackedWeight:
                 base=BASE,
                 group=grid.group,
                 step=step_of(grid.group, max_step),
-                scale_kind=_SCALE_KINDS.index(grid.scales.dtype),
+                scale_kind=SCALE_ODD,
                 nested=grid.nested,
                 dim=grid.points.shape[1],
                 high_bits=grid.high_bits,
                 has_signs=grid.signs is not None,
+                unit=grid.unit,
                 **self._pointers(),
             )
             return
         whole = grid.group == PER_CHANNEL
         group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
+        scales = packed_scales(grid)
         tensors = {
             "codes": pack_codes(grid.codes, grid.bits),
-            "scales": _panels(grid.scales),
-            "offsets": _panels(grid.offsets),
-            "outer_scales": _panels(grid.outer_scales),
+            "scales": _panels(scales.scales),
+            "offsets": _panels(scales.offsets),
+            "outer_scales": scales.table
+            if scales.kind == SCALE_TABLE
+            else _panels(grid.outer_scales),
             "outer_offsets": _panels(grid.outer_offsets),
             "table": grid.table,
         }
@@ -104,11 +109,10 @@ class PackedWeight:
             base=self._base,
             group=group,
             step=max_step if whole else step_of(group, max_step),
-            scale_kind=_SCALE_KINDS.index(grid.scales.dtype),
-            offset_kind=0
-            if grid.offsets is None
-            else 1 + [torch.uint8, torch.float16, torch.int8].index(grid.offsets.dtype),
+            scale_kind=scales.kind,
+            offset_kind=scales.offset_kind,
             nested=grid.nested,
+            unit=1.0,
             **self._pointers(),
         )
 
@@ -131,7 +135,7 @@ class PackedWeight:
 def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
     return {
         "codes": grid.packed(),
-        "scales": _panels(grid.scales),
+        "scales": _panels(grid.scales[:, 0::2] | grid.scales[:, 1::2] << 4),
         "outer_scales": _panels(grid.outer_scales),
         "points": grid.points,
     }

@@ -26,6 +26,7 @@ from ....quant.base.scheme import (
     TrellisScheme,
     VectorwiseScheme,
 )
+from ....quant.formats.base import pack_words, unpack_words
 from ....quant.ggml.lattice_tables import LATTICES
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
@@ -89,7 +90,7 @@ class QuantizedLinearKernelQuery:
 class TiledDequantLinear:
     """The reference: dequantize `TILE_ROWS` output channels at a time, then `functional.linear`.
 
-    It supports every scheme on every device, in the activations' dtype; 4-bit codes are packed two per byte.
+    It supports every scheme on every device, in the activations' dtype; its codes are held without gaps.
     """
 
     TILE_ROWS = 1024
@@ -97,7 +98,7 @@ class TiledDequantLinear:
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rows = weight.out_features
-        self._held = _PairedCodes(weight) if _PairedCodes.fits(weight) else weight
+        self._held = _DenseCodes(weight) if _DenseCodes.fits(weight) else weight
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         self.weight_bytes = self._held.nbytes
@@ -115,24 +116,24 @@ class TiledDequantLinear:
         return self._held.rows(rows).dequantize(self._dtype)
 
 
-class _PairedCodes:
-    """A weight with codes of at most 4 bits, packed two per byte."""
+class _DenseCodes:
+    """A weight with codes of fewer than 8 bits as bit streams, a row of words for each output channel."""
 
     def __init__(self, weight: QuantizedTensor) -> None:
         codes = weight.parts()["codes"]
-        self._paired = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+        self._bits, self._in_features = weight.scheme.bits, weight.in_features
+        self._words = pack_words(codes, self._bits)
         # The weight without its codes: a single expanded byte is their placeholder.
         self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
-        self.nbytes = self._paired.nbytes + weight.nbytes - codes.nbytes
+        self.nbytes = self._words.nbytes + weight.nbytes - codes.nbytes
 
     @staticmethod
     def fits(weight: QuantizedTensor) -> bool:
         kinds = IntTensor | CodebookTensor | Fp4Tensor | LookupTensor
-        return isinstance(weight, kinds) and weight.scheme.bits <= 4 and not weight.in_features % 2
+        return isinstance(weight, kinds) and weight.scheme.bits < 8
 
     def rows(self, rows: slice) -> QuantizedTensor:
-        paired = self._paired[rows]
-        codes = torch.stack([paired & 15, paired >> 4], dim=-1).flatten(1)
+        codes = unpack_words(self._words[rows], self._bits)[:, : self._in_features].contiguous()
         return _with_codes(self._rest.rows(rows), codes)
 
 

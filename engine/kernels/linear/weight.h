@@ -20,8 +20,9 @@
 #include "lattice.h"
 
 enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_CHANNEL_TABLE = 4 };
-enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2 };
-enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3 };
+enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2, SCALE_TABLE = 3, SCALE_NIBBLE = 4,
+       SCALE_ODD = 5 };
+enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3, OFFSET_NIBBLE = 4 };
 
 /* A table of values for each output channel, and the weights that are added to those of the codes (SqueezeLLM). */
 typedef struct {
@@ -38,14 +39,18 @@ typedef struct {
     int64_t base;          /* the zero point, or a code near it; lattices and tables as bytes: 128 */
     int64_t group;         /* input channels that share a scale; CHUNK divides it, or it is 16 */
     int64_t step;          /* input channels that are accumulated before a scale is applied */
-    int64_t scale_kind;    /* float32; float16; or int8 times the float16 of `nested` groups */
-    int64_t offset_kind;   /* base * scale; code * scale; float16; or int8 times the nested float16 */
+    int64_t scale_kind;    /* float32; float16; int8 times the float16 of `nested` groups; bytes that index
+                              256 float32 `outer_scales`; as int8, the low four bits of a byte;
+                              or odd numbers 2 n + 1, the n of two groups in a byte */
+    int64_t offset_kind;   /* base * scale; code * scale; float16; int8 times the nested float16; or
+                              likewise, the high four bits of the scale's byte */
     int64_t nested;
     const uint8_t *codes;
     const void *scales, *offsets, *outer_scales, *outer_offsets;
     const float *table;    /* 16 values, CODES_TABLE; whole numbers below 128 if they are read as bytes */
     Lattice lattice;       /* CODES_LATTICE, whose `bits` are 8: those that it is unpacked to */
     ChannelTables channels; /* CODES_CHANNEL_TABLE */
+    float unit;            /* a power of two, of nested scales */
 } Weight;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -64,15 +69,25 @@ static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OF
 INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
                          float *offsets) {
     int64_t at = (panel * num_groups(w) + group) * PANEL;
-    int64_t outer = 0;
+    int64_t outer = 0, byte_at = at;
+    if (w->scale_kind == SCALE_ODD) byte_at = (panel * ceil_div(num_groups(w), 2) + group / 2) * PANEL;
     if (w->nested) outer = (panel * ceil_div(num_groups(w), w->nested) + group / w->nested) * PANEL;
     for (int i = 0; i < PANEL; i += LANES) {
         fvec scale;
+        const uint8_t *bytes = (const uint8_t *)w->scales + byte_at + i; /* where they are bytes */
         if (w->scale_kind == SCALE_F32) scale = fload((const float *)w->scales + at + i);
         else if (w->scale_kind == SCALE_F16) scale = fload_f16((const uint16_t *)w->scales + at + i);
-        else
-            scale = fmul(fload_f16((const uint16_t *)w->outer_scales + outer + i),
-                         itof(iwiden_s8((const int8_t *)w->scales + at + i)));
+        else if (w->scale_kind == SCALE_TABLE)
+            scale = fbits(igather((const int32_t *)w->outer_scales, iwiden_u8(bytes)));
+        else {
+            ivec steps = w->scale_kind == SCALE_NESTED ? iwiden_s8(bytes) : iwiden_u8(bytes);
+            if (w->scale_kind == SCALE_ODD) {
+                steps = iand(group % 2 ? ISHR(steps, 4) : steps, iset(15));
+                steps = iadd(ISHL(steps, 1), iset(1));
+            } else if (w->scale_kind == SCALE_NIBBLE) steps = iand(steps, iset(15));
+            fvec whole = fload_f16((const uint16_t *)w->outer_scales + outer + i);
+            scale = fmul(fmul(whole, itof(steps)), fset(w->unit));
+        }
         fstore(scales + i, scale);
         if (!has_own_offsets(w)) continue;
         if (w->offset_kind == OFFSET_CODE) {
@@ -82,9 +97,11 @@ INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t 
         }
         fvec offset;
         if (w->offset_kind == OFFSET_F16) offset = fload_f16((const uint16_t *)w->offsets + at + i);
-        else
-            offset = fmul(fload_f16((const uint16_t *)w->outer_offsets + outer + i),
-                          itof(iwiden_s8((const int8_t *)w->offsets + at + i)));
+        else {
+            ivec steps = w->offset_kind == OFFSET_NIBBLE ? ISHR(iwiden_u8(bytes), 4)
+                                                         : iwiden_s8((const int8_t *)w->offsets + at + i);
+            offset = fmul(fload_f16((const uint16_t *)w->outer_offsets + outer + i), itof(steps));
+        }
         fstore(offsets + i, ffnma(fset((float)base), scale, offset));
     }
 }
