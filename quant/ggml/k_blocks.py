@@ -43,15 +43,20 @@ def pack_affine(
 
 def affine_fields(data: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inverse of `pack_affine`, without the heads: codes `[n, 8, 32]`, scales, minimums `[n, 8]`, uint8."""
-    first, second, third = data[:, 4:8], data[:, 8:12], data[:, 12:16]
-    scales = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=-1)
-    lows = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=-1)
     nibbles = data[:, -128:].reshape(-1, 4, 1, 32)
     codes = torch.cat([nibbles & 15, nibbles >> 4], dim=2).view(-1, 8, 32)
     if bits == 5:
         shifts = torch.arange(8, dtype=torch.uint8, device=data.device).view(8, 1)
         codes = codes | ((data[:, None, 16:48] >> shifts) & 1) << 4
-    return codes, scales, lows
+    return codes, *affine_scales(data)
+
+
+def affine_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minimums of `affine_fields`."""
+    first, second, third = data[:, 4:8], data[:, 8:12], data[:, 12:16]
+    scales = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=-1)
+    lows = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=-1)
+    return scales, lows
 
 
 def dequantize_affine(data: torch.Tensor, bits: int) -> torch.Tensor:
@@ -89,7 +94,12 @@ def signed_fields(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device).view(4, 1)
     high = (high_bytes.reshape(-1, 2, 1, 32) >> shifts) & 3
     codes = (nibbles | (high << 4)).view(-1, 16, 16)
-    return codes, data[:, 192:208].contiguous().view(torch.int8)
+    return codes, signed_scales(data)
+
+
+def signed_scales(data: torch.Tensor) -> torch.Tensor:
+    """Scales of `signed_fields`."""
+    return data[:, 192:208].contiguous().view(torch.int8)
 
 
 def dequantize_signed(data: torch.Tensor) -> torch.Tensor:

@@ -67,10 +67,15 @@ def q3_fields(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device).view(8, 1)
     high = ((data[:, None, :32] >> shifts) & 1).view(-1, 16, 16)
     codes = _unpack_pairs(data[:, 32:96]).view(-1, 16, 16) | (high << 2)
+    return codes, q3_scales(data)
+
+
+def q3_scales(data: torch.Tensor) -> torch.Tensor:
+    """Scales of `q3_fields`."""
     low_scales = torch.cat([data[:, 96:104] & 15, data[:, 96:104] >> 4], dim=-1)
     pairs = torch.tensor(_SHIFTS, dtype=torch.uint8, device=data.device).view(4, 1)
     high_scales = ((data[:, None, 104:108] >> pairs) & 3).flatten(1)
-    return codes, (low_scales | (high_scales << 4)).view(torch.int8) - 32
+    return (low_scales | (high_scales << 4)).view(torch.int8) - 32
 
 
 def dequantize_q3(data: torch.Tensor) -> torch.Tensor:

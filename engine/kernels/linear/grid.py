@@ -19,10 +19,11 @@ from ....quant.base.scheme import (
     Scheme,
     TrellisScheme,
 )
-from ....quant.ggml.k_blocks import affine_fields, signed_fields
-from ....quant.ggml.k_small_blocks import q2_fields, q3_fields
-from ....quant.ggml.simple_blocks import read_half, simple_codes
-from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps, table_codes
+from ....quant.ggml.codes import block_codes
+from ....quant.ggml.k_blocks import affine_scales, signed_scales
+from ....quant.ggml.k_small_blocks import q3_scales
+from ....quant.ggml.simple_blocks import read_half
+from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.ggml.table_blocks import table as iq4_table
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
@@ -152,54 +153,40 @@ def _gguf(weight: GgufTensor) -> Grid:
     def half(start: int) -> torch.Tensor:
         return rows(read_half(blocks, start)).to(torch.float16)
 
+    codes = rows(block_codes(blocks, kind))
     if kind == "MXFP4":
         values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
-        codes, steps = table_codes(blocks, 1), mxfp4_steps(blocks)
-        return Grid(rows(codes), 4, 32, _small(rows(steps)), table=values.to(blocks.device))
+        steps = rows(mxfp4_steps(blocks))
+        return Grid(codes, 4, 32, _small(steps), table=values.to(blocks.device))
     if kind == "IQ4_XS":
-        codes, scales = rows(table_codes(blocks, 8)), rows(iq4_xs_scales(blocks))
-        values = iq4_table(blocks.device)
+        scales, values = rows(iq4_xs_scales(blocks)), iq4_table(blocks.device)
         return Grid(codes, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
     if kind == "IQ4_NL":
-        codes = rows(table_codes(blocks, 2))
         return Grid(codes, 4, 32, half(0), table=iq4_table(blocks.device))
+    bits = weight.scheme.bits
     if width == 32:
-        if kind == "Q8_0":
-            codes, base = blocks[:, 2:] ^ 128, 128
-        else:
-            codes, base = simple_codes(blocks, kind), 8 if kind[1] == "4" else 16
         offsets = -half(2) if kind.endswith("_1") else None
-        return Grid(rows(codes), weight.scheme.bits, 32, half(0), base, offsets)
+        return Grid(codes, bits, 32, half(0), 2 ** (bits - 1), offsets)
     if kind == "Q6_K":
-        codes, scales = signed_fields(blocks)
-        return Grid(rows(codes), 6, 16, rows(scales), 32, outer_scales=half(208), nested=16)
+        scales = rows(signed_scales(blocks))
+        return Grid(codes, bits, 16, scales, 32, outer_scales=half(208), nested=16)
     if kind == "Q3_K":
-        codes, scales = q3_fields(blocks)
-        return Grid(rows(codes), 3, 16, rows(scales), 4, outer_scales=half(108), nested=16)
-    if kind == "Q2_K":
-        codes, scales, lows = q2_fields(blocks)
-        return Grid(
-            rows(codes),
-            2,
-            16,
-            rows(scales).view(torch.int8),
-            2,
-            rows(lows).view(torch.int8),
-            outer_scales=half(80),
-            outer_offsets=half(82),
-            nested=16,
-        )
-    codes, scales, lows = affine_fields(blocks, weight.scheme.bits)
+        scales = rows(q3_scales(blocks))
+        return Grid(codes, bits, 16, scales, 4, outer_scales=half(108), nested=16)
+    is_small = kind == "Q2_K"
+    fields = blocks[:, :16]
+    scales, lows = (fields & 15, fields >> 4) if is_small else affine_scales(blocks)
+    at, groups = (80, 16) if is_small else (0, 8)
     return Grid(
-        rows(codes),
-        weight.scheme.bits,
-        32,
+        codes,
+        bits,
+        256 // groups,
         rows(scales).view(torch.int8),
-        2 ** (weight.scheme.bits - 1),
+        2 ** (bits - 1),
         rows(lows).view(torch.int8),
-        outer_scales=half(0),
-        outer_offsets=half(2),
-        nested=8,
+        outer_scales=half(at),
+        outer_offsets=half(at + 2),
+        nested=groups,
     )
 
 
