@@ -27,7 +27,9 @@ TESTS = [
         f"tests/engine/kernels/test_native_{part}.py"
         for part in ("linear", "lookup", "attention", "layer", "experts", "argmax", "rows")
     ),
+    "tests/engine/kernels/test_packed_scales.py",
     "tests/engine/kernels/test_trellis_linear.py",
+    "tests/quant/gguf/test_block_codes.py",
     "tests/quant/trellis/test_viterbi.py",
 ]
 RACES = (

@@ -1,4 +1,4 @@
-"""Memory of a run on a CPU, by weight format: `python -m tools.run_memory MODEL --folder DIR [--formats ...]`.
+"""Memory of a run on a CPU, by weight format: `python -m tools.run_memory MODEL --folder DIR`.
 
 Quantizes a model into each format (data-free; what DIR has is kept), and runs 16 prompts in a process of its
 own. Each line holds the peak of the process (`ru_maxrss`) against
@@ -21,7 +21,7 @@ from typing import Any
 
 FACTOR = 1.15
 CONSTANT = 448 * 2**20
-SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 256, 16
+SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 4
 KV_BYTES = 2**28
 
 FORMATS: dict[str, str] = {
@@ -144,11 +144,15 @@ def main() -> int:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append({"format": name} | json.loads(done.stdout.splitlines()[-1]))
         print(show(rows).splitlines()[-1], flush=True)
+        if given.output:
+            record: dict[str, Any] = {
+                "factor": FACTOR,
+                "constant_bytes": CONSTANT,
+                "model": given.model.name,
+            }
+            record["rows"] = rows
+            given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\nCONSTANT: {CONSTANT / 2**20:.0f} MiB\n\n{show(rows)}")
-    if given.output:
-        record = {"factor": FACTOR, "constant_bytes": CONSTANT, "model": given.model.name}
-        record["rows"] = rows
-        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if all(map(holds, rows)) else 1
 
 

@@ -11,8 +11,8 @@ from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
 
 
-@pytest.mark.parametrize("path", HERE or ["none"])
 @pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("path", HERE or ["none"])
 def test_codes_are_those_of_torch(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, path if HERE else "off")
     if native_codes().library is None:
