@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.linear.linear import OneDnnLinear
+from ...kernels.linear.linear import OneDnnLinear, onednn_rows
 from ...kernels.linear.lookup import LooksUpRows
-from ...kernels.linear.onednn_rows import onednn_rows
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
 from ..parallel.shard import Shard
 from .reader import CheckpointReader

@@ -8,9 +8,8 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.linear import onednn_rows as module
-from llmopt.engine.kernels.linear.linear import OneDnnLinear, prepare_linear
-from llmopt.engine.kernels.linear.onednn_rows import onednn_rows
+from llmopt.engine.kernels.linear import linear as module
+from llmopt.engine.kernels.linear.linear import OneDnnLinear, onednn_rows, prepare_linear
 from llmopt.recipes import MODELS
 
 
@@ -43,7 +42,7 @@ def test_a_tied_head_of_floats_is_in_memory_once_and_changes_no_logit(
         return engine.memory.weight_bytes, engine.prompt_logits([1, 300, 17, 17, 511])
 
     held, got = logits()
-    monkeypatch.setattr(module, "BLOCKS", ())
+    monkeypatch.setattr(module, "ONEDNN_BLOCKS", ())
     held_apart, expected = logits()
     assert torch.equal(got, expected)
     if not isinstance(prepare_linear(weight_of(512, 256)), OneDnnLinear):
