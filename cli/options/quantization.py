@@ -166,11 +166,22 @@ class SolverOptions:
     iters: Annotated[
         int, typer.Option(help="autoround: steps of sign gradient descent for each layer.")
     ] = 200
+    finetune_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="trellis: steps of Adam on the scales of each layer, towards the float model's output "
+            "(QuIP#'s fine-tuning). Default: 100; 0: none."
+        ),
+    ] = None
     lr: Annotated[
         float | None,
-        typer.Option(help="autoround: first step, in steps of the grid. Default: 1/iters."),
+        typer.Option(
+            help="First step: autoround: in steps of the grid, default 1/iters; trellis: in mean scales."
+        ),
     ] = None
-    batch_size: Annotated[int, typer.Option(help="autoround: calibration samples in a step.")] = 8
+    batch_size: Annotated[
+        int, typer.Option(help="autoround, trellis: calibration samples in a step.")
+    ] = 8
 
 
 @dataclass(frozen=True, slots=True)

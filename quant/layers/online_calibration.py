@@ -85,7 +85,7 @@ class OnlineCalibration:
             tuning: for a method that is given each layer as a `Block`: the states of the float model are
                 carried along, as its targets.
         """
-        self._tuning = tuning
+        self._tuning, self._asymmetric = tuning, asymmetric
         carries_floats = asymmetric or tuning is not None
         self._sequential, self._kv = sequential, kv
         self._stream = stream
@@ -160,18 +160,19 @@ class OnlineCalibration:
         if self._tuning is None or not self._stream.called(index):
             return None
         assert self._floats is not None
-        self._floats = self._stream.run(index, self._floats, in_place=True)
+        # GPTAQ reads the float model's states before the layer too, until the layer is done.
+        targets = self._stream.run(index, self._floats, in_place=not self._asymmetric)
+        if not self._asymmetric:
+            self._floats = targets
         seed = self._tuning.seed * _LAYERS + index
-        return StreamedBlock(
-            self._stream, index, self._states, self._floats, seed, self._tuning.status
-        )
+        return StreamedBlock(self._stream, index, self._states, targets, seed, self._tuning.status)
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
         finals, self._finals = self._finals, Finals()
-        if self._floats is not None and self._tuning is None:
+        if self._floats is not None and (self._asymmetric or self._tuning is None):
             self._floats = self._stream.run(
                 index, self._floats, in_place=True, finals=finals.floats
             )

@@ -10,15 +10,16 @@ from .base import MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
 _FEEDBACK = ("trellis", "quip")  # methods that have GPTQ's error feedback built in
-_KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
-    "damp": ("gptq", "--damp"),
-    "asymmetric": ("gptq", "--asymmetric-calibration"),
-    "true_sequential": ("gptq", "--no-true-sequential"),
-    "judge": ("awq", "--judge"),
-    "alpha": ("smoothquant", "--alpha"),
-    "iters": ("autoround", "--iters"),
-    "lr": ("autoround", "--lr"),
-    "batch_size": ("autoround", "--batch-size"),
+_KNOBS = {  # field of `MethodOptions`: its flag, and the methods or the solver that read it
+    "damp": ("--damp", "gptq", *_FEEDBACK),
+    "asymmetric": ("--asymmetric-calibration", "gptq", *_FEEDBACK),
+    "true_sequential": ("--no-true-sequential", "gptq", *_FEEDBACK),
+    "judge": ("--judge", "awq"),
+    "alpha": ("--alpha", "smoothquant"),
+    "iters": ("--iters", "autoround"),
+    "finetune_steps": ("--finetune-steps", "trellis"),
+    "lr": ("--lr", "autoround", "trellis"),
+    "batch_size": ("--batch-size", "autoround", "trellis"),
 }
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 
@@ -43,10 +44,10 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
         raise BadInput(f"--ranges mse belongs to method gptq, not to {method}")
     if options.ranges != usual.ranges and not {method, options.solver} & {*_RANGED}:
         raise BadInput(f"--ranges {options.ranges}: method {method} has ranges of its own")
-    for name, (owner, option) in _KNOBS.items():
-        owned = owner in (method, options.solver) or (owner == "gptq" and method in _FEEDBACK)
+    for name, (option, *owners) in _KNOBS.items():
+        owned = {method, options.solver} & {*owners}
         if not owned and getattr(options, name) != getattr(usual, name):
-            raise BadInput(f"{option} belongs to method {owner}, not to {method}")
+            raise BadInput(f"{option} belongs to method {owners[0]}, not to {method}")
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:

@@ -3,7 +3,8 @@
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024 (arXiv:2406.11235):
 a weight is rotated on both sides, and its tiles are rounded to the nearest paths of a trellis, 16 input
 channels at a time, each corrected for the errors of those before (block LDLQ: GPTQ's feedback on vectors).
-Then the scales of inputs and outputs are fitted to the codes, by least squares.
+Then the scales of inputs and outputs are fitted to the codes, by least squares, and those of a whole layer
+are tuned together on the layer's output, towards the float model's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import replace
 
 import torch
 
+from ..base.errors import BadInput, first_line
+from ..base.memory import temporaries_kept
 from ..base.scheme import SUPPORTED_BITS, IntScheme, Scheme, TrellisScheme
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
@@ -19,11 +22,15 @@ from ..grids.int_grid import round_to_nearest
 from ..grids.trellis_grid import TrellisGrid, round_to_trellis, transforms_of
 from ..tensors.trellis import TrellisTensor
 from ..trellis.scale_fit import fitted_scales
+from ..tuning.sign_descent import tune
+from ..tuning.trellis_scales import TunedScales
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .expert_statistics import gram_of
 from .gptq import StageWork, quantize_stages, unusable
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite, require_scales
+
+_RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
 
 
 class Trellis:
@@ -42,7 +49,7 @@ class Trellis:
         return TrellisScheme(choose_bits(self.name, options.bits, range(1, 9), 3))
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        return quantize_stages(problem, _Work(problem))
+        return _finetuned(problem, quantize_stages(problem, _Work(problem)))
 
 
 class _Work(StageWork):
@@ -87,6 +94,38 @@ class _Work(StageWork):
             weight, factor, grid, slots=factor.channels, static_groups=True, weighted=False
         )
         return None if solved is None else grid.tensor(solved.values, solved.parameters)
+
+
+def _finetuned(problem: LayerProblem, result: LayerResult) -> LayerResult:
+    """The layer with its scales tuned, for `options.finetune_steps`; as it is where the layer is not run."""
+    options, block = problem.options, problem.block
+    if not options.finetune_steps or block is None:
+        return result
+    parts = {
+        name: TunedScales(tensor)
+        for name, tensor in result.weights.items()
+        if isinstance(tensor, TrellisTensor)
+    }
+    shapes = {name: problem.weights[name].shape for name in parts}
+    steps, rate = options.finetune_steps, options.lr or _RATE
+    try:
+        with temporaries_kept():
+            tune(block, parts, shapes, iters=steps, rate=rate, batch_size=options.batch_size)
+    except (RuntimeError, NotImplementedError) as error:
+        raise BadInput(
+            f"{problem.prefix} gives no gradients: {first_line(error)}: take --finetune-steps 0"
+        ) from error
+    reports = []
+    for name, report in zip(parts, result.reports, strict=True):
+        tensor = result.weights[name] = parts[name].tensor()
+        require_scales(tensor, report.module)
+        rounded = _integers(problem.weights[name], tensor.scheme)
+        reports.append(
+            problem.report(
+                name, tensor.dequantize(), rounded, damp=report.damp, fallback=report.fallback
+            )
+        )
+    return replace(result, reports=reports)
 
 
 def _integers(weight: torch.Tensor, scheme: TrellisScheme) -> torch.Tensor:

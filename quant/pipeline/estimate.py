@@ -87,7 +87,7 @@ def estimate_memory(
         sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
         staged: the same, also where a method measures the whole layer first.
     """
-    blockwise = plan.method.blockwise
+    blockwise = plan.blockwise
     # The float model's states are carried too where they are compared.
     hidden = (1 + (bool(plan.options.asymmetric) or blockwise)) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
@@ -123,8 +123,9 @@ def estimate_memory(
                     layer=layer.bytes,
                     grams=layer.grams * (1 + held_out),
                     codes=layer.weights(layer.chosen),
-                    work=layer.weights(layer.chosen) * _tuned_bytes(plan),
+                    work=layer.weights(layer.chosen) * _tuned_bytes(plan) + cross,
                     activations=int(graph),
+                    kept=kept,
                 )
             )
     largest = max(moments, key=lambda moment: moment.bytes)
@@ -143,7 +144,8 @@ def _kept(plan: Plan, layer: _Layer, hidden_size: int, tokens: int) -> int:
 
 
 def _tuned_bytes(plan: Plan) -> int:
-    """Bytes a weight of a tuned layer: its offset and the best one, the rounded weight and its gradient."""
+    """Bytes a weight of a tuned layer: its offset and the best one (of trellis codes: the codes between
+    transforms, and a product with them), the weight itself and its gradient."""
     return 2 * _FLOAT + 2 * plan.compute.itemsize
 
 
@@ -299,9 +301,10 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
         total += 4 * out_features * square  # the errors in the report
         if feeds_back:
             total += 2 * out_features * square + 2 * square * in_features
-        if plan.method.blockwise:
+        if plan.blockwise:
             seen = min(plan.options.batch_size * plan.seq_len, tokens)
-            total += 3 * plan.options.iters * 2 * seen * out_features * in_features
+            steps = plan.options.finetune_steps or plan.options.iters
+            total += 3 * steps * 2 * seen * out_features * in_features
         if plan.method.name == "awq":
             total += 30 * out_features * square
     return searches + 2 * total  # everything else, and less efficient GEMM shapes

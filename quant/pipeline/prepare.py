@@ -48,7 +48,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         )
     if plan.options.judge == "layer" and request.stats is not None:
         raise BadInput("--judge layer runs the layers themselves: leave --stats out")
-    if plan.method.blockwise and request.stats is not None:
+    if plan.blockwise and request.stats is not None:
         raise BadInput(
             f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
         )

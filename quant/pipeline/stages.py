@@ -79,7 +79,7 @@ def source_of(
             sequential=sequential,
             kv=kv,
             asymmetric=bool(plan.options.asymmetric),
-            tuning=Tuning(session.request.seed, progress.status) if plan.method.blockwise else None,
+            tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
         )
     if not folder.complete:
         folder.measure(stage.stream, calibration, progress, head=plan.lm_head, kv=kv)

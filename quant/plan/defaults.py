@@ -1,7 +1,8 @@
-"""What `awq` takes where the command leaves it open: the float model's outputs as targets (GPTAQ), and R2.
+"""What `awq` and `trellis` take where the command leaves it open.
 
-`tools/choices.py` measures them on a real model (docs/rotations.md). Neither changes what a loader sees: R2
-turns the values of heads inside a layer, so that a tied output projection stays tied.
+Both aim at the float model's outputs (GPTAQ); `awq` has R2 beside it, and `trellis` fine-tunes its scales.
+`tools/choices.py` measures the first two on a real model (docs/rotations.md). Nothing of it changes what a
+loader sees: R2 turns the values of heads inside a layer, so that a tied output projection stays tied.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from ..request.request import QuantizeRequest
 from ..rotation.rotate import rotated
 from ..rotation.rotation_map import R2
 
+FINETUNE_STEPS = 100
+
 
 def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
-    """The request with `rotations` and `options.asymmetric` decided where they are None.
+    """The request with what is None of `rotations`, `options.asymmetric` and `options.finetune_steps` decided.
 
-    Both are taken by `awq` with error feedback on decoder layers that are run as they are quantized; R2 where
-    the model's values can be turned.
+    They are taken where there is error feedback on decoder layers that are run as they are quantized; R2
+    where the model's values can be turned.
     """
     options, rotations = request.options, request.rotations
-    if rotations is not None and options.asymmetric is not None:
-        return request
     feeds_back = request.method == "awq" and solver_of(request.method, options.solver) == "gptq"
+    trellis = request.method == "trellis"
     runs = request.errors and request.stats is None and options.true_sequential
-    taken = feeds_back and runs and not request.vision
+    runs = runs and not request.vision
     if rotations is None:
-        rotations = (R2,) if taken and _turns(request) else ()
-    asymmetric = taken if options.asymmetric is None else options.asymmetric
-    return replace(request, rotations=rotations, options=replace(options, asymmetric=asymmetric))
+        rotations = (R2,) if feeds_back and runs and _turns(request) else ()
+    if options.asymmetric is None:
+        options = replace(options, asymmetric=(feeds_back or trellis) and runs)
+    if options.finetune_steps is None:
+        options = replace(options, finetune_steps=FINETUNE_STEPS if trellis and runs else 0)
+    return replace(request, rotations=rotations, options=options)
 
 
 def _turns(request: QuantizeRequest) -> bool:

@@ -107,6 +107,11 @@ class Plan:
     vision: Architecture | None = None
 
     @property
+    def blockwise(self) -> bool:
+        """Whether layers are run with gradients: by the method, or to tune its scales."""
+        return self.method.blockwise or bool(self.options.finetune_steps)
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.architecture.layers)

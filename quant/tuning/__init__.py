@@ -1,1 +1,1 @@
-"""Tuning of rounding and ranges by gradients, block by block (AutoRound)."""
+"""Tuning of rounding, ranges and scales by gradients, block by block."""

@@ -1,8 +1,8 @@
-"""Signed gradient descent on the rounding of a block's linears (AutoRound, SignSGD).
+"""Block-wise gradient descent on what a block's linears let be tuned: their rounding, or their scales.
 
 Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
 EMNLP 2024 (arXiv:2309.05516). Each iteration runs the block on a random batch of samples and moves every
-parameter by the sign of its gradient, at a rate that falls linearly to zero.
+parameter along its gradient (AutoRound: by its sign), at a rate that falls linearly to zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATUS_SECONDS = 1.0
 
 
 class Rounding(Protocol):
-    """Tuned parameters of the rounding of one linear; see `IntRounding` and `GridRounding`."""
+    """Tuned parameters of one linear; see `IntRounding`, `GridRounding` and `TunedScales`."""
 
     def keep(self) -> None: ...
 
@@ -43,15 +43,15 @@ def tune(
 ) -> float:
     """Tune the roundings, and leave them at the best parameters that were tried.
 
-    The loss of a batch is judged beside that of rounding to nearest on the same samples: batches differ more
-    than iterations do.
+    The loss of a batch is judged beside that of the beginning (of rounding to nearest) on the same samples:
+    batches differ more than iterations do.
 
     Args:
         shapes: of the linears' weights.
         rate: of the first iteration.
 
     Returns:
-        The best loss, as a share of that of rounding to nearest.
+        The best loss, as a share of that of the beginning.
 
     Raises:
         RuntimeError: the block cannot be run with gradients.
@@ -79,7 +79,7 @@ def tune(
                 said = time.monotonic()
                 speed = (iteration + 1) / (said - began)
                 block.status(
-                    f"iteration {iteration + 1}/{iters}, {speed:.1f}/s, loss {loss:.3f} of rounding's"
+                    f"iteration {iteration + 1}/{iters}, {speed:.1f}/s, loss {loss:.3f} of the start's"
                 )
     for rounding in roundings.values():
         rounding.recall()
@@ -101,13 +101,13 @@ def _batches(
 
 @torch.no_grad()
 def _plain_losses(block: Block) -> torch.Tensor:
-    """The loss of each sample under rounding to nearest `[samples]`."""
+    """The loss of each sample at the beginning `[samples]`."""
     samples = torch.arange(block.num_samples)
     return torch.cat([block.losses(part) for part in block.batches(samples)])
 
 
 def _backward(block: Block, samples: torch.Tensor, plain: float) -> float:
-    """Gradients of a batch's loss, over that of rounding to nearest, which is returned."""
+    """Gradients of a batch's loss, over that of the beginning, which is returned."""
     total = 0.0
     scale = 1 / plain if plain else 1.0
     for part in block.batches(samples):

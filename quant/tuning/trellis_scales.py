@@ -1,0 +1,84 @@
+"""Adam on the scales of a trellis-coded linear, by the gradient of its weight (QuIP#'s fine-tuning).
+
+Tseng et al., "QuIP#", ICML 2024 (arXiv:2402.04396), section 5: signs are relaxed to real numbers, which are
+tuned together with the scales. In EXL3 both are one vector a side. Hadamard transforms act on rows and on
+columns apart, so that a weight is `diag(svh) C diag(suh)` with `C` fixed: no graph is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..tensors.trellis import TrellisTensor
+from ..trellis.incoherence import hadamard_blocks
+
+_DECAYS = (0.9, 0.95)
+_TINY = 1e-30
+
+
+class TunedScales:
+    """The tuned `suh` and `svh` of a linear; see `Rounding`."""
+
+    def __init__(self, tensor: TrellisTensor):
+        self._tensor = tensor
+        self._codes = hadamard_blocks(hadamard_blocks(tensor.inner()).T).T.contiguous()
+        self._inputs, self._outputs = _Adam(tensor.suh.float()), _Adam(tensor.svh.float())
+
+    def keep(self) -> None:
+        """Remember the present scales."""
+        self._inputs.keep()
+        self._outputs.keep()
+
+    def recall(self) -> None:
+        """Go back to the scales that were kept last; those of the beginning at first."""
+        self._inputs.recall()
+        self._outputs.recall()
+
+    def write(self, into: torch.Tensor) -> None:
+        """The weight under the present scales in `into` `[out, in]`, in its dtype."""
+        into.copy_((self._codes * self._inputs.values).mul_(self._outputs.values[:, None]))
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        """One step for the gradient of the weight `[out, in]`; `rate` is in mean magnitudes of the scales."""
+        by_code = gradient.to(torch.float32) * self._codes
+        by_input, by_output = self._outputs.values @ by_code, by_code @ self._inputs.values
+        self._inputs.descend(by_input, rate)
+        self._outputs.descend(by_output, rate)
+
+    def tensor(self) -> TrellisTensor:
+        """The weight with its scales as they are stored."""
+        inputs, outputs = self._inputs.values.half(), self._outputs.values.half()
+        return replace(self._tensor, suh=inputs, svh=outputs)
+
+
+class _Adam:
+    """A vector and its moments (Kingma and Ba, arXiv:1412.6980); zeros stay zero.
+
+    Args:
+        values: float32; their mean magnitude is the length of a step at rate 1.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self._live = values != 0
+        self._length = float(values[self._live].abs().mean()) if bool(self._live.any()) else 0.0
+        self._mean, self._square = torch.zeros_like(values), torch.zeros_like(values)
+        self._steps = 0
+        self._kept = values.clone()
+
+    def keep(self) -> None:
+        self._kept.copy_(self.values)
+
+    def recall(self) -> None:
+        self.values.copy_(self._kept)
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        self._steps += 1
+        first, second = _DECAYS
+        self._mean.lerp_(gradient, 1 - first)
+        self._square.lerp_(gradient.square(), 1 - second)
+        spread = (self._square / (1 - second**self._steps)).sqrt_().add_(_TINY)
+        step = (self._mean / spread).mul_(self._live)
+        self.values.sub_(step, alpha=rate * self._length / (1 - first**self._steps))
