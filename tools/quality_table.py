@@ -52,7 +52,10 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "fp8": ({"granularity": "tensor"}, {"granularity": "channel"}, {"granularity": "block"}),
     "nf4": ({}, {"double_quant": True}),
 }
-RUNS: dict[str, dict[str, Any]] = {"autoround": {"options": MethodOptions(iters=ITERS)}}
+RUNS: dict[str, dict[str, Any]] = {
+    "autoround": {"options": MethodOptions(iters=ITERS)},
+    "trellis": {"options": MethodOptions(asymmetric=None, finetune_steps=None)},
+}
 """What a method's requests say beside its scheme."""
 MARKS = "quality table"
 SAME = ("model", "token_sha256", "calibration_samples")

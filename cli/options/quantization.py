@@ -191,10 +191,10 @@ class SearchOptions:
     PANEL: ClassVar = "Method"
 
     target_bpw: Annotated[
-        float | None, typer.Option(help="auto: maximum bits per quantized weight.")
+        float | None, typer.Option(help="auto, trellis: maximum bits per quantized weight.")
     ] = None
     target_size: Annotated[
-        str | None, typer.Option(help="auto: maximum size of all tensors: 3.5GiB.")
+        str | None, typer.Option(help="auto, trellis: maximum size of all tensors: 3.5GiB.")
     ] = None
     rotate: Annotated[
         str | None,

@@ -25,6 +25,7 @@ from .session import Session
 from .stages import of_images
 
 AUTO, AUTO_METHOD = "auto", "gptq"
+TRELLIS = "trellis"  # whose widths are chosen under a target too
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
@@ -79,7 +80,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(measured))
-    if request.method == AUTO:
+    if _searches(request):
         plan = _searched(request, plan, stream, calibration, statistics, measured, progress)
     facts = measured | {
         "errors": request.errors,
@@ -149,7 +150,7 @@ def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
     activations = [scheme.activations for scheme in plan.schemes.values()]
     needs = {
         f"method {request.method} is calibrated": plan.method.needs_statistics
-        or request.method == AUTO,
+        or _searches(request),
         "static activation scales are measured": any(a and not a.dynamic for a in activations),
         "--kv-cache scales are measured": plan.kv_cache is not None,
         "--stats are measured": request.stats is not None,
@@ -163,29 +164,36 @@ def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
 
 
 def statistics_path(request: QuantizeRequest) -> Path | None:
-    """The statistics folder: `request.stats`, or beside the output for method `auto`."""
-    if request.stats is None and request.method == AUTO:
+    """The statistics folder: `request.stats`, or beside the output where widths are searched."""
+    if request.stats is None and _searches(request):
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats
+
+
+def _searches(request: QuantizeRequest) -> bool:
+    """Whether the widths of the linears are searched, under a target."""
+    return request.method == AUTO or (request.target_bpw, request.target_bytes) != (None, None)
 
 
 def _planned(request: QuantizeRequest) -> QuantizeRequest:
     """The request itself; for `auto`, the base request whose bits and groups are varied.
 
     Raises:
-        BadInput: a target without `auto`, `auto` without one, or options that it decides itself.
+        BadInput: a target without a method that has one, `auto` without one, or options that it decides.
     """
-    targets = [request.target_bpw, request.target_bytes]
-    if request.method != AUTO:
-        if targets != [None, None]:
-            raise BadInput("--target-bpw and --target-size belong to --method auto")
+    if not _searches(request):
         return request
-    if targets.count(None) != 1:
-        raise BadInput("--method auto needs one of --target-bpw and --target-size")
+    if request.method not in (AUTO, TRELLIS):
+        raise BadInput("--target-bpw and --target-size belong to --method auto and trellis")
+    if [request.target_bpw, request.target_bytes].count(None) != 1:
+        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
     if request.bits is not None or request.overrides:
         raise BadInput(
-            "--method auto chooses the bits of every linear: leave --bits and --override out"
+            f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "
+            "--override out"
         )
+    if request.method == TRELLIS:
+        return request
     return replace(request, method=AUTO_METHOD, format=request.format or "compressed-tensors")
 
 

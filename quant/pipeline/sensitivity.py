@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import IntScheme, Scheme, TrellisScheme
 from ..calibration.image_inputs import Images
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
@@ -29,6 +29,7 @@ from .preflight import module_sizes, unquantized_bytes
 
 # Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
 SERVED_BITS, ALL_BITS = (4, 8), (2, 3, 4, 8)
+TRELLIS_BITS = range(1, 9)
 GROUP_SIZES = (128, 64, 32)
 
 
@@ -152,26 +153,34 @@ def _candidates(
     plan: Plan, widths: Sequence[int]
 ) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
     """Schemes and bytes of all modules under each candidate, the smallest first."""
+    candidates = []
+    for kind in _kinds(plan, widths):
+        mixed = replace(plan, schemes=kind)
+        for weight_format in plan.formats:
+            for name, shape in plan.modules.items():
+                weight_format.check(name, *shape, kind[name])
+        candidates.append((kind, module_sizes(mixed, plan.format)))
+    return sorted(candidates, key=lambda pair: sum(pair[1].values()))
+
+
+def _kinds(plan: Plan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
+    """The schemes of all modules with each width and, for integers, each group size."""
     divided = [
         size
         for size in GROUP_SIZES
         if all(columns % size == 0 for _, columns in plan.modules.values())
     ]
+    codes = {name: one for name, one in plan.schemes.items() if isinstance(one, TrellisScheme)}
     base = {name: scheme for name, scheme in plan.schemes.items() if isinstance(scheme, IntScheme)}
-    candidates = []
+    sizes = divided or sorted({scheme.group_size for scheme in base.values()})
     for bits in widths:
-        sizes = divided or sorted({scheme.group_size for scheme in base.values()})
-        for group_size in sizes:
-            kind: dict[str, Scheme] = {
-                name: replace(scheme, bits=bits, group_size=group_size)
-                for name, scheme in base.items()
+        if codes:
+            yield {name: replace(scheme, bits=bits) for name, scheme in codes.items()}
+            continue
+        for size in sizes:
+            yield {
+                name: replace(scheme, bits=bits, group_size=size) for name, scheme in base.items()
             }
-            mixed = replace(plan, schemes=kind)
-            for weight_format in plan.formats:
-                for name, shape in plan.modules.items():
-                    weight_format.check(name, *shape, kind[name])
-            candidates.append((kind, module_sizes(mixed, plan.format)))
-    return sorted(candidates, key=lambda pair: sum(pair[1].values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +227,9 @@ def search_of(plan: Plan, target_bpw: float | None, target_bytes: int | None) ->
     else:
         assert target_bytes is not None
         budget = target_bytes - unquantized_bytes(plan) - plan.kv_scale_bytes
-    kinds = _candidates(plan, SERVED_BITS)
-    if sum(kinds[0][1].values()) > budget:
+    trellis = all(isinstance(scheme, TrellisScheme) for scheme in plan.schemes.values())
+    kinds = _candidates(plan, TRELLIS_BITS if trellis else SERVED_BITS)
+    if not trellis and sum(kinds[0][1].values()) > budget:
         kinds = _candidates(plan, ALL_BITS)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:

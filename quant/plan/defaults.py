@@ -21,7 +21,7 @@ FINETUNE_STEPS = 100
 
 
 def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
-    """The request with what is None of `rotations`, `options.asymmetric` and `options.finetune_steps` decided.
+    """The request with `rotations`, `options.asymmetric` and `options.finetune_steps` decided where None.
 
     They are taken where there is error feedback on decoder layers that are run as they are quantized; R2
     where the model's values can be turned.

@@ -234,6 +234,7 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
         ({"target_bpw": 4.5}, "belong to --method auto"),
         ({"method": "auto"}, "needs one of"),
         ({"method": "auto", "target_bpw": 4.0, "bits": 4}, "leave --bits"),
+        ({"method": "trellis", "target_bpw": 4.0, "bits": 4}, "leave --bits"),
         ({"method": "auto", "target_bpw": 1.0}, "the target is too small"),
     ],
     ids=str,

@@ -40,6 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+TUNED = MethodOptions(asymmetric=True, finetune_steps=6, batch_size=2)
+
+
 def request_for(model: Path, output: Path, **options: object) -> QuantizeRequest:
     usual = {"bits": 2, "num_samples": 4, "seq_len": 32, "held_out": 0}
     return QuantizeRequest(model, output, method="trellis", **{**usual, **options})  # pyright: ignore[reportArgumentType]
@@ -47,8 +50,10 @@ def request_for(model: Path, output: Path, **options: object) -> QuantizeRequest
 
 @pytest.fixture(scope="module")
 def checkpoint(model: Path) -> Path:
+    """Tuned towards the float model, whose states each layer needs beside the quantized ones."""
     overrides = (r"down_proj$=bits:3",)
-    return quantize(request_for(model, model.parent / "out", overrides=overrides)).output
+    request = request_for(model, model.parent / "out", overrides=overrides, options=TUNED)
+    return quantize(request).output
 
 
 class Killed(BaseException):
@@ -57,20 +62,19 @@ class Killed(BaseException):
 
 class KilledAfterALayer(Silent):
     def advance(self, count: int = 1) -> None:
-        raise Killed
+        if count:  # the first call says how many layers were done
+            raise Killed
 
 
-def test_a_killed_run_ends_with_the_same_bytes(model: Path) -> None:
-    """Tuned towards the float model, whose states the next layer needs beside the quantized ones."""
-    options = MethodOptions(asymmetric=True, finetune_steps=6, batch_size=2)
-    whole = quantize(request_for(model, model.parent / "whole", options=options)).output
-    request = request_for(model, model.parent / "again", options=options)
+def test_a_killed_run_ends_with_the_same_bytes(model: Path, checkpoint: Path) -> None:
+    overrides = (r"down_proj$=bits:3",)
+    request = request_for(model, model.parent / "again", overrides=overrides, options=TUNED)
     killed = KilledAfterALayer()
     with pytest.raises(Killed):
         quantize(request, killed)
     result = quantize(request)
     assert result.resumed_layers == 1
-    for file in whole.iterdir():
+    for file in checkpoint.iterdir():
         assert (result.output / file.name).read_bytes() == file.read_bytes(), file.name
 
 
@@ -97,6 +101,19 @@ def test_finetuning_brings_each_layer_nearer_to_the_float_model(
     options = MethodOptions(finetune_steps=40, batch_size=4)
     result = quantize(request_for(model, model.parent / "tuned", options=options))
     assert len(shares) == 2 and max(shares) < 0.9
+    assert verify(result.output).status == PROVEN
+
+
+def test_widths_are_mixed_under_a_target(model: Path) -> None:
+    target = 2.8  # with 0.19 of scales
+    request = request_for(model, model.parent / "mixed", bits=None, target_bpw=target)
+    result = quantize(request)
+    search = result.manifest["search"]
+    assert search["taken"] == "mixed" and search["mixed"]["kl"] < search["uniform"]["kl"]
+    assert target - 0.2 < result.manifest["summary"]["bits_per_weight"] <= target
+    widths = {record["scheme"]["bits"] for record in result.manifest["modules"]}
+    assert len(widths) > 1
+    assert not list(model.parent.glob("*.statistics"))
     assert verify(result.output).status == PROVEN
 
 

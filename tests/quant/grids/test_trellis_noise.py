@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from llmopt.quant.base.scheme import TrellisScheme
+from llmopt.quant.grids.trellis_grid import round_to_trellis
+from llmopt.quant.grids.trellis_noise import noisy
+
+from ...support.layer_problems import heavy_weight
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_the_noise_is_as_large_as_the_error_of_the_nearest_paths(bits: int) -> None:
+    weight, scheme = heavy_weight(128, 128), TrellisScheme(bits)
+    noise = noisy(weight, scheme, "a") - weight
+    error = round_to_trellis(weight, scheme, name="a").dequantize() - weight
+    assert float(noise.square().sum() / error.square().sum()) == pytest.approx(1, abs=0.06)
+    assert torch.equal(noise, noisy(weight, scheme, "a") - weight)
