@@ -186,7 +186,7 @@ class SolverOptions:
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Targets of `auto`, KV-cache scales, and fallback to RTN."""
+    """Targets of `auto` and `trellis`, KV-cache scales, and fallback to RTN."""
 
     PANEL: ClassVar = "Method"
 
