@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, ...]] = {
         *("--method", "fp8", "--format", "modelopt"),
         *("--granularity", "tensor", "--activations", "static"),
     ),
+    # Two linears a layer, which are quick to search.
+    "trellis": ("--method", "trellis", "--finetune-steps", "8", "--ignore", "[qo]_proj|mlp"),
 }
 # Two kinds of blocks that are quick to search; with LLMOPT_KILLS all of them.
 TYPES = list(GGUF_TYPES) if KILLS else ["Q2_K", "MXFP4"]
@@ -53,7 +55,7 @@ TYPES = list(GGUF_TYPES) if KILLS else ["Q2_K", "MXFP4"]
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Rows of 256, which every GGUF type fits."""
+    """Rows of 256, which every GGUF type and the blocks of trellis codes fit."""
     return str(random_model(tmp_path_factory.mktemp("models") / "wide", "llama"))
 
 
@@ -100,7 +102,7 @@ def test_killed_runs_end_with_the_same_bytes(
     tmp_path: Path, wide: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name in CASES:
-        model, words = TINY, CASES[name]
+        model, words = wide if name == "trellis" else TINY, CASES[name]  # whole blocks of 128
     else:
         model, words = wide, ("--method", "rtn", "--format", "gguf", "--gguf-type", name)
     (tmp_path / "whole").mkdir()
