@@ -54,7 +54,7 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     "autoround": {"options": MethodOptions(iters=ITERS)},
-    "trellis": {"options": MethodOptions(asymmetric=None, finetune_steps=None)},
+    "trellis": {"options": MethodOptions(asymmetric=None, finetune_steps=100)},
 }
 """What a method's requests say beside its scheme."""
 MARKS = "quality table"

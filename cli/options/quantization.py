@@ -167,12 +167,12 @@ class SolverOptions:
         int, typer.Option(help="autoround: steps of sign gradient descent for each layer.")
     ] = 200
     finetune_steps: Annotated[
-        int | None,
+        int,
         typer.Option(
             help="trellis: steps of Adam on the scales of each layer, towards the float model's output "
-            "(QuIP#'s fine-tuning). Default: 100; 0: none."
+            "(QuIP#'s fine-tuning): such as 100."
         ),
-    ] = None
+    ] = 0
     lr: Annotated[
         float | None,
         typer.Option(

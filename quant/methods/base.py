@@ -36,8 +36,7 @@ class MethodOptions:
         judge: AWQ: whether scales are chosen by the error of each linear's output, or of the layer's.
         alpha: SmoothQuant: migration strength, from activations into weights.
         iters: AutoRound: steps of sign gradient descent for each layer.
-        finetune_steps: trellis: steps of Adam on the scales of each layer; None: what is best for the method,
-            see `plan.defaults`.
+        finetune_steps: trellis: steps of Adam on the scales of each layer; 0: none.
         lr: AutoRound and trellis: length of the first step, in steps of the grid or in mean scales; None is
             `1 / iters` or what the method takes.
         batch_size: AutoRound and trellis: samples in a step.
@@ -52,7 +51,7 @@ class MethodOptions:
     judge: Literal["linear", "layer"] = "linear"
     alpha: float = 0.5
     iters: int = 200
-    finetune_steps: int | None = 0
+    finetune_steps: int = 0
     lr: float | None = None
     batch_size: int = 8
 
@@ -65,7 +64,7 @@ class MethodOptions:
             raise BadInput(f"--damp {self.damp:g}: give a share of the mean diagonal, 0 to 1")
         if self.iters < 1:
             raise BadInput(f"--iters {self.iters}: give at least 1; method rtn tunes nothing")
-        if self.finetune_steps is not None and self.finetune_steps < 0:
+        if self.finetune_steps < 0:
             raise BadInput(
                 f"--finetune-steps {self.finetune_steps}: give 0 (none) or more steps for each layer"
             )

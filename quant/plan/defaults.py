@@ -1,6 +1,6 @@
 """What `awq` and `trellis` take where the command leaves it open.
 
-Both aim at the float model's outputs (GPTAQ); `awq` has R2 beside it, and `trellis` fine-tunes its scales.
+Both aim at the float model's outputs (GPTAQ); `awq` has R2 beside it.
 `tools/choices.py` measures the first two on a real model (docs/rotations.md). Nothing of it changes what a
 loader sees: R2 turns the values of heads inside a layer, so that a tied output projection stays tied.
 """
@@ -17,11 +17,9 @@ from ..request.request import QuantizeRequest
 from ..rotation.rotate import rotated
 from ..rotation.rotation_map import R2
 
-FINETUNE_STEPS = 100
-
 
 def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
-    """The request with `rotations`, `options.asymmetric` and `options.finetune_steps` decided where None.
+    """The request with `rotations` and `options.asymmetric` decided where they are None.
 
     They are taken where there is error feedback on decoder layers that are run as they are quantized; R2
     where the model's values can be turned.
@@ -35,8 +33,6 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
         rotations = (R2,) if feeds_back and runs and _turns(request) else ()
     if options.asymmetric is None:
         options = replace(options, asymmetric=(feeds_back or trellis) and runs)
-    if options.finetune_steps is None:
-        options = replace(options, finetune_steps=FINETUNE_STEPS if trellis and runs else 0)
     return replace(request, rotations=rotations, options=options)
 
 
