@@ -25,6 +25,10 @@ from pathlib import Path
 import torch
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.engine.kernels.hadamard.trellis_linear import (
+    NativeTrellisLinear,
+    QuantizedInputTrellisLinear,
+)
 from llmopt.engine.kernels.linear.int8_linear import Int8MatmulLinear
 from llmopt.engine.kernels.linear.linear import LinearKernel, OneDnnLinear, TorchLinear
 from llmopt.engine.kernels.linear.native_linear import native_linear
@@ -35,10 +39,6 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
     TiledDequantLinear,
     prepare_quantized_linear,
-)
-from llmopt.engine.kernels.linear.trellis_linear import (
-    NativeTrellisLinear,
-    QuantizedInputTrellisLinear,
 )
 from llmopt.quant.base.scheme import (
     TRELLIS_CODEBOOKS,

@@ -1,7 +1,7 @@
 """Quantization grids: the common form of all quantized tensors, which the C and Triton kernels read.
 
 A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
-4-bit codes, or e4m3 floats. Lookup tables per output channel and trellis codes have no grid.
+4-bit codes, or e4m3 floats. Lookup tables per output channel, trellis codes and points of E8P have no grid.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from ....quant.base.e8p_scheme import E8pScheme
 from ....quant.base.scheme import (
     PER_CHANNEL,
     CodebookScheme,
@@ -88,7 +89,7 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
     if isinstance(scheme, GgufScheme):
         has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
         return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
-    if isinstance(scheme, LookupScheme | TrellisScheme):
+    if isinstance(scheme, LookupScheme | TrellisScheme | E8pScheme):
         return f"{scheme.label} has no scales of groups"
     return None
 

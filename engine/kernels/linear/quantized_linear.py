@@ -38,8 +38,15 @@ from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
+from ..hadamard.e8p_linear import E8pLinear
+from ..hadamard.trellis_linear import (
+    NativeTrellisLinear,
+    QuantizedInputTrellisLinear,
+    TransformedLinear,
+    native_trellis,
+    native_trellis_integer,
+)
 from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
-from .e8p_linear import E8pLinear
 from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .lattice_grid import LatticeGrid, lattice_grid
@@ -51,13 +58,6 @@ from .packed_linear import (
     Packed16Linear,
     PackedOutlierLinear,
     wants_8_bit_inputs,
-)
-from .trellis_linear import (
-    NativeTrellisLinear,
-    QuantizedInputTrellisLinear,
-    TransformedLinear,
-    native_trellis,
-    native_trellis_integer,
 )
 from .trial import linear_trial
 from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group

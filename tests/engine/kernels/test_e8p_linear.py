@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.linear.e8p_linear import E8pLinear
+from llmopt.engine.kernels.hadamard.e8p_linear import E8pLinear
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.linear.quantized_linear import (
-    QUANTIZED_LINEAR,
-    QuantizedLinearKernelQuery,
-    prepare_quantized_linear,
-)
-from llmopt.engine.kernels.linear.trellis_linear import (
+from llmopt.engine.kernels.hadamard.trellis_linear import (
     NativeTrellisLinear,
     QuantizedInputTrellisLinear,
     TransformedLinear,
     native_trellis,
     native_trellis_integer,
+)
+from llmopt.engine.kernels.linear.quantized_linear import (
+    QUANTIZED_LINEAR,
+    QuantizedLinearKernelQuery,
+    prepare_quantized_linear,
 )
 from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.quant.base.errors import BadInput
