@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from ....quant.base.e8p_scheme import E8pScheme
 from ....quant.base.scheme import (
     PER_CHANNEL,
     CodebookScheme,
+    E8pScheme,
     GgufScheme,
     LookupScheme,
     Scheme,
