@@ -104,13 +104,17 @@ class OneDnnRows:
     def __init__(self, linear: OneDnnLinear, words: torch.Tensor, in_features: int) -> None:
         self._linear = linear  # owns the memory that `words` shows
         self._words = words  # int32 [blocks, pairs, block], two input channels each
+        self._columns = torch.arange(words.shape[1]) * words.shape[2]
         self._in_features = in_features
         self.weight_bytes = words.nbytes
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weight, `[ids, in]`, for ids int64 `[ids]`."""
-        block = self._words.shape[2]
-        words = self._words[ids // block, :, ids % block]
+        _, pairs, block = self._words.shape
+        places = ids // block * (pairs * block) + ids % block
+        # Not by indexing, which a graph cannot hold: it may be by a mask.
+        flat = (places[:, None] + self._columns).view(-1)
+        words = self._words.view(-1).index_select(0, flat).view(-1, pairs)
         return words.view(torch.bfloat16)[:, : self._in_features].to(dtype)
 
 

@@ -14,6 +14,7 @@ from ....quant.model.checkpoint import Checkpoint
 from ....quant.model.experts_apart import LEAVES, experts_of, fused
 from ....quant.model.parameters import ModelParameters
 from ....quant.tensors.base import QuantizedTensor
+from ..layers.adapter_slots import SlotMask
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection
 from .latent_forward import latent_projections
 
@@ -26,6 +27,7 @@ class CurrentAdapters:
 
     def take_sequence(self, rows: AdapterRows, begin: int) -> None:
         """Narrow the `rows` of a step to those of one sequence, whose first row is `begin`."""
+        assert not isinstance(rows, SlotMask), "of captured steps, which these modules have none of"
         self.rows = {
             name: None for name, of in rows.items() if of is None or bool((of == begin).any())
         }

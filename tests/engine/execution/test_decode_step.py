@@ -77,8 +77,8 @@ def test_steps_in_one_call_sample_what_eager_ones_do(
     advanced: Counter[int] = Counter()
     follow_batch = DecodeInputs.follow_batch
 
-    def watched(self: DecodeInputs, rows: Any, size: int) -> bool:
-        advances = follow_batch(self, rows, size)
+    def watched(self: DecodeInputs, rows: Any, size: int, adapter_slots: Any = ()) -> bool:
+        advances = follow_batch(self, rows, size, adapter_slots)
         advanced[size] += advances
         return advances
 

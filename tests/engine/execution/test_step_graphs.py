@@ -115,7 +115,7 @@ def test_a_model_whose_steps_differ_is_left_alone() -> None:
     llm = LLM("stories3M", device="cpu", max_model_len=64)
     decoder: Any = llm.engine.runner.decoder
     ((layout, kernels),) = decoder._kernels.items()
-    decoder._kernels[layout] = kernels._replace(attend=AttentionKernels(unplaced, unplaced))
+    decoder._kernels[layout] = kernels._replace(attend=AttentionKernels(*[unplaced] * 3))
     assert not decoder.is_capturable
 
 

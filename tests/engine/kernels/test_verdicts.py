@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -249,10 +249,11 @@ def test_attention_is_tried_on_the_cache_that_it_will_read(stored: torch.dtype |
     trial = attention_trial(torch.device("cpu"), query.dtype, 64, 64, stored)
     seen: set[torch.dtype] = set()
 
-    def forgetful(queries: Any, keys: PagedTensor, values: PagedTensor, *rest: Any) -> torch.Tensor:
+    def forgetful(queries: Any, keys: PagedTensor, values: PagedTensor, *rest: Any) -> Any:
         seen.update((keys.codes.dtype, values.codes.dtype))
-        return attend_sdpa(queries, *(PagedTensor(p.codes.float()) for p in (keys, values)), *rest)
+        keys, values = (PagedTensor(part.codes.float()) for part in (keys, values))
+        return attend_sdpa(queries, keys, values, *rest)
 
-    error = relative_error(trial.compute(forgetful), trial.compute(attend_sdpa))
+    error = relative_error(trial.compute(cast(Any, forgetful)), trial.compute(attend_sdpa))
     assert seen == {stored or torch.float32}
     assert (error <= trial.tolerance) == (stored is None)
