@@ -85,13 +85,13 @@ class Clock:
         return spent
 
 
-def timed_steps(clock: Clock) -> Callable[[DecodeStep, DecodeRows], DecodeForward]:
+def timed_steps(clock: Clock) -> Callable[..., DecodeForward]:
     """`DecodeStep.prepare`, with the captured step itself on the clock."""
     prepare = DecodeStep.prepare
     forwards: dict[DecodeStep, DecodeForward] = {}
 
-    def prepared(step: DecodeStep, rows: DecodeRows) -> DecodeForward:
-        forward = prepare(step, rows)
+    def prepared(step: DecodeStep, *given: Any) -> DecodeForward:
+        forward = prepare(step, *given)
         if step not in forwards:
             forwards[step] = forward._replace(run=clock.timed("replayed", forward.run))
         return forwards[step]

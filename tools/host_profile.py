@@ -53,8 +53,8 @@ class Stand:
     def prepare(self, prepare: Callable[..., DecodeForward]) -> Callable[..., DecodeForward]:
         """`DecodeStep.prepare` with `kind` in place of the forward pass."""
 
-        def prepared(step: DecodeStep, rows: DecodeRows) -> DecodeForward:
-            forward = prepare(step, rows)
+        def prepared(step: DecodeStep, *given: Any) -> DecodeForward:
+            forward = prepare(step, *given)
             if step not in self._forwards:
                 self._forwards[step] = forward._replace(run=lambda: self._run(step, forward))
             return self._forwards[step]
