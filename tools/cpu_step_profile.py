@@ -34,7 +34,6 @@ from llmopt.engine.model.decoder.decoder import LayerKernels
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.engine.scheduling.step_plan import DecodeRows
 
 BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
 PREFILL, PREFILL_TOKENS = "prefill 512", 512

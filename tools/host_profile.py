@@ -26,7 +26,6 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_step import DecodeForward, DecodeStep
 from llmopt.engine.execution.step_phases import PhaseTimer
 from llmopt.engine.kernels.common.launch import replay_launches
-from llmopt.engine.scheduling.step_plan import DecodeRows
 
 GOALS = {1: 0.15, 16: 0.3}
 """Milliseconds a step, by batch."""
