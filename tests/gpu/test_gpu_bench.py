@@ -95,7 +95,7 @@ def test_a_run_with_triton_interpreted_leaves_a_file_and_a_table(tmp_path):
     for name in LACKING:
         (tmp_path / "lacking" / f"{name}.py").write_text("raise ImportError('it is not here')")
     words = [
-        *gpu_bench.SELF,
+        *gpu_bench.COMMAND[:-1],
         "--small",
         "--out",
         tmp_path / "a.json",
@@ -122,9 +122,9 @@ def test_a_section_out_of_time_keeps_what_it_found(tmp_path, monkeypatch):
         '(home / \'findings.jsonl\').write_text(\'{"left_out": "a"}\\n{"figure": {}}\\n\')\n'
         "time.sleep(30)\n"
     )
-    monkeypatch.setattr(gpu_bench, "SELF", (sys.executable, str(script)))
+    monkeypatch.setattr(gpu_bench, "COMMAND", (sys.executable, str(script), "--run"))
     given: Any = type("Given", (), {"small": True, "interpret": False})
-    section, environment = gpu_bench.in_a_process("x", 1.0, given)
+    section, environment = gpu_bench.sections().in_a_process("x", 1.0, given)
     assert section["ended"] == "cut off after 1 s"
     assert (section["left_out"], section["figures"], environment) == (["a"], [{}], {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tools.gpu_contact.tiles import _changed
 from tools.gpu_figures import sections
 from tools.gpu_figures.sections import World
 from tools.gpu_figures.shapes import SMALL
+from tools.gpu_parts import LINES, Parts
 
 from ..support.pretended_cuda.card import Card
 from ..support.pretended_cuda.runtime import pretended_cuda
@@ -113,18 +115,18 @@ def test_the_run_writes_a_file_and_a_page_that_says_what_failed(
     good = Expectation("norm: triton", "an error of at most 2e-02", "an error of 1.0e-03", True)
     bad = Expectation("gate: triton", "earns its place", "it failed: no | fp8e4nv", False)
 
-    def in_a_process(name: str, *_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def in_a_process(_: Parts, name: str, *__: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         whole = name == "kernels"
-        shown = [gpu_first.asdict(each) for each in ((good, bad) if whole else (good,))]
+        shown = [asdict(each) for each in ((good, bad) if whole else (good,))]
         stage = {"name": name, "ended": "whole" if whole else "cut off after 60 s", "seconds": 1.0}
         facts = [{"title": "profile", "head": ["kernel", "µs"], "rows": [["_attend", "12.0"]]}]
         return stage | {"expectations": shown, "facts": facts}, {"device": "NVIDIA L4"}
 
-    monkeypatch.setattr(gpu_first, "in_a_process", in_a_process)
+    monkeypatch.setattr(Parts, "in_a_process", in_a_process)
     out = tmp_path / "new" / "first.json"
     given = argparse.Namespace(out=out, stages="kernels,graphs", commit="abc", interpret=False)
     given.small = True
-    record = gpu_first.run(given)
+    record = gpu_first.stages().run(given)
     assert gpu_first.failures(record) == 2
     assert json.loads(out.read_text()) == record and record["schema"] == "llmopt-gpu-first/1"
     text = out.with_suffix(".md").read_text()
@@ -134,12 +136,12 @@ def test_the_run_writes_a_file_and_a_page_that_says_what_failed(
     failed = text[text.index("## What failed") : text.index("## What holds")]
     assert "| kernels | gate: triton | earns its place | it failed: no / fp8e4nv |" in failed
     assert "norm" not in failed and "| _attend | 12.0 |" in text
-    assert "2 failures" in capsys.readouterr().out
+    assert "graphs: cut off after 60 s in 1 s" in capsys.readouterr().err
 
 
 def test_an_unknown_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no stage 'all': choose kernels, graphs, tiles"):
-        gpu_first.run(argparse.Namespace(stages="all", commit=None, small=True))
+        gpu_first.stages().run(argparse.Namespace(stages="all", commit=None, small=True))
 
 
 def test_a_stage_writes_its_findings_as_it_goes(tmp_path: Path, monkeypatch) -> None:
@@ -151,5 +153,5 @@ def test_a_stage_writes_its_findings_as_it_goes(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(stages, "STAGES", (stages.Stage("kernels", 1, two),))
     with pytest.raises(RuntimeError):
         gpu_first.run_stage("kernels", tmp_path, small=True, interpret=True)
-    lines = [json.loads(line) for line in (tmp_path / gpu_first.LINES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
     assert [next(iter(line)) for line in lines] == ["environment", "expectation", "facts"]
