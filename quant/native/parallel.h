@@ -1,12 +1,12 @@
-/* OpenMP threads and per-thread workspaces of a call. */
+/* Threads and per-thread workspaces of a call. */
 #ifndef LLMOPT_PARALLEL_H
 #define LLMOPT_PARALLEL_H
 
 #include <stdint.h>
 #include <stdlib.h>
 
-/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are awake already, and a second
- * thread pool would oversubscribe the cores. */
+/* As GOMP_parallel: the pool of pool.c; or that function of the OpenMP runtime that torch has loaded, where its
+ * threads spin between calls and a pool would share the cores with them. */
 typedef void (*parallel_function)(void (*work)(void *), void *argument, unsigned threads, unsigned flags);
 static parallel_function parallel;
 
