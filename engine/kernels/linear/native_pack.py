@@ -129,7 +129,10 @@ class PackedWeight:
         bytes_ = self._tensors["codes"].unflatten(-1, (PANEL, 4))
         chosen = bytes_[:, columns // CHUNK, columns % CHUNK // 4, :, columns % 4]
         codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self._base
-        return (codes * self._tensors["scales"].flatten().unsqueeze(1))[: self.struct.out_features]
+        scales = self._tensors["scales"].flatten()
+        if self.struct.scale_kind == SCALE_TABLE:
+            scales = self._tensors["outer_scales"].index_select(0, scales.int())
+        return (codes * scales.unsqueeze(1))[: self.struct.out_features]
 
 
 def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:

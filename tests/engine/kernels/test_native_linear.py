@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from llmopt.engine.kernels.linear.lattice_grid import lattice_grid
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
 from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
 from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
+from llmopt.engine.kernels.linear.packed_scales import SCALE_TABLE, packed_scales
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -353,11 +355,17 @@ def test_the_largest_codes_do_not_saturate(path: str) -> None:
         assert torch.equal(got, torch.full((2, 32), (127.0 if sign > 0 else -128.0) * 255 * 256))
 
 
-def test_outliers_are_multiplied_as_floats(path: str) -> None:
+@pytest.mark.parametrize("rounded", [False, True], ids=["any scales", "few scales"])
+def test_outliers_are_multiplied_as_floats(path: str, rounded: bool) -> None:
+    """Also with scales in a table, as those of thousands of rows that were bfloat16 are."""
     scheme = VectorwiseScheme(3.0)
-    weight = weight_of(scheme, 50, 200)
+    weight = weight_of(scheme, 4100 if rounded else 50, 200)
+    assert isinstance(weight, VectorwiseTensor)
+    if rounded:
+        weight = replace(weight, absmax=weight.absmax.bfloat16().float())
     grid = grid_of(weight)
-    assert grid is not None and isinstance(weight, VectorwiseTensor)
+    assert grid is not None
+    assert (packed_scales(grid).kind == SCALE_TABLE) is rounded
     x = torch.randn(6, 200, generator=torch.Generator().manual_seed(2))
     x[2, 11], x[4, 150] = 50.0, -3.0
     got = PackedOutlierLinear(weight, grid)(x)
