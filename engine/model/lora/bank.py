@@ -25,6 +25,11 @@ class _Part:
     up: torch.Tensor
     outputs: slice
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether 0 times these weights, the part of other rows in a captured step, is 0."""
+        return all(bool(weights.isfinite().all()) for weights in (self.down, self.up))
+
 
 @dataclass(slots=True)
 class _Delta:
@@ -55,9 +60,12 @@ class _Delta:
                     target.index_add_(0, rows, change)
 
     def takes(self, key: str) -> bool:
-        """Whether an adapter's weights here fit a slot."""
+        """Whether an adapter's weights here may be put into a slot."""
         parts, slots = self.parts.get(key, []), self.slots
-        return all(slots is not None and slots.takes(p.outputs, len(p.down)) for p in parts)
+        return all(
+            slots is not None and slots.takes(part.outputs, len(part.down)) and part.is_finite
+            for part in parts
+        )
 
     def put(self, key: str, slot: int) -> None:
         """Move an adapter's weights here to a slot."""

@@ -20,6 +20,7 @@ from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import IntScheme
 from llmopt.recipes import MODELS
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ...support.lora_world import ATTENTION, LINEARS, merge, write_adapter
@@ -128,6 +129,21 @@ def test_one_graph_serves_any_mix(folders, options):
     assert generate(engine, requests)[0] == expected
     replayed = {step.replayed for step in engine.recorder.steps if step.decode_only}
     assert replayed == {native_attention().reason is None}
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_an_adapter_that_is_not_finite_changes_no_other(folders, tmp_path, part):
+    """Rows of others multiply it by 0 in a captured step, which makes no 0 of NaN."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folders["all"], broken)
+    tensors = load_file(broken / "adapter_model.safetensors")
+    next(values for name, values in tensors.items() if part in name)[0, 0] = torch.nan
+    save_file(tensors, broken / "adapter_model.safetensors")
+    requests = [(TOKENS[3 * i : 20 + 4 * i], name) for i, name in enumerate((None, "some"))]
+    expected = generate(build(loras=folders), requests)[0]
+    loaded = build(loras={**folders, "broken": broken})
+    assert generate(loaded, [*requests, (TOKENS[:9], "broken")])[0][:2] == expected
+    assert generate(loaded, requests)[0] == expected
 
 
 def test_an_adapter_that_is_loaded_later_is_replayed_from_a_slot(folders, tmp_path, base):
