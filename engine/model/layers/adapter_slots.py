@@ -83,4 +83,5 @@ class SlottedWeights:
         inner = functional.linear(x, self._down.flatten(0, 2))
         inner = inner.view(len(x), len(self._up), -1) * mask.weights[:, None]
         for place, (outputs, up) in enumerate(zip(self._outputs, self._up, strict=True)):
-            y[:, outputs].addmm_(inner[:, place], up.flatten(0, 1))
+            # Not `addmm_`: the delta is rounded before it is added, as in eager steps.
+            y[:, outputs].add_(inner[:, place] @ up.flatten(0, 1))

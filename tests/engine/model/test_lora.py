@@ -17,6 +17,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.model.layers.adapter_slots import SlotMask, SlottedWeights
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import IntScheme
 from llmopt.recipes import MODELS
@@ -129,6 +130,18 @@ def test_one_graph_serves_any_mix(folders, options):
     assert generate(engine, requests)[0] == expected
     replayed = {step.replayed for step in engine.recorder.steps if step.decode_only}
     assert replayed == {native_attention().reason is None}
+
+
+def test_the_delta_of_a_slot_is_rounded_as_an_eager_one():
+    """1 + 2^-8 is 1 in bfloat16, and 1 more 2^-8 does not change it; their sum is 1 + 2^-7."""
+    step = 2.0**-8
+    slots = SlottedWeights([slice(0, 1)], 2, 3, 4, torch.zeros(0, dtype=torch.bfloat16))
+    slots.put(2, slice(0, 1), torch.eye(2), torch.tensor([[1.0, step]]))
+    slot_of_column = torch.arange(1, 4).repeat_interleave(4)
+    y = torch.full((2, 1), step, dtype=torch.bfloat16)
+    mask = SlotMask.of(torch.tensor([2, 0]), slot_of_column, torch.bfloat16)
+    slots.add(torch.ones(2, 2, dtype=torch.bfloat16), y, mask)
+    assert y.flatten().tolist() == [1.0, step]
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
