@@ -105,7 +105,9 @@ class OnlineCalibration:
         self._finals = Finals()
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        stream, states, floats = self._stream, self._states, self._floats
+        stream, states = self._stream, self._states
+        # Those of a tuning alone are its targets, and behind the layer by the time that it is measured.
+        floats = self._floats if self._asymmetric else None
         stream.load(index, tensors)
         return LayerStatistics(
             statistics={} if self._sequential else stream.measure(index, states),
@@ -147,7 +149,7 @@ class OnlineCalibration:
     def _kept(self, index: int) -> Finals:
         """What passes of this layer share, made where it is first measured behind some of its linears."""
         if self._finals == Finals():
-            floats = self._floats
+            floats = self._floats if self._asymmetric else None
             self._finals = Finals(
                 self._stream.final_submodules(index, self._states),
                 None if floats is None else self._stream.final_submodules(index, floats),

@@ -88,8 +88,9 @@ def estimate_memory(
         staged: the same, also where a method measures the whole layer first.
     """
     blockwise = plan.blockwise
-    # The float model's states are carried too where they are compared.
-    hidden = (1 + (bool(plan.options.asymmetric) or blockwise)) * tokens * hidden_size * _FLOAT
+    # The float model's states are carried too where they are compared, and those behind the layer where it is
+    # tuned towards them.
+    hidden = (1 + bool(plan.options.asymmetric) + blockwise) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]

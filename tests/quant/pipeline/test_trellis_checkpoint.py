@@ -105,6 +105,27 @@ def test_finetuning_brings_each_layer_nearer_to_the_float_model(
     assert verify(result.output).status == PROVEN
 
 
+def test_tuning_alone_leaves_the_targets_of_the_codes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The float model's states, behind the layer by then, are what scales are tuned to, and no more."""
+
+    def shifted(*_: object) -> None:
+        raise AssertionError("GPTAQ was not asked for")
+
+    monkeypatch.setattr("llmopt.quant.methods.trellis.asymmetric_shift", shifted)
+    options = MethodOptions(asymmetric=False, finetune_steps=1, batch_size=2)
+    quantize(request_for(model, model.parent / "own-targets", options=options, ignore=("mlp",)))
+
+
+def test_tuning_beside_gptaq_is_expected_to_hold_its_targets_too(model: Path) -> None:
+    hidden = []
+    for options in (MethodOptions(asymmetric=True), TUNED):
+        session = prepare(request_for(model, model.parent / "expected", options=options))
+        hidden.append(preflight(session).memory.hidden)
+    assert hidden[1] == 1.5 * hidden[0]
+
+
 def test_both_config_files_name_every_module(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
     assert config == json.loads((checkpoint / "quantization_config.json").read_text())
