@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Device:
     kind: str = "cuda"
     source: str = ""
 
-    def peak_flops(self, weight_bits: int, weight_name: str) -> float | None:
+    def peak_flops(self, weight_bits: int | Fraction, weight_name: str) -> float | None:
         """Peak FLOP/s of the GEMM's compute dtype: fp8 weights use fp8 tensor cores if the device has them;
         weight-only integers compute in 16 bit."""
         peaks = self.peaks or {}

@@ -31,7 +31,7 @@ class WeightRecipe:
     """
 
     name: str
-    bits: int
+    bits: int | Fraction
     group_size: int = -1
     rows_per_scale: int = 1
     scale_bits: int | Fraction = 16
@@ -206,8 +206,8 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if method == "modelopt":
         return _modelopt(stored)
     if method == "exl3":  # the linears' mean
-        bits = round(stored.get("bits", 16))
-        return WeightRecipe(f"trellis{bits}", bits, bytes_per_input=2)
+        bits = Fraction(stored.get("bits", 16))
+        return WeightRecipe(f"trellis{float(bits):g}", bits, bytes_per_input=2)
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)

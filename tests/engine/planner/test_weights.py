@@ -105,9 +105,9 @@ def test_group_size_falls_to_the_largest_that_divides() -> None:
             3 + 16 / 1024 + 16 / 4096,
         ),
         (
-            {"quant_method": "exl3", "bits": 2.143},
-            "trellis2 per channel",
-            2 + 16 / 1024 + 16 / 4096,
+            {"quant_method": "exl3", "bits": 2.625},
+            "trellis2.625 per channel",
+            2.625 + 16 / 1024 + 16 / 4096,
         ),
     ],
 )
