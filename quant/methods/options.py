@@ -48,6 +48,12 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
         owned = {method, options.solver} & {*owners}
         if not owned and getattr(options, name) != getattr(usual, name):
             raise BadInput(f"{option} belongs to method {owners[0]}, not to {method}")
+    if method == "trellis" and not options.finetune_steps:
+        for name in ("lr", "batch_size"):
+            if getattr(options, name) != getattr(usual, name):
+                raise BadInput(
+                    f"{_KNOBS[name][0]} is of the tuning of scales: give --finetune-steps too"
+                )
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:

@@ -225,6 +225,10 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
             {"method": "gptq", "options": MethodOptions(alpha=0.8)},
             "--alpha belongs to method smoothquant, not to gptq",
         ),
+        (
+            {"method": "trellis", "options": MethodOptions(lr=0.01)},
+            "--lr is of the tuning of scales: give --finetune-steps",
+        ),
         ({"format": "gptq,gptq"}, "named twice"),
         ({"gguf_type": "Q8_0"}, "belongs to --format gguf"),
         ({"kv_cache": "int4"}, "--kv-cache int4: choose fp8 or int8"),
