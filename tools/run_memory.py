@@ -1,7 +1,7 @@
 """Memory of a run on a CPU, by weight format: `python -m tools.run_memory MODEL --folder DIR`.
 
-Quantizes a model into each format (data-free; what DIR has is kept), and runs 16 prompts in a process of its
-own. Each line holds the peak of the process (`ru_maxrss`) against
+Quantizes a model into each format that its widths fit (data-free where the method is; what DIR has is kept),
+and runs 16 prompts in a process of its own. Each line holds the peak of the process (`ru_maxrss`) against
 
     1.15 x files + KV cache + CONSTANT
 
@@ -24,6 +24,8 @@ CONSTANT = 448 * 2**20
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 4
 KV_BYTES = 2**28
 
+CALIBRATED = "--num-samples 8 --seq-len 128"
+"""Options of methods that are not data-free."""
 FORMATS: dict[str, str] = {
     "bf16": "",
     "gptq-4": "--method rtn --format gptq --bits 4 --group-size 64",
@@ -39,8 +41,9 @@ FORMATS: dict[str, str] = {
     "bnb-nf4": "--method nf4",
     "bnb-fp4": "--method fp4",
     "bnb-int8": "--method int8",
-    "squeezellm-3": "--method squeezellm --bits 3 --num-samples 8 --seq-len 128",
-    "exl3-3": "--method trellis --bits 3 --num-samples 8 --seq-len 128",
+    "squeezellm-3": f"--method squeezellm --bits 3 {CALIBRATED}",
+    "exl3-3": f"--method trellis --bits 3 {CALIBRATED}",
+    "quip-3": f"--method quip --bits 3 {CALIBRATED}",
     **{
         f"gguf-{name}": f"--method rtn --format gguf --gguf-type {name}"
         for name in (
@@ -57,7 +60,8 @@ def make(model: Path, folder: Path, options: str) -> Path:
         return model
     if not folder.exists():
         command = [sys.executable, "-m", "llmopt.cli.main", "quantize", "--model", str(model)]
-        command += [*options.split(), "--no-errors", "--output", str(folder)]
+        data = () if CALIBRATED in options else ("--no-errors",)
+        command += [*options.split(), *data, "--output", str(folder)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -139,7 +143,11 @@ def main() -> int:
     given.folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in names:
-        files = make(given.model, given.folder / name, FORMATS[name])
+        try:
+            files = make(given.model, given.folder / name, FORMATS[name])
+        except subprocess.CalledProcessError:  # quantize has said why
+            print(f"{name} is left out", flush=True)
+            continue
         command = [sys.executable, __file__, str(files), "--one", "--threads", str(given.threads)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append({"format": name} | json.loads(done.stdout.splitlines()[-1]))
