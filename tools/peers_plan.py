@@ -80,7 +80,7 @@ def rows_of(checkpoint: str, path: Path) -> list[Row]:
     if stored is None:
         rows.append(Row("transformers", checkpoint, path))
         rows.append(Row("transformers", checkpoint, path, "continuous", {"continuous": True}))
-    elif not any(one.get("input_activations") for one in stored["config_groups"].values()):
+    elif not any(one.get("input_activations") for one in stored.get("config_groups", {}).values()):
         rows.insert(1, Row("llmopt", checkpoint, path, "fastest", {"cpu_activations": 8}))
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,10 @@ def test_the_roof_is_the_slower_of_bytes_and_operations() -> None:
 
 def test_checkpoints_without_gguf_files_are_not_started_alone() -> None:
     assert measure_loads({}, rounds=2) == []
+
+
+def test_checkpoints_of_other_formats_have_rows(tmp_path: Path) -> None:
+    stored = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    names = [row.name for row in rows_of("X", tmp_path)]
+    assert names == ["llmopt X", "llmopt X fastest", "vllm X"]
