@@ -135,7 +135,7 @@ class SolverOptions:
         typer.Option(
             "--asymmetric-calibration/--no-asymmetric-calibration",
             help="gptq: aim at the outputs of the float model (GPTAQ); takes its states along. "
-            "Default: with awq.",
+            "Default: with awq and trellis.",
         ),
     ] = None
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01
