@@ -46,7 +46,7 @@ def patterns(device: torch.device = CPU) -> torch.Tensor:
         tuple(0.5 if str(channel) in halves else 1.5 for channel in range(DIM))
         for halves in _HALVES.split()
     ]
-    return torch.tensor([*inside, *padding], device=device)
+    return torch.tensor([*inside, *padding], device=CPU).to(device)
 
 
 @lru_cache
@@ -54,7 +54,7 @@ def points(device: torch.device = CPU) -> torch.Tensor:
     """The point of every code, float32 `[65536, 8]`."""
     magnitudes = patterns().clone()
     magnitudes[:, DIM - 1] *= 1 - 2 * (magnitudes.sum(dim=1) % 2)
-    stored = torch.arange(256)
+    stored = torch.arange(256, device=CPU)
     odd = torch.stack([stored >> bit & 1 for bit in range(8)]).sum(dim=0) % 2
     minus = torch.stack([(stored ^ odd) >> bit & 1 for bit in SIGN_BITS], dim=1)
     signed = magnitudes[:, None] * (1 - 2 * minus)
@@ -73,5 +73,5 @@ def residual_points(device: torch.device = CPU) -> torch.Tensor:
         for point in product(values, repeat=DIM)
         if sum(point) % 2 == 0 and sum(value * value for value in point) <= 2
     ]
-    axes = 2 * torch.eye(DIM)
-    return torch.cat([torch.tensor(inside), axes, -axes[:-1]]).to(device)
+    axes = 2 * torch.eye(DIM, device=CPU)
+    return torch.cat([torch.tensor(inside, device=CPU), axes, -axes[:-1]]).to(device)

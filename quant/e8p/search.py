@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codebook import DIM, SIGN_BITS, patterns, points, residual_points
+from .codebook import CPU, DIM, SIGN_BITS, patterns, points, residual_points
 
 SHIFT = 0.25
 RESIDUAL_STEPS = {3: 1 / 2.04, 4: 1 / 3.45}
@@ -91,7 +91,7 @@ def _nearest_codes(targets: torch.Tensor) -> torch.Tensor:
     turned = (magnitudes * table[pattern]).argmin(dim=1, keepdim=True)
     minus = minus ^ torch.zeros_like(minus).scatter_(1, turned, wrong > 0)
     minus[:, DIM - 1] ^= odd[pattern] > 0
-    bits = torch.tensor(SIGN_BITS, dtype=torch.int32, device=targets.device)
+    bits = torch.tensor(SIGN_BITS, dtype=torch.int32, device=CPU).to(targets.device)
     signs = (minus.to(torch.int32) << bits).sum(dim=1, dtype=torch.int32) ^ lowered.to(torch.int32)
     return pattern.to(torch.int32) << 8 | signs
 

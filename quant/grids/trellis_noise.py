@@ -28,6 +28,6 @@ def noisy(weight: torch.Tensor, scheme: TrellisScheme, name: str) -> torch.Tenso
     transforms = transforms_of(weight, scheme, name)
     values = transforms.forward(weight)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(values.shape, generator=generator).to(values)
+    noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
     deviation = (_ERRORS[scheme.bits - 1] * values.square().mean()).sqrt()
     return transforms.backward(values + noise * deviation)

@@ -109,7 +109,8 @@ def _live(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1)
+    shape, device = (count,), generator.device
+    return torch.randint(0, 2, shape, generator=generator, device=device).mul_(2).sub_(1)
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
