@@ -147,6 +147,17 @@ def test_quantized_inputs_are_multiplied_exactly(
         assert linear(x[:0]).shape == (0, 384)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so_in_its_row(value: float) -> None:
+    if native_trellis_integer().library is None:
+        pytest.skip(str(native_trellis_integer().reason))
+    weight, x = weight_of(TrellisScheme(3)), inputs_of(4).bfloat16()
+    x[1, 5] = value
+    for input_bits in (8, 16):
+        y = QuantizedInputTrellisLinear(weight, input_bits)(x)
+        assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
+
+
 def test_the_inputs_dtype_and_bits_choose_the_arithmetic() -> None:
     if native_trellis_integer().library is None:
         pytest.skip(str(native_trellis_integer().reason))
