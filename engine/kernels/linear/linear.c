@@ -331,7 +331,8 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
-    Block b = {.step = w->step, .steps = num_steps(w)};
+    Block b; /* without an initializer, which would clear 8 KB of scales for every panel */
+    b.step = w->step, b.steps = num_steps(w);
     b.narrow = w->bits <= 6 && w->kind == CODES_INTEGER;
     int most = tile_rows(input_dtype, w->step);
     /* The tiles of a block divide the prefetch, so that memory reads and compute overlap. */
@@ -350,7 +351,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     if (in_tables) widen_tables(w, panel, in_bf16, tables);
 #if HAS_PAIRS
     htable sixteen = {0};
-    if (w->bits == 4 && !in_tables) sixteen = sixteen_values(w);
+    if (w->bits == 4 && in_bf16 && !in_tables) sixteen = sixteen_values(w);
 #endif
     for (int64_t c = 0; c < chunks; c += block_chunks) {
         int64_t now = chunks - c < block_chunks ? chunks - c : block_chunks;

@@ -7,6 +7,7 @@
 #include "weight.h"
 
 #define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
+#define IN_L2 2 /* locality of a prefetch */
 
 /* A block of a panel, unpacked for the micro-kernel. */
 typedef struct {
@@ -19,10 +20,11 @@ typedef struct {
     float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
 } Block;
 
-/* Prefetches packed codes of a later block from `channel` on, two cache lines at most. */
+/* Prefetches packed codes of a later block from `channel` on, two cache lines at most; into L2, since L1's
+ * few line-fill buffers would each wait for memory. */
 INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
-    __builtin_prefetch(ahead + channel * b->ahead_rate);
-    __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
+    __builtin_prefetch(ahead + channel * b->ahead_rate, 0, IN_L2);
+    __builtin_prefetch(ahead + channel * b->ahead_rate + 64, 0, IN_L2);
 }
 
 /* Integer micro-kernel; `sums` and `input_scales` are those of the first step, [rows][b->steps]. */
