@@ -12,9 +12,9 @@
 #include "quantize.h"
 #include "channel_table.h"
 #include "matrix_tile.h"
+#include "row_tile.h"
 #include "tile.h"
 
-#define AHEAD 512 /* prefetch distance of the codes, in input channels */
 #define RUNS_PER_THREAD 8 /* of panels: more balance the threads' load better, fewer read longer runs */
 #define ROWS_AT_ONCE 128 /* their inputs and accumulators stay in L2 */
 
@@ -330,6 +330,13 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     int input_dtype = (int)job->call->input_dtype;
     _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
+    if (rows == 1 && input_dtype == INPUT_S8 && takes_row_tile(w)) {
+        const int8_t *x = (const int8_t *)(job->values + first * job->stride);
+        int64_t at = first * num_steps(w);
+        row_tile(w, panel, x, (const int32_t *)job->sums + at, job->scales + at, acc);
+        store_rows(job, panel, first, rows, acc);
+        return;
+    }
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
     Block b; /* without an initializer, which would clear 8 KB of scales for every panel */
     b.step = w->step, b.steps = num_steps(w);

@@ -7,6 +7,7 @@
 #include "weight.h"
 
 #define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
+#define AHEAD 512 /* prefetch distance of the codes, in input channels */
 #define IN_L2 2 /* locality of a prefetch */
 
 /* A block of a panel, unpacked for the micro-kernel. */

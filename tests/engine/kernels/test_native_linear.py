@@ -288,7 +288,13 @@ def test_blocks_of_inputs_have_scales_of_their_own(path: str) -> None:
 
 @pytest.mark.parametrize("way", ["int8", "blocks", "bfloat16", "float32"])
 def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
-    for scheme in (IntScheme(4, 32, False), IntScheme(8, -1, True), GgufScheme("Q5_K")):
+    schemes = (
+        IntScheme(4, 32, False),
+        IntScheme(8, -1, True),
+        GgufScheme("Q4_0"),
+        GgufScheme("Q5_K"),
+    )
+    for scheme in schemes:
         grid = grid_of(weight_of(scheme, 70, 768))
         assert grid is not None
         linear = (
