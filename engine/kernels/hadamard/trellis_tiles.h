@@ -7,45 +7,11 @@
 
 #include "trellis_values.h"
 
-#if defined(HAS_AMX) && defined(__linux__) && !defined(__clang__) && defined(__has_include)
-#if __has_include(<amxint8intrin.h>)
-#define HAS_MATRIX_UNIT 1
-#endif
-#endif
-#ifndef HAS_MATRIX_UNIT
-#define HAS_MATRIX_UNIT 0
-#endif
+#include "amx.h"
 
-enum { UNIT_ROWS = 16 };
 enum { TILE_BYTES = 1024, BLOCK_BYTES = 4 * 2 * 2 * TILE_BYTES }; /* [two tiles][low or high][half] */
 
 #if HAS_MATRIX_UNIT
-#include <stdatomic.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#pragma GCC target("amx-tile,amx-int8")
-
-/* Whether the system lets this process use the tiles: it has to be asked once. */
-static int has_matrix_unit(void) {
-    static atomic_int answer = -1;
-    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
-    if (atomic_load(&answer) < 0) atomic_store(&answer, syscall(SYS_arch_prctl, request_permission, tile_data) == 0);
-    return atomic_load(&answer);
-}
-
-/* All tiles of this thread: 16 rows of 64 bytes. A constant, because gcc's intrinsic says that it reads eight
- * bytes, and stores to the others of a variable may be left out. */
-static void begin_tiles(void) {
-    static const struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t columns[16];
-        uint8_t rows[16];
-    } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&shape);
-}
-static void end_tiles(void) { _tile_release(); }
-
 /* The product bytes of 128 inputs and 32 outputs as operand tiles. */
 INLINE void decode_bytes(const int bits, const uint16_t *codes, uint8_t *bytes) {
     for (int tile = 0; tile < BLOCK_TILES; tile++) {
@@ -90,9 +56,6 @@ static __attribute__((noinline)) void multiply_tiles(int64_t rows, const uint8_t
         }
 }
 #else
-static inline int has_matrix_unit(void) { return 0; }
-static inline void begin_tiles(void) {}
-static inline void end_tiles(void) {}
 INLINE void decode_bytes(const int bits, const uint16_t *codes, uint8_t *bytes) {
     (void)bits, (void)codes, (void)bytes;
 }

@@ -15,6 +15,8 @@
 #include "row_tile.h"
 #include "tile.h"
 
+#include "amx_tile.h"
+
 #define RUNS_PER_THREAD 8 /* of panels: more balance the threads' load better, fewer read longer runs */
 #define ROWS_AT_ONCE 128 /* their inputs and accumulators stay in L2 */
 
@@ -234,6 +236,11 @@ static htable sixteen_values(const Weight *w) {
 }
 #endif
 
+/* Whether threads that multiply rows of a call have AMX's tiles. */
+static inline int has_tiles(const Weight *w, const Call *call) {
+    return call->input_dtype == INPUT_S8 && call->rows >= UNIT_ROWS && fits_matrix_unit(w);
+}
+
 /* Rows of a tile: their accumulators fit registers (with short steps, those of the whole block too). */
 static int tile_rows(int64_t input_dtype, int64_t step) {
     if (HAS_MATRIX_TILES && input_dtype == INPUT_S8) return MATRIX_ROWS;
@@ -341,10 +348,11 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     Block b; /* without an initializer, which would clear 8 KB of scales for every panel */
     b.step = w->step, b.steps = num_steps(w);
     b.narrow = w->bits <= 6 && w->kind == CODES_INTEGER;
-    int most = tile_rows(input_dtype, w->step);
+    int in_tiles = rows >= UNIT_ROWS && has_tiles(w, job->call);
+    int most = in_tiles ? PAIR_ROWS : tile_rows(input_dtype, w->step);
     /* The tiles of a block divide the prefetch, so that memory reads and compute overlap. */
     b.ahead_rate = ceil_div(chunk_bytes(w) / CHUNK, ceil_div(rows, most));
-    b.in_nibbles = input_dtype == INPUT_S8 && w->bits == 4 && w->kind == CODES_INTEGER &&
+    b.in_nibbles = input_dtype == INPUT_S8 && !in_tiles && w->bits == 4 && w->kind == CODES_INTEGER &&
                    (UNPACKING_IS_FREE || rows <= most);
     b.has_offsets = has_own_offsets(w);
     int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* already subtracted from unpacked floats */
@@ -388,7 +396,11 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
             b.weights = floats;
 #endif
         }
-        multiply_tiles(job, &b, first, step_at, c * CHUNK, rows, acc);
+        if (in_tiles) {
+            int64_t at = first * b.steps + step_at;
+            amx_tiles(rows, &b, (const int8_t *)job->values + first * job->stride + c * CHUNK, job->stride,
+                      (const uint8_t *)job->sums + at * 4, job->scales + at, acc);
+        } else multiply_tiles(job, &b, first, step_at, c * CHUNK, rows, acc);
     }
     if (in_tables && w->channels.rows)
         add_sparse(w, panel, in_bf16, job->values + first * job->stride, job->stride, rows, acc);
@@ -400,15 +412,18 @@ static void multiply_panels(void *argument) {
     int64_t panels = ceil_div(job->weight->out_features, PANEL), rows = job->call->rows;
     int64_t total = panels * ceil_div(rows, ROWS_AT_ONCE);
     int64_t run = total / (job->call->threads * RUNS_PER_THREAD) + 1; /* neighbours in memory */
+    int in_tiles = has_tiles(job->weight, job->call);
+    if (in_tiles) begin_tiles();
     for (;;) {
         int64_t begin = atomic_fetch_add(&job->next, run);
-        if (begin >= total) return;
+        if (begin >= total) break;
         for (int64_t item = begin; item < begin + run && item < total; item++) {
             int64_t first = item / panels * ROWS_AT_ONCE;
             int64_t count = rows - first < ROWS_AT_ONCE ? rows - first : ROWS_AT_ONCE;
             multiply_panel(job, item % panels, first, count);
         }
     }
+    if (in_tiles) end_tiles();
 }
 
 /* Whether the bfloat16 GEMM (AVX512-BF16) is compiled in. */

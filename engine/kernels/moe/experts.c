@@ -86,9 +86,11 @@ static void multiply_items(void *argument) {
     int64_t count = r->call->count, panels = ceil_div(all->weight->out_features, PANEL);
     int64_t total = g->items[count], expert = 0;
     int64_t run = total / (all->call->threads * RUNS_PER_THREAD) + 1;
+    int in_tiles = has_tiles(all->weight, all->call);
+    if (in_tiles) begin_tiles();
     for (;;) {
         int64_t begin = atomic_fetch_add(&g->job.next, run);
-        if (begin >= total) return;
+        if (begin >= total) break;
         for (int64_t item = begin; item < begin + run && item < total; item++) {
             while (g->items[expert + 1] <= item) expert++;
             Call call = *all->call;
@@ -105,6 +107,7 @@ static void multiply_items(void *argument) {
             multiply_panel(&job, within % panels, first, left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE);
         }
     }
+    if (in_tiles) end_tiles();
 }
 
 /* Bytes of the prepared inputs of a grouped GEMM of some rows. */

@@ -286,26 +286,29 @@ def test_blocks_of_inputs_have_scales_of_their_own(path: str) -> None:
     sweep()
 
 
-@pytest.mark.parametrize("way", ["int8", "blocks", "bfloat16", "float32"])
+@pytest.mark.parametrize("way", ["int8", "blocks of 32", "blocks of 64", "bfloat16", "float32"])
 def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
-    schemes = (
+    for scheme in (
         IntScheme(4, 32, False),
+        IntScheme(4, 64, False),
+        IntScheme(4, 128, True),
         IntScheme(8, -1, True),
         GgufScheme("Q4_0"),
         GgufScheme("Q5_K"),
-    )
-    for scheme in schemes:
+    ):
         grid = grid_of(weight_of(scheme, 70, 768))
         assert grid is not None
         linear = (
-            PackedLinear(grid, "int8", input_block=32)
-            if way == "blocks"
+            PackedLinear(grid, "int8", input_block=int(way.removeprefix("blocks of ")))
+            if way.startswith("blocks")
             else PackedLinear(grid, way)
         )
-        x = inputs_of(140, 768)
+        x = inputs_of(300, 768)
         x = x.bfloat16() if way == "bfloat16" else x
         together = linear(x)
-        for rows in (slice(0, 1), slice(3, 8), slice(60, 77), slice(127, 140)):
+        # Few rows, a whole tile of 16 rows, tiles that overlap, and the end of what is multiplied at once.
+        ends = (0, 1), (3, 8), (5, 21), (60, 77), (8, 43), (127, 140), (250, 300)
+        for rows in (slice(*part) for part in ends):
             assert torch.equal(linear(x[rows]), together[rows])
         torch.set_num_threads(2)
         try:
