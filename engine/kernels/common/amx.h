@@ -31,7 +31,8 @@ enum { UNIT_ROWS = 16, UNIT_BYTES = 64 }; /* of a tile */
 static int has_matrix_unit(void) {
     static atomic_int answer = -1;
     const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
-    if (atomic_load(&answer) < 0) atomic_store(&answer, syscall(SYS_arch_prctl, request_permission, tile_data) == 0);
+    if (atomic_load(&answer) < 0)
+        atomic_store(&answer, syscall(SYS_arch_prctl, request_permission, tile_data) == 0);
     return atomic_load(&answer);
 }
 

@@ -27,7 +27,8 @@ INLINE void multiply_step(const int two, const int8_t *x, int64_t stride, int64_
         _tile_zero(3);
     }
     for (int64_t k = 0; k < channels; k += UNIT_BYTES) {
-        for (int64_t at = 0; at < UNIT_BYTES * ahead_rate; at += 64) __builtin_prefetch(ahead + k * ahead_rate + at);
+        const uint8_t *later = ahead + k * ahead_rate;
+        for (int64_t at = 0; at < UNIT_BYTES * ahead_rate; at += 64) __builtin_prefetch(later + at);
         _tile_loadd(4, x + k, stride);
         _tile_loadd(6, weights + k * PANEL, QUAD_BYTES);
         _tile_dpbsud(0, 4, 6);
@@ -48,16 +49,20 @@ INLINE void multiply_step(const int two, const int8_t *x, int64_t stride, int64_
 /* Adds the scaled sums of a step to the accumulators. */
 INLINE void scale_rows(int64_t rows, const Block *b, int64_t s, const int has_offsets, const int32_t *parts,
                        const uint8_t *sums, const float *input_scales, float *acc) {
+    fvec scales[VECTORS], offsets[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        scales[v] = fload(b->scales[s] + v * LANES);
+        if (has_offsets) offsets[v] = fload(b->offsets[s] + v * LANES);
+    }
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = r * b->steps + s;
+        const ivec sum = ibroadcast(sums + (r * b->steps + s) * 4);
+        const fvec input_scale = fset(input_scales[r * b->steps + s]);
         for (int v = 0; v < VECTORS; v++) {
             float *to = acc + r * PANEL + v * LANES;
             ivec part = iload(parts + r * PANEL + v * LANES);
-            if (!has_offsets) part = iadd(part, ibroadcast(sums + at * 4));
-            fvec scale = fmul(fload(b->scales[s] + v * LANES), fset(input_scales[at]));
-            fvec whole = ffma(itof(part), scale, fload(to));
-            if (has_offsets)
-                whole = ffnma(fload(b->offsets[s] + v * LANES), fbits(ibroadcast(sums + at * 4)), whole);
+            if (!has_offsets) part = iadd(part, sum);
+            fvec whole = ffma(itof(part), fmul(scales[v], input_scale), fload(to));
+            if (has_offsets) whole = ffnma(offsets[v], fbits(sum), whole);
             fstore(to, whole);
         }
     }
@@ -77,8 +82,9 @@ static __attribute__((noinline)) void amx_tiles(int64_t rows, const Block *b, co
             const int64_t channels = b->channels - k < b->step ? b->channels - k : b->step;
             const int8_t *from = x + first * stride + k;
             const uint8_t *weights = b->weights + k * PANEL, *later = ahead + k * b->ahead_rate;
-            if (two) multiply_step(1, from, stride, count - UNIT_ROWS, weights, channels, parts, later, b->ahead_rate);
-            else multiply_step(0, from, stride, 0, weights, channels, parts, later, b->ahead_rate);
+            const int64_t apart = two ? count - UNIT_ROWS : 0;
+            if (two) multiply_step(1, from, stride, apart, weights, channels, parts, later, b->ahead_rate);
+            else multiply_step(0, from, stride, apart, weights, channels, parts, later, b->ahead_rate);
             const int32_t *own = parts + skipped * PANEL;
             const uint8_t *own_sums = sums + r * b->steps * 4;
             const float *scales = input_scales + r * b->steps;

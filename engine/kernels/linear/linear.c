@@ -316,19 +316,30 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
     const Call *call = job->call;
     int64_t begin = panel * PANEL;
     int64_t count = w->out_features - begin < PANEL ? w->out_features - begin : PANEL;
+    float bias[PANEL] = {0};
+    if (call->bias) memcpy(bias, call->bias + begin, (size_t)count * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
-        float bias[PANEL] = {0}, values[PANEL];
-        if (call->bias) memcpy(bias, call->bias + begin, (size_t)count * sizeof(float));
+        float values[PANEL];
+        uint16_t halves[PANEL];
+        int64_t at = (first + r) * w->out_features + begin;
         for (int i = 0; i < PANEL; i += LANES)
             fstore(values + i, fadd(fload(acc + r * PANEL + i), fload(bias + i)));
-        int64_t at = (first + r) * w->out_features + begin;
-        if (!call->gives_bf16) {
-            memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
-            continue;
-        }
-        uint16_t halves[PANEL];
-        store_bf16(halves, values, PANEL);
-        memcpy((uint16_t *)call->y + at, halves, (size_t)count * sizeof(uint16_t));
+        if (call->gives_bf16 && count == PANEL) store_bf16((uint16_t *)call->y + at, values, PANEL);
+        else if (call->gives_bf16) {
+            store_bf16(halves, values, PANEL);
+            memcpy((uint16_t *)call->y + at, halves, (size_t)count * sizeof(uint16_t));
+        } else memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
+    }
+}
+
+/* Prefetches where some rows of a panel will be stored: lines far apart, for which the stores would wait. */
+static inline void fetch_outputs(const Job *job, int64_t panel, int64_t first, int64_t end) {
+    const int64_t width = job->call->gives_bf16 ? 2 : 4;
+    for (int64_t r = first; r < end; r++) {
+        const int64_t at = r * job->weight->out_features + panel * PANEL;
+        const uint8_t *to = (const uint8_t *)job->call->y + at * width;
+        __builtin_prefetch(to, 1);
+        if (width == 4) __builtin_prefetch(to + 64, 1);
     }
 }
 
@@ -379,6 +390,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         }
         const uint8_t *run = packed + c * size;
         b.ahead = run + AHEAD / CHUNK * size;
+        fetch_outputs(job, panel, first + c * rows / chunks, first + (c + now) * rows / chunks);
         if (b.in_nibbles) {
             b.weights = run;
         } else if (input_dtype == INPUT_S8) {
