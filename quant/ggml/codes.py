@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..base.scheme import GGUF_BLOCKS
 from ..native.build import Native, native
 from .k_blocks import affine_fields, signed_fields
 from .k_small_blocks import q2_fields, q3_fields
@@ -29,7 +30,13 @@ LAYOUTS: dict[str, tuple[int, int]] = {
     "Q2_K": (6, 16),
     "Q3_K": (7, 32),
 }
-"""The layout in `codes.c`, and the byte of a block where the low bits of its codes begin."""
+"""The layout in `codes.h`, and the byte of a block where the low bits of its codes begin."""
+
+
+class Blocks(ctypes.Structure):
+    """`Blocks` of `codes.h`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("size", "runs", "layout", "at")]
 
 
 class _CodesCall(ctypes.Structure):
@@ -37,9 +44,16 @@ class _CodesCall(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("data", "codes")],
-        *[(name, ctypes.c_int64) for name in ("blocks", "size", "runs", "layout", "at", "threads")],
+        ("blocks", Blocks),
+        *[(name, ctypes.c_int64) for name in ("count", "threads")],
         ("next", ctypes.c_long),
     ]
+
+
+def blocks_of(kind: str) -> Blocks:
+    """How the C kernels read the codes of a type's blocks."""
+    width, size = GGUF_BLOCKS[kind]
+    return Blocks(size, width // RUN, *LAYOUTS[kind])
 
 
 def native_codes() -> Native:
@@ -53,15 +67,11 @@ def block_codes(data: torch.Tensor, kind: str) -> torch.Tensor:
     if library is None:
         return block_codes_torch(data, kind)
     data = data.contiguous()
-    blocks, size = data.shape
-    layout, at = LAYOUTS[kind]
-    runs = 8 if kind.endswith("_K") or kind == "IQ4_XS" else 1
-    codes = torch.empty(blocks, runs * RUN, dtype=torch.uint8)
-    threads = torch.get_num_threads()
+    blocks, count = blocks_of(kind), len(data)
+    codes = torch.empty(count, blocks.runs * RUN, dtype=torch.uint8)
     pointers = data.data_ptr(), codes.data_ptr()
-    library.llmopt_codes(
-        ctypes.byref(_CodesCall(*pointers, blocks, size, runs, layout, at, threads))
-    )
+    call = _CodesCall(*pointers, blocks, count, torch.get_num_threads())
+    library.llmopt_codes(ctypes.byref(call))
     return codes
 
 

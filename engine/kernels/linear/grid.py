@@ -23,7 +23,6 @@ from ....quant.base.scheme import (
 from ....quant.ggml.codes import block_codes
 from ....quant.ggml.k_blocks import affine_scales, signed_scales
 from ....quant.ggml.k_small_blocks import q3_scales
-from ....quant.ggml.simple_blocks import read_half
 from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.ggml.table_blocks import table as iq4_table
 from ....quant.tensors.base import QuantizedTensor
@@ -40,7 +39,7 @@ class Grid:
     """A weight `[out, in]` as codes and dequantization parameters.
 
     Attributes:
-        codes: uint8 `[out, in]`.
+        stored: the codes, uint8 `[out, in]`, or the blocks that hold them.
         bits: of a code.
         group: group size: input channels that share a scale, the last group may be shorter; -1: per channel.
         scales: `[out, groups]`: float16 or float32; or int8, in units of `outer_scales`.
@@ -55,7 +54,7 @@ class Grid:
             column is padding; None: not permuted.
     """
 
-    codes: torch.Tensor
+    stored: torch.Tensor | GgufTensor
     bits: int
     group: int
     scales: torch.Tensor
@@ -71,7 +70,20 @@ class Grid:
     @property
     def shape(self) -> tuple[int, int]:
         """`(out_features, in_features)`."""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.stored.shape[0], self.stored.shape[1]
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 `[out, in]`; those of blocks are unpacked by every call."""
+        return bytes_of(self.stored)
+
+
+def bytes_of(stored: torch.Tensor | GgufTensor) -> torch.Tensor:
+    """Codes as bytes, uint8 `[out, in]`."""
+    if isinstance(stored, torch.Tensor):
+        return stored
+    blocks = stored.data.reshape(-1, stored.scheme.block[1])
+    return block_codes(blocks, stored.scheme.type).view(stored.shape)
 
 
 # Types of ggml's blocks whose codes are whole numbers, and those whose codes index a table.
@@ -152,34 +164,34 @@ def _gguf(weight: GgufTensor) -> Grid:
         return values.reshape(out, -1)
 
     def half(start: int) -> torch.Tensor:
-        return rows(read_half(blocks, start)).to(torch.float16)
+        # Where they are: the kernels' packing copies them.
+        return weight.data.view(torch.float16)[:, start // 2 :: size // 2]
 
-    codes = rows(block_codes(blocks, kind))
     if kind == "MXFP4":
         values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
         steps = rows(mxfp4_steps(blocks))
-        return Grid(codes, 4, 32, _small(steps), table=values.to(blocks.device))
+        return Grid(weight, 4, 32, _small(steps), table=values.to(blocks.device))
     if kind == "IQ4_XS":
         scales, values = rows(iq4_xs_scales(blocks)), iq4_table(blocks.device)
-        return Grid(codes, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
+        return Grid(weight, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
     if kind == "IQ4_NL":
-        return Grid(codes, 4, 32, half(0), table=iq4_table(blocks.device))
+        return Grid(weight, 4, 32, half(0), table=iq4_table(blocks.device))
     bits = weight.scheme.bits
     if width == 32:
         offsets = -half(2) if kind.endswith("_1") else None
-        return Grid(codes, bits, 32, half(0), 2 ** (bits - 1), offsets)
+        return Grid(weight, bits, 32, half(0), 2 ** (bits - 1), offsets)
     if kind == "Q6_K":
         scales = rows(signed_scales(blocks))
-        return Grid(codes, bits, 16, scales, 32, outer_scales=half(208), nested=16)
+        return Grid(weight, bits, 16, scales, 32, outer_scales=half(208), nested=16)
     if kind == "Q3_K":
         scales = rows(q3_scales(blocks))
-        return Grid(codes, bits, 16, scales, 4, outer_scales=half(108), nested=16)
+        return Grid(weight, bits, 16, scales, 4, outer_scales=half(108), nested=16)
     is_small = kind == "Q2_K"
     fields = blocks[:, :16]
     scales, lows = (fields & 15, fields >> 4) if is_small else affine_scales(blocks)
     at, groups = (80, 16) if is_small else (0, 8)
     return Grid(
-        codes,
+        weight,
         bits,
         256 // groups,
         rows(scales).view(torch.int8),
@@ -204,18 +216,18 @@ def with_whole_groups(grid: Grid) -> Grid:
     Groups of other multiples of 16 become several with the same scale; others, and a shorter last one, are
     padded with columns of no input channel.
     """
-    group, inputs = grid.group, grid.codes.shape[1]
+    group, inputs = grid.group, grid.shape[1]
     if group in (PER_CHANNEL, 16) or group % 32 == 0:
         return grid
     padded = -(-group // 16) * 16
     if padded != group:
         channels = torch.arange(inputs) if grid.order is None else grid.order
         order = _pad_groups(channels.unsqueeze(0), group, padded, inputs)[0]
-        grid = replace(grid, codes=_pad_groups(grid.codes, group, padded, 0), order=order)
+        grid = replace(grid, stored=_pad_groups(grid.codes, group, padded, 0), order=order)
     if padded % 32 == 0:
         return replace(grid, group=padded)
     parts, offsets = padded // 16, grid.offsets
-    groups = -(-grid.codes.shape[1] // 16)  # the last may be shorter
+    groups = -(-grid.shape[1] // 16)  # the last may be shorter
     return replace(
         grid,
         group=16,

@@ -9,9 +9,11 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL
+from ....quant.ggml.codes import Blocks, blocks_of
 from ....quant.native.build import native
+from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.lookup import LookupTensor
-from .grid import Grid
+from .grid import Grid, bytes_of
 from .lattice_grid import BASE, LatticeGrid
 from .packed_scales import SCALE_KINDS, SCALE_ODD, SCALE_TABLE, packed_scales
 
@@ -90,7 +92,7 @@ class PackedWeight:
         group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
         scales = packed_scales(grid)
         tensors = {
-            "codes": pack_codes(grid.codes, grid.bits),
+            "codes": pack_codes(grid.stored, grid.bits),
             "scales": _panels(scales.scales),
             "offsets": _panels(scales.offsets),
             "outer_scales": scales.table
@@ -171,23 +173,39 @@ class _PackCall(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("codes", "packed")],
+        ("blocks", Blocks),
         *[(n, ctypes.c_int64) for n in ("out_features", "in_features", "bits", "threads")],
         ("next", ctypes.c_long),
     ]
 
 
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 `[out, in]` into bit planes, uint8 `[panels, chunks, bits, 4 * PANEL]`."""
+def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
+    """Pack codes uint8 `[out, in]`, or those of blocks, into bit planes.
+
+    Returns:
+        uint8 `[panels, chunks, bits, 4 * PANEL]`.
+    """
+    is_blocks = isinstance(codes, GgufTensor)
     library = native(Path(__file__).with_name("pack.c")).library
     if library is None:
-        return pack_codes_torch(codes, bits)
-    codes = codes.contiguous()
+        return pack_codes_torch(bytes_of(codes), bits)
     out_features, in_features = codes.shape
     panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
     packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
-    threads = torch.get_num_threads()
-    call = _PackCall(codes.data_ptr(), packed.data_ptr(), out_features, in_features, bits, threads)
-    library.llmopt_pack(ctypes.byref(call))
+    data = (codes.data if is_blocks else codes).contiguous()
+    library.llmopt_pack(
+        ctypes.byref(
+            _PackCall(
+                data.data_ptr(),
+                packed.data_ptr(),
+                blocks_of(codes.scheme.type) if is_blocks else Blocks(),
+                out_features,
+                in_features,
+                bits,
+                torch.get_num_threads(),
+            )
+        )
+    )
     return packed
 
 
@@ -227,5 +245,6 @@ def _panels(values: torch.Tensor | None) -> torch.Tensor | None:
     """`[out, groups]` as `[panels, groups, PANEL]`."""
     if values is None:
         return None
-    padded = functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL))
-    return padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    if values.shape[0] % PANEL:
+        values = functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL))
+    return values.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
+from ....quant.native.build import native
 from .grid import Grid
 
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
@@ -53,6 +56,15 @@ def packed_scales(grid: Grid) -> PackedScales:
 
 def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The values of scales, float32 `[256]`, and each scale's index, uint8; Nones: there are more."""
+    library = native(Path(__file__).with_name("pack.c")).library
+    if scales.dtype is torch.float16 and library is not None:
+        indices = torch.empty(scales.shape, dtype=torch.uint8)
+        values = torch.zeros(_MOST_INDEXED, dtype=torch.float16)
+        pointers = indices.data_ptr(), values.data_ptr()
+        call = _IndexCall(scales.data_ptr(), *scales.shape, *scales.stride(), *pointers)
+        if library.llmopt_index_scales(ctypes.byref(call)) > _MOST_INDEXED:
+            return None, None
+        return values.to(torch.float32), indices
     if len(scales.flatten()[:_FIRST].unique()) > _MOST_INDEXED:
         return None, None
     values, indices = scales.unique(return_inverse=True)
@@ -60,3 +72,13 @@ def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | 
         return None, None
     table = functional.pad(values.to(torch.float32), (0, _MOST_INDEXED - len(values)))
     return table, indices.to(torch.uint8)
+
+
+class _IndexCall(ctypes.Structure):
+    """`IndexCall` of `pack.c`."""
+
+    _fields_ = [
+        ("scales", ctypes.c_void_p),
+        *[(n, ctypes.c_int64) for n in ("rows", "columns", "row_stride", "column_stride")],
+        *[(name, ctypes.c_void_p) for name in ("indices", "values")],
+    ]

@@ -185,7 +185,7 @@ def pack_weight(
         if weight_grid is None:
             return None
         grid = weight_grid
-    out, inputs = grid.codes.shape
+    out, inputs = grid.shape
     group = 0 if grid.group in (PER_CHANNEL, inputs) else grid.group
     piece = piece_of(inputs, group, grid.bits, 64 if grid.table is None else 32)
     assert piece is not None

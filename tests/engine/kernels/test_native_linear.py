@@ -40,6 +40,7 @@ from llmopt.quant.base.scheme import (
     VectorwiseScheme,
 )
 from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.ggml.codes import LAYOUTS, block_codes_torch
 from llmopt.quant.ggml.lattice_tables import LATTICES
 from llmopt.quant.native.build import Native
 from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
@@ -481,3 +482,15 @@ def test_packing_in_c_is_packing_in_torch(path: str, bits: int) -> None:
         assert torch.equal(pack_codes(codes, bits), pack_codes_torch(codes, bits))
         wide = torch.randint(0, 2**bits, (out, 2 * inputs), dtype=torch.uint8, generator=g)
         assert torch.equal(pack_codes(wide[:, ::2], bits), pack_codes_torch(wide[:, ::2], bits))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_blocks_are_packed_as_their_codes(path: str, kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    scheme = GgufScheme(kind)
+    width, size = scheme.block
+    for out, blocks in ((1, 1), (33, 3), (64, 11)):
+        data = torch.randint(0, 256, (out, blocks * size), dtype=torch.uint8, generator=g)
+        weight, bits = GgufTensor(data, scheme), 4 if kind in TABLE_BLOCKS else scheme.bits
+        codes = block_codes_torch(data.view(-1, size), kind).view(out, blocks * width)
+        assert torch.equal(pack_codes(weight, bits), pack_codes_torch(codes, bits))

@@ -119,3 +119,17 @@ def test_scales_of_many_values_stay_as_they_are() -> None:
     last = torch.ones(OUT, 48)  # alike at first, too many in the end
     last[-10:] = torch.rand(10, 48)
     assert packed_scales(Grid(grid.codes, 4, 16, last)).scales is last
+
+
+@pytest.mark.parametrize("count", [256, 257])
+def test_halves_of_256_values_are_bytes(path: str, count: int) -> None:
+    values = torch.arange(count).to(torch.int16).view(torch.float16)
+    order = torch.randperm(OUT * 48, generator=torch.Generator().manual_seed(0)) % count
+    scales = values[order].view(OUT, 48)
+    apart = torch.stack([scales, scales], dim=-1)[..., 0]  # as in blocks, at a stride
+    packed = packed_scales(Grid(torch.zeros(OUT, INPUTS, dtype=torch.uint8), 4, 16, apart))
+    if count > 256:
+        assert packed.scales is apart
+    else:
+        assert packed.table is not None
+        assert torch.equal(packed.table[packed.scales.long()], scales.float())
