@@ -38,15 +38,38 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+PLAIN_TYPES = ("granite", "llama", "olmo2", "qwen3", "smollm3")
+"""Model types of which `AutoTokenizer` takes a `tokenizer.json` as it is where the folder says so.
 
+Of some other types it replaces the class, or looks for Mistral's own files.
+"""
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     arguments: dict[str, Any] = {}
     if config := _tokenizer_config(folder):
+        if _is_plain(folder, config.model_type):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         arguments["config"] = config
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
     )
+
+
+def _is_plain(folder: Path, model_type: str) -> bool:
+    """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
+
+    `AutoTokenizer` reads the sources of all models for it: half a second of every start.
+    """
+    if model_type not in PLAIN_TYPES or not (folder / "tokenizer.json").is_file():
+        return False
+    declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return declared["tokenizer_class"] in _PLAIN_CLASSES
 
 
 def _tokenizer_config(folder: Path) -> Any:
