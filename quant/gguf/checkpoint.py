@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..base.errors import BadInput
@@ -16,7 +19,7 @@ from ..ggml.blocks import dequantize_blocks
 from ..model.checkpoint import Checkpoint, read_json
 from ..tensors.gguf import GgufTensor
 from .architecture import ROPE_FACTORS, config_of, permuted_heads
-from .container import GgufFile, TensorInfo
+from .container import ALIGNMENT, GgufFile, TensorInfo
 from .families import family_of
 from .names import from_gguf, to_halves
 
@@ -84,16 +87,19 @@ class GgufCheckpoint(Checkpoint):
         return config
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32)."""
+        """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32).
+
+        Blocks are those of the mapped file, not to be written: kernels pack them from there.
+        """
         if name not in self._infos:
             raise BadInput(f"{self.path} has no tensor {name!r}")
         info = self._infos[name]
-        # A copy, so that the mapped file's pages are never written.
-        data = torch.from_numpy(self._file.bytes_of(info).copy())
         if info.type in _DTYPES:
+            # A copy, so that the mapped file's pages are never written.
+            data = torch.from_numpy(self._file.bytes_of(info).copy())
             tensor = data.view(_DTYPES[info.type]).view(info.shape)
         else:
-            tensor = data.view(info.shape[0], -1)
+            tensor = _in_place(self._file.bytes_of(info)).view(info.shape[0], -1)
             if not name.endswith(BLOCKS_SUFFIX):
                 tensor = dequantize_blocks(tensor, info.type)
         if self._norm_offset and name.endswith("norm.weight"):
@@ -108,11 +114,11 @@ class GgufCheckpoint(Checkpoint):
         info = self._infos.get(name)
         if info is None or info.type not in GGUF_BLOCKS or len(info.shape) != 2:
             return None
-        data = torch.from_numpy(self._file.bytes_of(info).copy())
+        data = _in_place(self._file.bytes_of(info))
         return GgufTensor(data.view(info.shape[0], -1), GgufScheme(info.type))
 
     def release(self) -> None:
-        """Drop the mapped pages from memory; tensors are copies."""
+        """Drop the mapped pages from memory; blocks that are still held are read again on access."""
         self._file.release()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -128,6 +134,15 @@ class GgufCheckpoint(Checkpoint):
             return "U8"
         kind = self._infos[name].type
         return kind if kind in _DTYPES else "F32"
+
+
+def _in_place(data: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Bytes of a mapped file as a tensor; not by `from_numpy`, which warns of what cannot be written."""
+    if data.ctypes.data % ALIGNMENT or not data.nbytes:
+        return torch.from_numpy(data.copy())
+    memory = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
+    memory.owner = data  # type: ignore[attr-defined]  # the tensor holds `memory`
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _matrices(module: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

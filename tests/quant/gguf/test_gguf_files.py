@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import struct
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import GgufScheme, IntScheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.formats.gguf import GgufFormat
+from llmopt.quant.formats.gguf import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.architecture import architecture_keys, config_of, rope_factors
 from llmopt.quant.gguf.assemble import assemble, check_source
@@ -368,3 +369,15 @@ def test_the_format_refuses_what_it_cannot_hold():
     assert weight_format.scheme(config, "q") == GgufScheme("Q4_0")
     with pytest.raises(BadInput, match="gives k no GGUF type"):
         weight_format.scheme(config, "k")
+
+
+def test_blocks_in_the_mapped_file_outlive_its_checkpoint(stories: Path) -> None:
+    checkpoint = GgufCheckpoint(stories)
+    names = [name for name in checkpoint.names if name.endswith(BLOCKS_SUFFIX)]
+    held = {name: checkpoint.tensor(name) for name in names}
+    copies = {name: tensor.clone() for name, tensor in held.items()}
+    checkpoint.release()
+    del checkpoint
+    gc.collect()
+    assert held
+    assert all(torch.equal(held[name], copy) for name, copy in copies.items())
