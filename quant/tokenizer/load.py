@@ -49,7 +49,7 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     arguments: dict[str, Any] = {}
     if config := _tokenizer_config(folder):
-        if _is_plain(folder, config.model_type):
+        if _is_plain(folder, config):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -61,13 +61,15 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     )
 
 
-def _is_plain(folder: Path, model_type: str) -> bool:
+def _is_plain(folder: Path, config: Any) -> bool:
     """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
 
     `AutoTokenizer` reads the sources of all models for it: half a second of every start.
     """
-    if model_type not in PLAIN_TYPES or not (folder / "tokenizer.json").is_file():
+    if config.model_type not in PLAIN_TYPES or not (folder / "tokenizer.json").is_file():
         return False
+    if hasattr(config, "model_name"):
+        return False  # some names have classes replaced, as some types have
     declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     return declared["tokenizer_class"] in _PLAIN_CLASSES
 

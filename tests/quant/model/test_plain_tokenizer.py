@@ -15,16 +15,20 @@ from transformers.models.auto import tokenization_auto
 TEXT = "Of 3 tokens, <s> is one;\n\n  two  spaces é."
 
 
+@pytest.mark.parametrize("model_name", [None, "internlm2"])
 @pytest.mark.parametrize("model_type", PLAIN_TYPES)
 def test_a_plain_tokenizer_is_the_one_that_transformers_chooses(
-    model_type: str, tmp_path: Path
+    model_type: str, model_name: str | None, tmp_path: Path
 ) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / DEFAULT_MODEL / name, tmp_path)
     for name, key, value in (
         ("config.json", "model_type", model_type),
+        ("config.json", "model_name", model_name),
         ("tokenizer_config.json", "tokenizer_class", "TokenizersBackend"),
     ):
+        if value is None:
+            continue
         held = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps(held | {key: value}))
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
