@@ -98,7 +98,7 @@ class TiledDequantLinear:
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rows = weight.out_features
-        self._held = _DenseCodes(weight) if _DenseCodes.fits(weight) else weight
+        self._held = _DenseCodes(weight) if _DenseCodes.fits(weight) else _in_memory(weight)
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         self.weight_bytes = self._held.nbytes
@@ -114,6 +114,13 @@ class TiledDequantLinear:
     def _tile(self, rows: slice) -> torch.Tensor:
         """Dequantized weights of some output channels, [rows, in]."""
         return self._held.rows(rows).dequantize(self._dtype)
+
+
+def _in_memory(weight: QuantizedTensor) -> QuantizedTensor:
+    """The weight without views of a mapped file, which may be written while the model serves."""
+    anything: Any = weight
+    mapped = {n: p for n, p in weight.parts().items() if not p.untyped_storage().resizable()}
+    return replace(anything, **{name: part.clone() for name, part in mapped.items()})
 
 
 class _DenseCodes:

@@ -14,6 +14,7 @@ from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.decoder.decoder import Decoder
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.open import open_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -82,6 +83,19 @@ def test_a_gguf_file_alone_is_complete(written, tmp_path):
     assert alone.eos_token_ids == beside.eos_token_ids
     tokens = TOKENS[0].tolist()
     assert torch.equal(alone.prompt_logits(tokens), beside.prompt_logits(tokens))
+
+
+@pytest.mark.parametrize("path", ["auto", "off"])
+@pytest.mark.parametrize("written", ["stories3M", "mixtral"], indirect=True)
+def test_a_loaded_model_no_longer_needs_its_file(written, path, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    file = Path(shutil.copytree(written[1].parent, tmp_path / "copy")) / written[1].name
+    built, tokens = engine(file), TOKENS[0].tolist()
+    expected = built.prompt_logits(tokens)
+    # In place, as `cp` writes; a file that is cut off ends the process that reads on.
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert torch.equal(built.prompt_logits(tokens), expected)
 
 
 def test_activations_have_8_bits_unless_16_are_asked_for(tmp_path):
