@@ -45,8 +45,8 @@ static void prepare_block(const IntegerJob *job, int64_t row, int64_t number) {
     fvec largest = fset(0.0f);
     for (int i = 0; i < BLOCK; i += LANES) largest = fmax_(largest, fabs_(fload(block + i)));
     const float levels = is_8 ? 127.0f : (float)LEVELS_16;
-    /* The transform makes all of a block NaN where one input is, and no code holds it. */
-    const float scale = block[0] != block[0] ? block[0] : scale_of(largest, levels);
+    /* No value of a block is finite where one input is not, and no code holds them: the scale is NaN. */
+    const float none = block[0] - block[0], scale = none != 0.0f ? none : scale_of(largest, levels);
     ivec sum = iset(0);
     for (int i = 0; i < BLOCK; i += LANES) {
         fvec code = fdiv(fload(block + i), fset(scale));

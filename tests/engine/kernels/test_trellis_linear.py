@@ -154,8 +154,14 @@ def test_what_is_not_finite_stays_so_in_its_row(value: float) -> None:
     weight, x = weight_of(TrellisScheme(3)), inputs_of(4).bfloat16()
     x[1, 5] = value
     for input_bits in (8, 16):
-        y = QuantizedInputTrellisLinear(weight, input_bits)(x)
+        linear = QuantizedInputTrellisLinear(weight, input_bits)
+        y = linear(x)
         assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
+        for other in range(8):  # whose sums with the first are infinite or none
+            for sign in (1, -1):
+                both = x.clone()
+                both[1, other] = sign * value
+                assert not linear(both)[1].isfinite().any()
 
 
 def test_the_inputs_dtype_and_bits_choose_the_arithmetic() -> None:
