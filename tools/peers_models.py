@@ -108,7 +108,9 @@ def make_few(shape: str, folder: Path) -> None:
     torch.manual_seed(0)
     values = {**OTHERS[shape], "num_hidden_layers": LAYERS}
     config = transformers.AutoConfig.for_model(**values)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, trust_remote_code=False
+    )
     model.save_pretrained(folder)
     # transformers writes the number of experts under its own name only.
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, IntScheme, LookupScheme
+from llmopt.quant.base.scheme import (
+    CodebookScheme,
+    E8pScheme,
+    FloatScheme,
+    Fp4Scheme,
+    IntScheme,
+    LookupScheme,
+)
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.e8p_grid import round_to_e8p
 from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.fp4_grid import round_to_fp4
 from llmopt.quant.grids.int_grid import round_to_nearest
@@ -65,6 +73,8 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
         return round_to_codebook(weight, scheme)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme)
+    if isinstance(scheme, E8pScheme):
+        return round_to_e8p(weight, scheme)
     return round_to_rows(weight, scheme)
 
 

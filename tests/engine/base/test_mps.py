@@ -17,7 +17,8 @@ from llmopt.engine.execution.step_graphs import graph_sizes
 from llmopt.quant.base.errors import BadInput
 
 MPS = torch.device("mps")
-TORCH_PATHS = {"torch", "torch-sdpa", "torch-rows", "loop", "tiled-dequant", "torch-trellis"}
+TORCH_PATHS = {"torch", "torch-sdpa", "torch-rows", "loop", "tiled-dequant"}
+TORCH_PATHS |= {"torch-trellis", "torch-e8p"}
 
 
 @pytest.fixture

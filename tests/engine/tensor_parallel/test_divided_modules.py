@@ -150,7 +150,7 @@ def test_quantized_linears_stay_quantized(tmp_path: Path) -> None:
     folder, quantized = tmp_path / "model", tmp_path / "quantized"
     save_model(folder, "ArceeConfig", {})
     quantize(
-        QuantizeRequest(folder, quantized, method="rtn", group_size=8, num_samples=2, seq_len=32)
+        QuantizeRequest(folder, quantized, method="rtn", group_size=16, num_samples=2, seq_len=32)
     )
     whole = TransformersModel(Checkpoint(quantized), CPU, torch.float32)
     ranks = shards(quantized)
