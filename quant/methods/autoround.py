@@ -71,7 +71,7 @@ def _tuned(
         return {}, str(refusals.pop())
     try:
         _descend(problem, problem.block, roundings)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         return {}, f"its layer gives no gradients: {str(error).splitlines()[0]}"
     tuned = {name: rounding.tensor() for name, rounding in roundings.items()}
     return tuned, str(refusals.pop()) if refusals else _NO_BLOCK

@@ -111,7 +111,7 @@ def _finetuned(problem: LayerProblem, result: LayerResult) -> LayerResult:
     try:
         with temporaries_kept():
             tune(block, parts, shapes, iters=steps, rate=rate, batch_size=options.batch_size)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         raise BadInput(
             f"{problem.prefix} gives no gradients: {first_line(error)}: take --finetune-steps 0"
         ) from error
