@@ -3,6 +3,10 @@
 The first state of a cyclic path follows its last one. As in QTIP (arXiv:2406.11235, section 3.3) a first
 search over the neighbourhood of the seam says which node the path passes there, and a second one is held to
 it.
+
+Up to 4 bits, where errors are large beside the steps of a 16-bit integer, values, targets, squares and costs are such
+integers; C and torch find the same path to the bit. So they do with more bits, where they are float32 whose
+operations are rounded one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from .tiles import LENGTH
 
 STATES = 1 << STATE_BITS
 _SEAM = 128  # bits on each side of the seam that the first search sees; more gain nothing
-_BLOCKED = -1e30
+_NARROW = 4  # bits up to which costs are 16-bit integers
+_WRAP, _CLIP = 1.75, 1.25
+_MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; what a float is where no path arrives
 _TRANSITION = 6.5  # operations of a GEMM in the time of a transition in C: 6.1 to 8.3, measured
 _TILES = 64  # sequences at a time in torch: 16 MB for every array over the transitions
 
@@ -62,26 +68,33 @@ def _search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) ->
 
 def torch_search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """The reference: states of the cheapest path from node `first` back to it; -1: between any two."""
-    parts = zip(targets.split(_TILES), first.split(_TILES), strict=True)
-    return torch.cat([_torch_search(part, nodes, bits, name) for part, nodes in parts])
+    values = _table(bits, name).to(targets.device)
+    parts = zip(_rounded(targets, bits, name).split(_TILES), first.split(_TILES), strict=True)
+    return torch.cat([_torch_search(part, nodes, bits, values) for part, nodes in parts])
 
 
-def _torch_search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+def _torch_search(
+    targets: torch.Tensor, first: torch.Tensor, bits: int, values: torch.Tensor
+) -> torch.Tensor:
     count, length = targets.shape
     choices, device = 1 << bits, targets.device
     nodes = STATES >> bits
-    values = values_of(torch.arange(STATES, device=device), name)
     number = torch.arange(nodes, device=device)
-    reached = (first[:, None] < 0) | (first[:, None] == number)
-    costs = torch.where(reached, 0.0, -_BLOCKED)
+    most = _MOST if bits <= _NARROW else _BLOCKED
+    costs = torch.where(_reached(number, first, 0), 0, most)
+    costs = costs.to(torch.int32 if bits <= _NARROW else torch.float32)
     taken = torch.empty(length, count, nodes, dtype=torch.uint8, device=device)
     for index in range(length):
-        spent = (values - targets[:, index, None]).square_()
+        spent = _squared(values - targets[:, index, None])
         # A state is its node before and the new bits: [count, k, node behind it].
         spent = (spent.view(count, nodes, choices) + costs[:, :, None]).view(count, choices, nodes)
-        costs, chosen = spent.min(dim=1)
-        taken[index] = chosen
-    node = torch.where(first < 0, costs.argmin(dim=1), first.long())
+        costs = spent.amin(dim=1).clamp_(max=most)
+        if bits <= _NARROW and (index + 1) % _stretch(bits) == 0:
+            costs -= costs.amin(dim=1, keepdim=True)
+        away = ~_reached(number, first, index * bits)[:, :, None]
+        spent.view(count, nodes, choices).masked_fill_(away, 2**30)
+        taken[index] = spent.min(dim=1).indices
+    node = torch.where(first < 0, costs.min(dim=1).indices, first.long())
     states = torch.empty(count, length, dtype=torch.int32, device=device)
     for index in range(length - 1, -1, -1):
         choice = taken[index].gather(1, node[:, None])[:, 0].long()
@@ -89,6 +102,40 @@ def _torch_search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: s
         states[:, index] = state
         node = state >> bits
     return states
+
+
+def _reached(nodes: torch.Tensor, first: torch.Tensor, shifted: int) -> torch.Tensor:
+    """Bool `[len(first), len(nodes)]`: whether a path from a first node passes one after so many bits."""
+    shift = min(shifted, STATE_BITS)
+    begun = (first[:, None] & (len(nodes) - 1)) & (len(nodes) - 1 >> shift)
+    return (first[:, None] < 0) | (nodes >> shift == begun)
+
+
+def _squared(differences: torch.Tensor) -> torch.Tensor:
+    """Squares of float32; of int16, which have wrapped around, the upper 16 of their 31 bits, rounded."""
+    if differences.is_floating_point():
+        return differences.square_()
+    return (differences.int().square_() + (1 << 14)) >> 15
+
+
+def _stretch(bits: int) -> int:
+    """Steps after which the least of 16-bit costs is 0 again: that of `viterbi.c`."""
+    return 1 if bits > 3 else 6 // bits
+
+
+def _rounded(values: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    """Values float32 as the search takes them: int16, clipped to the codebook's range; float32 beyond 4 bits."""
+    if bits > _NARROW:
+        return values.to(torch.float32)
+    highest = float(abs(codebook(name)).max())
+    unit = highest * _WRAP / (1 << 15)
+    return (values.clamp(-highest * _CLIP, highest * _CLIP) / unit).round_().to(torch.int16)
+
+
+@lru_cache
+def _table(bits: int, name: str) -> torch.Tensor:
+    """The codebook `[65536]` as the search takes it."""
+    return _rounded(torch.from_numpy(codebook(name).astype("float32")), bits, name)
 
 
 class _ViterbiCall(ctypes.Structure):
@@ -107,9 +154,9 @@ def native_viterbi() -> Native:
 
 @lru_cache
 def _laid_out(bits: int, name: str) -> torch.Tensor:
-    """The codebook, float32 `[65536]`, in the order in which the kernel reads it."""
-    values = torch.from_numpy(codebook(name).astype("float32"))
-    if bits > 3:
+    """The codebook, in the order in which the kernel reads it."""
+    values = _table(bits, name)
+    if bits > _NARROW:
         return values
     return values.view(1 << bits, -1, 1 << bits).permute(2, 0, 1).contiguous().flatten()
 
@@ -117,7 +164,7 @@ def _laid_out(bits: int, name: str) -> torch.Tensor:
 def _native_search(
     library: ctypes.CDLL, targets: torch.Tensor, first: torch.Tensor, bits: int, name: str
 ) -> torch.Tensor:
-    targets = targets.to(torch.float32).contiguous()
+    targets = _rounded(targets, bits, name).contiguous()
     first = first.to(torch.int32).contiguous()
     states = torch.empty(targets.shape, dtype=torch.uint16)
     values = _laid_out(bits, name)
