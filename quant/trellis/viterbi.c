@@ -4,6 +4,7 @@
  * a step has 65,536 transitions whatever K is: node (k, a) -> node (a, j) by the state k a j, with k and j of K
  * bits. Up to 4 bits everything is a 16-bit integer: twice the lanes of a float. No step says which transition
  * won: costs are kept every few steps, and the way back computes those few again that lead to its nodes. */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -11,7 +12,7 @@
 #include "parallel.h"
 
 /* MOST: of a 16-bit cost, half of its range; a step adds at most the other. */
-enum { STATES = 65536, LANES = 16, BLOCK = 256, PAIR = 2, NARROW = 4, MOST = 32767 };
+enum { STATES = 65536, BLOCK = 256, PAIR = 2, NARROW = 4, MOST = 32767 };
 
 typedef struct {
     const void *targets;  /* [sequences][length]; int16 up to 4 bits, beyond float */
@@ -79,7 +80,13 @@ NARROW_STEP(step_2, 2)
 NARROW_STEP(step_3, 3)
 NARROW_STEP(step_4, 4)
 
-/* The same in floats, where a vector runs over `j`. */
+static inline int32_t bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* The same in floats, where a vector runs over `j`. As they are not negative, they compare like integers. */
 #define WIDE_STEP(NAME, K)                                                                                      \
     static void NAME(const void *table, const void *const costs[PAIR], const void *const targets[PAIR],         \
                      void *const next[PAIR]) {                                                                  \
@@ -87,23 +94,21 @@ NARROW_STEP(step_4, 4)
         const float *restrict values = table;                                                                   \
         const float target = *(const float *)targets[0], target_too = *(const float *)targets[1];               \
         for (int a = 0; a < INNER; a++) {                                                                       \
-            for (int base = 0; base < CHOICES; base += LANES) {                                                 \
-                float least[PAIR][LANES];                                                                       \
-                for (int i = 0; i < LANES; i++) least[0][i] = least[1][i] = 1e30f;                              \
-                for (int k = 0; k < CHOICES; k++) {                                                             \
-                    const float *row = values + (k * INNER + a) * CHOICES + base;                               \
-                    const float before = ((const float *)costs[0])[k * INNER + a];                              \
-                    const float before_too = ((const float *)costs[1])[k * INNER + a];                          \
-                    for (int i = 0; i < LANES; i++) {                                                           \
-                        const float cost = before + wide_square(row[i], target);                                \
-                        const float cost_too = before_too + wide_square(row[i], target_too);                    \
-                        least[0][i] = LESSER(least[0][i], cost);                                                \
-                        least[1][i] = LESSER(least[1][i], cost_too);                                            \
-                    }                                                                                           \
+            int32_t least[CHOICES], least_too[CHOICES];                                                         \
+            for (int j = 0; j < CHOICES; j++) least[j] = least_too[j] = INT32_MAX;                              \
+            for (int k = 0; k < CHOICES; k++) {                                                                 \
+                const float *restrict row = values + (k * INNER + a) * CHOICES;                                 \
+                const float before = ((const float *)costs[0])[k * INNER + a];                                  \
+                const float before_too = ((const float *)costs[1])[k * INNER + a];                              \
+                for (int j = 0; j < CHOICES; j++) {                                                             \
+                    const int32_t cost = bits_of(before + wide_square(row[j], target));                         \
+                    const int32_t cost_too = bits_of(before_too + wide_square(row[j], target_too));             \
+                    least[j] = LESSER(least[j], cost);                                                          \
+                    least_too[j] = LESSER(least_too[j], cost_too);                                              \
                 }                                                                                               \
-                for (int which = 0; which < PAIR; which++)                                                      \
-                    memcpy((float *)next[which] + a * CHOICES + base, least[which], sizeof(least[which]));      \
             }                                                                                                   \
+            memcpy((float *)next[0] + a * CHOICES, least, sizeof(least));                                       \
+            memcpy((float *)next[1] + a * CHOICES, least_too, sizeof(least));                                   \
         }                                                                                                       \
     }
 
@@ -115,130 +120,140 @@ WIDE_STEP(step_8, 8)
 typedef void (*step_function)(const void *, const void *const *, const void *const *, void *const *);
 static const step_function STEPS[] = {0, step_1, step_2, step_3, step_4, step_5, step_6, step_7, step_8};
 
-/* Steps between two whose costs are kept, at which 16-bit costs start from 0 again. The way back to a node computes
- * 2^(bits * stretch) transitions again: at most 64, and no more than a step where there is nothing to compute. */
-static int64_t stretch_of(int64_t bits) {
+/* Steps between two whose costs are kept, at which 16-bit costs start from 0 again. The way back over them begins in
+ * 64 nodes, or in those before a single step. */
+static int stretch_of(int bits) {
     return bits > 3 ? 1 : 6 / bits;
 }
 
-/* Bytes of the costs of a node. */
-static int64_t cost_bytes(int64_t bits) {
+enum { STRETCH = 6, WAYS = 256 }; /* the longest stretch, and the most nodes that it begins in */
+
+/* Bytes of a target, or of the costs of a node. */
+static int64_t number_bytes(int bits) {
     return bits > NARROW ? sizeof(float) : sizeof(uint16_t);
 }
 
-/* Costs of one sequence: rows of all nodes, two for the steps between, then those that are kept. */
-typedef struct {
-    const ViterbiCall *call;
-    int64_t sequence;
-    uint8_t *rows;
-} Search;
-
-static int64_t row_bytes(const ViterbiCall *call) {
-    return (STATES >> call->bits) * cost_bytes(call->bits);
-}
-
+/* Rows of the costs of all nodes: two for the steps between, then those that are kept. */
 static int64_t memory_bytes(const ViterbiCall *call) {
-    return (3 + call->length / stretch_of(call->bits)) * row_bytes(call);
+    const int bits = (int)call->bits;
+    return (3 + call->length / stretch_of(bits)) * (STATES >> bits) * number_bytes(bits);
 }
+
+/* The search for one sequence. */
+typedef struct {
+    const void *targets, *values;
+    uint8_t *rows;
+    int bits, first;
+} Search;
 
 /* The costs before a step. */
 static void *row_before(const Search *search, int64_t step) {
-    const int64_t stretch = stretch_of(search->call->bits);
-    return search->rows + (step % stretch ? step % 2 : 2 + step / stretch) * row_bytes(search->call);
+    const int stretch = stretch_of(search->bits);
+    const int64_t row = step % stretch ? step % 2 : 2 + step / stretch;
+    return search->rows + row * (STATES >> search->bits) * number_bytes(search->bits);
 }
 
 static const void *target_of(const Search *search, int64_t step) {
-    const ViterbiCall *call = search->call;
-    return (const uint8_t *)call->targets + (search->sequence * call->length + step) * cost_bytes(call->bits);
+    return (const uint8_t *)search->targets + step * number_bytes(search->bits);
+}
+
+static float cost_of(const Search *search, const void *row, int node) {
+    return search->bits > NARROW ? ((const float *)row)[node] : ((const uint16_t *)row)[node];
+}
+
+/* Before the first step. */
+static void start(const Search *search) {
+    void *row = row_before(search, 0);
+    for (int node = 0; node < STATES >> search->bits; node++) {
+        const int open = search->first < 0 || search->first == node;
+        if (search->bits > NARROW) ((float *)row)[node] = open ? 0.0f : 1e30f;
+        else ((uint16_t *)row)[node] = open ? 0 : MOST;
+    }
+}
+
+/* Subtracts the smallest of 16-bit costs from all. */
+static void lower(uint16_t *costs, int nodes) {
+    uint16_t least = MOST;
+    for (int node = 0; node < nodes; node++) least = LESSER(least, costs[node]);
+    for (int node = 0; node < nodes; node++) costs[node] -= least;
+}
+
+/* What the step from the node (k, a) to the node (a, j) costs. */
+static inline float cost_of_step(const Search *search, const void *target, int k, int node) {
+    const int bits = search->bits;
+    if (bits > NARROW)
+        return wide_square(((const float *)search->values)[k << (16 - bits) | node], *(const float *)target);
+    const int a = node >> bits, j = node & ((1 << bits) - 1);
+    const int16_t value = ((const int16_t *)search->values)[(j << bits | k) << (16 - 2 * bits) | a];
+    return narrow_square(value, *(const int16_t *)target);
 }
 
 /* Whether a path that starts at the first node can be at another one before a step. */
 static int is_reached(const Search *search, int64_t step, int node) {
-    const int64_t bits = search->call->bits, shift = bits * step < 16 ? bits * step : 16;
-    const int first = search->call->first[search->sequence];
-    return first < 0 || node >> shift == (first & ((STATES >> bits) - 1) >> shift);
+    const int shift = search->bits * step < 16 ? (int)(search->bits * step) : 16;
+    return search->first < 0 || node >> shift == (search->first & ((STATES >> search->bits) - 1) >> shift);
 }
 
-static void start(const Search *search) {
-    const int64_t bits = search->call->bits;
-    void *row = row_before(search, 0);
-    for (int node = 0; node < STATES >> bits; node++) {
-        int reached = is_reached(search, 0, node);
-        if (bits > NARROW) ((float *)row)[node] = reached ? 0.0f : 1e30f;
-        else ((uint16_t *)row)[node] = reached ? 0 : MOST;
+/* The states of the steps from `begin` to `end`, backwards from a node behind them; the node before them.
+ * `distance` steps before that node a path is at the node whose lower bits are its upper ones; the others are a way. */
+static int trace_stretch(const Search *search, int64_t begin, int64_t end, int last, uint16_t *states) {
+    const int bits = search->bits, size = 16 - bits, length = (int)(end - begin);
+    float costs[STRETCH + 1][WAYS];
+    for (int way = 0; way < 1 << bits * length; way++)
+        costs[length][way] =
+            cost_of(search, row_before(search, begin), way << (size - bits * length) | last >> bits * length);
+    for (int distance = length - 1; distance > 0; distance--) {
+        const void *target = target_of(search, end - 1 - distance);
+        for (int way = 0; way < 1 << bits * distance; way++) {
+            const int node = way << (size - bits * distance) | last >> bits * distance;
+            float least = MOST;
+            for (int k = 0; k < 1 << bits; k++) {
+                float cost = costs[distance + 1][k << bits * distance | way] + cost_of_step(search, target, k, node);
+                least = LESSER(least, cost);
+            }
+            costs[distance][way] = least;
+        }
     }
-}
-
-static float cost_of(const void *row, int64_t bits, int node) {
-    return bits > NARROW ? ((const float *)row)[node] : ((const uint16_t *)row)[node];
-}
-
-static int cheapest_node(const void *row, int64_t bits) {
-    int best = 0;
-    for (int node = 1; node < STATES >> bits; node++)
-        if (cost_of(row, bits, node) < cost_of(row, bits, best)) best = node;
-    return best;
-}
-
-/* Subtracts the smallest of 16-bit costs from all. */
-static void lower(uint16_t *costs, int64_t nodes) {
-    uint16_t least = MOST;
-    for (int64_t node = 0; node < nodes; node++) least = LESSER(least, costs[node]);
-    for (int64_t node = 0; node < nodes; node++) costs[node] -= least;
-}
-
-/* What the cheapest path to a node costs before a step. */
-static float cost_before(const Search *search, int64_t step, int node);
-
-/* The same for a path that ends with a step from the node (k, a) to the node (a, j). */
-static float cost_through(const Search *search, int64_t step, int k, int node) {
-    const int64_t bits = search->call->bits;
-    const int a = node >> bits, j = node & ((1 << bits) - 1);
-    const void *values = search->call->values, *target = target_of(search, step);
-    const float before = cost_before(search, step, k << (16 - 2 * bits) | a);
-    if (bits > NARROW) return before + wide_square(((const float *)values)[k << (16 - bits) | node], *(const float *)target);
-    const int16_t value = ((const int16_t *)values)[(j << bits | k) << (16 - 2 * bits) | a];
-    return before + narrow_square(value, *(const int16_t *)target);
-}
-
-static float cost_before(const Search *search, int64_t step, int node) {
-    const int64_t bits = search->call->bits;
-    if (step % stretch_of(bits) == 0) return cost_of(row_before(search, step), bits, node);
-    float least = MOST;
-    for (int k = 0; k < 1 << bits; k++) {
-        float cost = cost_through(search, step - 1, k, node);
-        least = LESSER(least, cost);
-    }
-    return least;
-}
-
-/* The path that ends at the first node, or at the cheapest one: backwards, always from the cheapest node that it can
- * have been at. */
-static void trace(const Search *search) {
-    const ViterbiCall *call = search->call;
-    const int64_t bits = call->bits;
-    const int first = call->first[search->sequence];
-    int node = first < 0 ? cheapest_node(row_before(search, call->length), bits) : first;
-    uint16_t *states = call->states + search->sequence * call->length;
-    for (int64_t step = call->length - 1; step >= 0; step--) {
-        float least = 1e38f;
+    int node = last;
+    for (int distance = 0, way = 0; distance < length; distance++) {
+        const int64_t step = end - 1 - distance;
+        const void *target = target_of(search, step);
+        float least = INFINITY;
         int chosen = 0;
         for (int k = 0; k < 1 << bits; k++) {
-            if (!is_reached(search, step, k << (16 - 2 * bits) | node >> bits)) continue;
-            float cost = cost_through(search, step, k, node);
-            if (cost < least) least = cost, chosen = k;
+            float cost = costs[distance + 1][k << bits * distance | way] + cost_of_step(search, target, k, node);
+            if (cost < least && is_reached(search, step, k << (size - bits) | node >> bits)) least = cost, chosen = k;
         }
-        states[step] = (uint16_t)(chosen << (16 - bits) | node);
+        states[step] = (uint16_t)(chosen << size | node);
+        way |= chosen << bits * distance;
         node = states[step] >> bits;
+    }
+    return node;
+}
+
+/* The path that ends at the first node, or at the cheapest one. */
+static void trace(const Search *search, int64_t length, uint16_t *states) {
+    const void *row = row_before(search, length);
+    int node = search->first < 0 ? 0 : search->first;
+    if (search->first < 0)
+        for (int other = 1; other < STATES >> search->bits; other++)
+            if (cost_of(search, row, other) < cost_of(search, row, node)) node = other;
+    const int stretch = stretch_of(search->bits);
+    for (int64_t end = length, begin; end > 0; end = begin) {
+        begin = (end - 1) / stretch * stretch;
+        node = trace_stretch(search, begin, end, node, states);
     }
 }
 
 /* Searches for two sequences; the last one of an odd number is searched for twice. */
-static void search_pair(const ViterbiCall *call, int64_t begin, uint8_t *memory) {
+static void search_pair(const ViterbiCall *call, int64_t pair, uint8_t *memory) {
+    const int bits = (int)call->bits;
     Search searches[PAIR];
     for (int which = 0; which < PAIR; which++) {
-        int64_t sequence = begin + which < call->sequences ? begin + which : begin;
-        searches[which] = (Search){call, sequence, memory + which * memory_bytes(call)};
+        int64_t sequence = pair + which < call->sequences ? pair + which : pair;
+        const void *targets = (const uint8_t *)call->targets + sequence * call->length * number_bytes(bits);
+        uint8_t *rows = memory + which * memory_bytes(call);
+        searches[which] = (Search){targets, call->values, rows, bits, call->first[sequence]};
         start(&searches[which]);
     }
     for (int64_t step = 0; step < call->length; step++) {
@@ -249,12 +264,12 @@ static void search_pair(const ViterbiCall *call, int64_t begin, uint8_t *memory)
             next[which] = row_before(&searches[which], step + 1);
             targets[which] = target_of(&searches[which], step);
         }
-        STEPS[call->bits](call->values, costs, targets, next);
+        STEPS[bits](call->values, costs, targets, next);
         for (int which = 0; which < PAIR; which++)
-            if (call->bits <= NARROW && (step + 1) % stretch_of(call->bits) == 0)
-                lower(next[which], STATES >> call->bits);
+            if (bits <= NARROW && (step + 1) % stretch_of(bits) == 0) lower(next[which], STATES >> bits);
     }
-    for (int which = 0; which < PAIR && begin + which < call->sequences; which++) trace(&searches[which]);
+    for (int which = 0; which < PAIR && pair + which < call->sequences; which++)
+        trace(&searches[which], call->length, call->states + (pair + which) * call->length);
 }
 
 static void search_all(void *argument) {
