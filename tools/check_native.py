@@ -34,7 +34,7 @@ TESTS = [
 ]
 RACES = (
     "never_depends or own_prefix or whatever_the_threads or loop_bit_for_bit or rope or gates "
-    "or dequantized_weight or cost_the_same or argmax or multiplied_exactly or codes_are_those"
+    "or dequantized_weight or argmax or multiplied_exactly or codes_are_those"
 )
 """Tests of every kernel, with two threads."""
 

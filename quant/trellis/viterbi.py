@@ -24,8 +24,10 @@ from .tiles import LENGTH
 STATES = 1 << STATE_BITS
 _SEAM = 128  # bits on each side of the seam that the first search sees; more gain nothing
 _NARROW = 4  # bits up to which costs are 16-bit integers
-_WRAP, _CLIP = 1.75, 1.25
-_MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; what a float is where no path arrives
+_MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; a float's where no path has arrived
+# Of the largest value: what targets are clipped to, and what differences reach as 16-bit integers. Those beyond
+# wrap around to more than 1.25, far from all that a path would take.
+_CLIPPED, _REACH = 1.25, 1.75
 _TRANSITION = 6.5  # operations of a GEMM in the time of a transition in C: 6.1 to 8.3, measured
 _TILES = 64  # sequences at a time in torch: 16 MB for every array over the transitions
 
@@ -124,12 +126,12 @@ def _stretch(bits: int) -> int:
 
 
 def _rounded(values: torch.Tensor, bits: int, name: str) -> torch.Tensor:
-    """Values float32 as the search takes them: int16, clipped to the codebook's range; float32 beyond 4 bits."""
+    """Values as the search takes them: int16, or float32 beyond 4 bits."""
     if bits > _NARROW:
         return values.to(torch.float32)
-    highest = float(abs(codebook(name)).max())
-    unit = highest * _WRAP / (1 << 15)
-    return (values.clamp(-highest * _CLIP, highest * _CLIP) / unit).round_().to(torch.int16)
+    largest = float(abs(codebook(name)).max())
+    clipped = values.to(torch.float32).clamp(-_CLIPPED * largest, _CLIPPED * largest)
+    return clipped.mul_((1 << 15) / (_REACH * largest)).round_().to(torch.int16)
 
 
 @lru_cache

@@ -41,22 +41,36 @@ def test_the_path_is_the_cheapest_of_all(bits: int) -> None:
         assert cost == pytest.approx(best, rel=1e-3)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("bits", "name"), [(1, "mul1"), (2, "3inst"), (3, "mcg"), (4, "mul1"), (5, "mul1"), (8, "mcg")]
+)
 @pytest.mark.parametrize("path", NATIVE)
-def test_c_and_torch_find_paths_that_cost_the_same(
-    path: str, bits: int, monkeypatch: pytest.MonkeyPatch
+def test_codes_are_those_of_torch_to_the_bit(
+    path: str, bits: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of targets beyond the codebook, which drive costs to their limits, and of a last lone sequence."""
     monkeypatch.setenv(VARIABLE, path)
     if native_viterbi().library is None:
         pytest.skip(str(native_viterbi().reason))
-    targets, nodes = normal(3, 40, bits), torch.tensor([-1, 5, 77])
-    costs = []
-    for search in (viterbi._search, torch_search):
-        states = search(targets, nodes, bits, "mcg")
-        ends = states[1:, -1] & (2 ** (16 - bits) - 1)
-        assert (states[1:, 0] >> bits).tolist() == ends.tolist() == [5, 77]
-        costs.append((values_of(states, "mcg") - targets).square().sum(1))
-    assert torch.allclose(*costs, rtol=1e-4)
+    targets, nodes = normal(5, 40, bits), torch.tensor([-1, 5, 77, -1, 130])
+    targets[3:] *= torch.tensor([[4.0], [1000.0]])
+    states = viterbi._search(targets, nodes, bits, name)
+    ends = states[:, -1] & (2 ** (16 - bits) - 1)
+    held = nodes >= 0
+    assert torch.equal(states[held, 0] >> bits, nodes[held])
+    assert torch.equal(ends[held].long(), nodes[held])
+    assert torch.equal(states[:, 1:] >> bits, states[:, :-1] & (2 ** (16 - bits) - 1))
+    assert torch.equal(states, torch_search(targets, nodes, bits, name))
+
+
+@pytest.mark.parametrize(("bits", "floats"), [(2, 0.068692), (3, 0.017745), (4, 0.004662)])
+def test_integers_find_paths_as_near_as_floats(bits: int, floats: float) -> None:
+    """On the same 512 tiles a search whose costs were float32 left that mean squared error."""
+    if native_viterbi().library is None:
+        pytest.skip(str(native_viterbi().reason))
+    targets = normal(512, 256, 7)
+    near = values_of(nearest_states(targets, bits, "mul1"), "mul1").double()
+    assert float((near - targets).square().mean()) < 1.002 * floats
 
 
 def test_paths_are_cyclic_and_as_near_as_the_paper_says(monkeypatch: pytest.MonkeyPatch) -> None:
