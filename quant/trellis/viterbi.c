@@ -120,8 +120,8 @@ WIDE_STEP(step_8, 8)
 typedef void (*step_function)(const void *, const void *const *, const void *const *, void *const *);
 static const step_function STEPS[] = {0, step_1, step_2, step_3, step_4, step_5, step_6, step_7, step_8};
 
-/* Steps between two whose costs are kept, at which 16-bit costs start from 0 again. The way back over them begins in
- * 64 nodes, or in those before a single step. */
+/* Steps between two whose costs are kept, at which 16-bit costs start from 0 again. The way back over them begins
+ * in 64 nodes, or in those before a single step. */
 static int stretch_of(int bits) {
     return bits > 3 ? 1 : 6 / bits;
 }
@@ -195,7 +195,7 @@ static int is_reached(const Search *search, int64_t step, int node) {
 }
 
 /* The states of the steps from `begin` to `end`, backwards from a node behind them; the node before them.
- * `distance` steps before that node a path is at the node whose lower bits are its upper ones; the others are a way. */
+ * A node some steps before `last` has its upper bits as lower ones; its other bits, the `way`, are free. */
 static int trace_stretch(const Search *search, int64_t begin, int64_t end, int last, uint16_t *states) {
     const int bits = search->bits, size = 16 - bits, length = (int)(end - begin);
     float costs[STRETCH + 1][WAYS];
@@ -208,7 +208,8 @@ static int trace_stretch(const Search *search, int64_t begin, int64_t end, int l
             const int node = way << (size - bits * distance) | last >> bits * distance;
             float least = MOST;
             for (int k = 0; k < 1 << bits; k++) {
-                float cost = costs[distance + 1][k << bits * distance | way] + cost_of_step(search, target, k, node);
+                const float before = costs[distance + 1][k << bits * distance | way];
+                const float cost = before + cost_of_step(search, target, k, node);
                 least = LESSER(least, cost);
             }
             costs[distance][way] = least;
@@ -221,8 +222,10 @@ static int trace_stretch(const Search *search, int64_t begin, int64_t end, int l
         float least = INFINITY;
         int chosen = 0;
         for (int k = 0; k < 1 << bits; k++) {
-            float cost = costs[distance + 1][k << bits * distance | way] + cost_of_step(search, target, k, node);
-            if (cost < least && is_reached(search, step, k << (size - bits) | node >> bits)) least = cost, chosen = k;
+            if (!is_reached(search, step, k << (size - bits) | node >> bits)) continue;
+            const float before = costs[distance + 1][k << bits * distance | way];
+            const float cost = before + cost_of_step(search, target, k, node);
+            if (cost < least) least = cost, chosen = k;
         }
         states[step] = (uint16_t)(chosen << size | node);
         way |= chosen << bits * distance;

@@ -4,9 +4,9 @@ The first state of a cyclic path follows its last one. As in QTIP (arXiv:2406.11
 search over the neighbourhood of the seam says which node the path passes there, and a second one is held to
 it.
 
-Up to 4 bits, where errors are large beside the steps of a 16-bit integer, values, targets, squares and costs are such
-integers; C and torch find the same path to the bit. So they do with more bits, where they are float32 whose
-operations are rounded one by one.
+Up to 4 bits, where errors are large beside the steps of a 16-bit integer, values, targets, squares and costs
+are such integers; beyond, they are float32 whose operations are rounded one by one. C and torch find the same
+path to the bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STATES = 1 << STATE_BITS
 _SEAM = 128  # bits on each side of the seam that the first search sees; more gain nothing
 _NARROW = 4  # bits up to which costs are 16-bit integers
 _MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; a float's where no path has arrived
-# Of the largest value: what targets are clipped to, and what differences reach as 16-bit integers. Those beyond
-# wrap around to more than 1.25, far from all that a path would take.
+# Of the largest value: what targets are clipped to, and what differences reach as 16-bit integers. Larger
+# ones, up to 2.25, wrap around to no less than 1.25, far from all that a path would take.
 _CLIPPED, _REACH = 1.25, 1.75
 _TRANSITION = 6.5  # operations of a GEMM in the time of a transition in C: 6.1 to 8.3, measured
 _TILES = 64  # sequences at a time in torch: 16 MB for every array over the transitions
