@@ -169,18 +169,19 @@ class SolverOptions:
     finetune_steps: Annotated[
         int,
         typer.Option(
-            help="trellis: steps of Adam on the scales of each layer, towards the float model's output "
+            help="trellis, quip: steps of Adam on the scales of each layer, towards the float model's output "
             "(QuIP#'s fine-tuning): such as 100."
         ),
     ] = 0
     lr: Annotated[
         float | None,
         typer.Option(
-            help="First step: autoround: in steps of the grid, default 1/iters; trellis: in mean scales."
+            help="First step: autoround: in steps of the grid, default 1/iters; trellis, quip: in mean "
+            "scales."
         ),
     ] = None
     batch_size: Annotated[
-        int, typer.Option(help="autoround, trellis: calibration samples in a step.")
+        int, typer.Option(help="autoround, trellis, quip: calibration samples in a step.")
     ] = 8
 
 

@@ -12,7 +12,7 @@ import zlib
 import torch
 
 from ..base.scheme import TrellisScheme
-from .trellis_grid import transforms_of
+from .trellis_grid import TrellisGrid
 
 # Mean squared error of the nearest paths, of the mean square of the weights behind the transforms, by bits
 # (mul1; tests/quant/grids/test_trellis_noise.py searches for them).
@@ -25,7 +25,7 @@ def noisy(weight: torch.Tensor, scheme: TrellisScheme, name: str) -> torch.Tenso
     Raises:
         BadInput: a width that the transforms' blocks do not divide.
     """
-    transforms = transforms_of(weight, scheme, name)
+    transforms = TrellisGrid.of(weight, scheme, name).transforms
     values = transforms.forward(weight)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)

@@ -36,10 +36,10 @@ class MethodOptions:
         judge: AWQ: whether scales are chosen by the error of each linear's output, or of the layer's.
         alpha: SmoothQuant: migration strength, from activations into weights.
         iters: AutoRound: steps of sign gradient descent for each layer.
-        finetune_steps: trellis: steps of Adam on the scales of each layer; 0: none.
-        lr: AutoRound and trellis: length of the first step, in steps of the grid or in mean scales; None is
-            `1 / iters` or what the method takes.
-        batch_size: AutoRound and trellis: samples in a step.
+        finetune_steps: trellis and quip: steps of Adam on the scales of each layer; 0: none.
+        lr: AutoRound, trellis and quip: length of the first step, in steps of the grid or in mean scales;
+            None is `1 / iters` or what the method takes.
+        batch_size: AutoRound, trellis and quip: samples in a step.
     """
 
     solver: Literal["auto", "nearest", "gptq"] = "auto"

@@ -9,11 +9,10 @@ from .codebook_methods import BlockFloat, Codebook
 from .eight_bit import Fp8, Int8
 from .gptq import Gptq
 from .hqq import Hqq
-from .quip import Quip
 from .rtn import RoundToNearest
 from .smoothquant import SmoothQuant
 from .squeezellm import SqueezeLlm
-from .trellis import Trellis
+from .transformed import QUIP, TRELLIS
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -31,7 +30,7 @@ METHODS: dict[str, Method] = {
         BlockFloat("mxfp4"),
         Hqq(),
         SqueezeLlm(),
-        Trellis(),
-        Quip(),
+        TRELLIS,
+        QUIP,
     )
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,11 +11,11 @@ from ..base.scheme import E8pScheme
 from ..e8p.search import Codes, values_of
 from ..trellis.hadamard import HadamardTransform
 from ..trellis.incoherence import Incoherence
-from .base import QuantizedTensor
+from .transformed import TransformedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class E8pTensor(QuantizedTensor):
+class E8pTensor(TransformedTensor):
     """`w = diag(sv) V (scale Q) Uᵀ diag(su)`, `Q` `[out, in]` the points of the codes, `U` and `V` Hadamard.
 
     Attributes:
@@ -43,7 +43,6 @@ class E8pTensor(QuantizedTensor):
 
     @property
     def transforms(self) -> Incoherence:
-        """The transforms around the quantized values."""
         return Incoherence(
             self.su.float(),
             self.sv.float(),
@@ -59,8 +58,8 @@ class E8pTensor(QuantizedTensor):
         scale = self.scale if self.scale.dim() == 0 else self.scale[rows, None]
         return values.mul_(scale)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self.transforms.backward(self.inner()).to(dtype)
+    def with_scales(self, inputs: torch.Tensor, outputs: torch.Tensor) -> E8pTensor:
+        return replace(self, su=inputs.half(), sv=outputs.half())
 
     def rows(self, rows: slice) -> E8pTensor:
         """All, or BadInput: a Hadamard transform mixes all outputs."""

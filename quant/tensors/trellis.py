@@ -10,11 +10,11 @@ from ..base.scheme import TrellisScheme
 from ..trellis.incoherence import Incoherence
 from ..trellis.tiles import TILE, from_sequences, unpack_states
 from ..trellis.viterbi import values_of
-from .base import QuantizedTensor
+from .transformed import TransformedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class TrellisTensor(QuantizedTensor):
+class TrellisTensor(TransformedTensor):
     """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the trellis' states.
 
     Attributes:
@@ -35,18 +35,17 @@ class TrellisTensor(QuantizedTensor):
 
     @property
     def transforms(self) -> Incoherence:
-        """The transforms around the quantized values."""
         return Incoherence(self.suh.float(), self.svh.float())
 
     def inner(self) -> torch.Tensor:
-        """The values of the states, transposed: float32 `[out, in]`."""
+        """See `TransformedTensor`: the values of the states."""
         parts = self.trellis.split(max(1, 2**20 // (self.out_features * TILE)))
         states = (unpack_states(part, self.scheme.bits) for part in parts)
         values = [from_sequences(values_of(part, self.scheme.codebook)) for part in states]
         return torch.cat(values).T.contiguous()
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self.transforms.backward(self.inner()).to(dtype)
+    def with_scales(self, inputs: torch.Tensor, outputs: torch.Tensor) -> TrellisTensor:
+        return replace(self, suh=inputs.half(), svh=outputs.half())
 
     def rows(self, rows: slice) -> TrellisTensor:
         start, stop, _ = rows.indices(self.out_features)

@@ -60,6 +60,10 @@ class Incoherence:
         rotated = self.turn_inputs.backward(values) * self.inputs
         return (self.turn_outputs.backward(rotated.T) * self.outputs).T.contiguous()
 
+    def unscaled(self, values: torch.Tensor) -> torch.Tensor:
+        """What `inputs` and `outputs` scale in the weight `[out, in]` that quantized values stand for."""
+        return self.turn_outputs.backward(self.turn_inputs.backward(values).T).T
+
     def of_inputs(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix `[in, in]` of products of inputs (a Gram matrix), for the transformed inputs."""
         scaled = self.turn_inputs.forward(matrix * self.inputs * self.inputs[:, None])

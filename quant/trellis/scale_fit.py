@@ -33,7 +33,7 @@ def fitted_scales(
     """
     gram = gram.clone()
     gram.diagonal().add_(damp * float(gram.diagonal().mean()))
-    codes = transforms.turn_outputs.backward(transforms.turn_inputs.backward(values).T).T
+    codes = transforms.unscaled(values)
     wanted = weight @ gram
     outputs, inputs = transforms.outputs, transforms.inputs
     for _ in range(_ROUNDS):

@@ -13,7 +13,7 @@ from llmopt.quant.base.scheme import IntScheme, TrellisScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.trellis_grid import round_to_trellis
 from llmopt.quant.methods.base import InputStatistics, SchemeOptions
-from llmopt.quant.methods.trellis import Trellis
+from llmopt.quant.methods.transformed import TRELLIS
 
 from ...support.layer_problems import heavy_weight, one_linear
 
@@ -21,7 +21,7 @@ from ...support.layer_problems import heavy_weight, one_linear
 def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     weight, scheme = heavy_weight(128, 256), TrellisScheme(2)
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
-    result = Trellis().quantize_layer(problem)
+    result = TRELLIS.quantize_layer(problem)
     nearest = round_to_trellis(weight, scheme, name="model.layers.0.linear").dequantize()
     report = result.reports[0]
     assert report.error is not None and report.rtn_error is not None
@@ -35,7 +35,7 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     assert problem.error("linear", result.weights["linear"].dequantize()) == pytest.approx(
         report.error
     )
-    again = Trellis().quantize_layer(problem).weights["linear"]
+    again = TRELLIS.quantize_layer(problem).weights["linear"]
     for name, part in again.parts().items():
         assert torch.equal(part, result.weights["linear"].parts()[name])
 
@@ -43,7 +43,7 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
 def test_more_bits_have_less_error() -> None:
     weight = heavy_weight(128, 128)
     errors = [
-        Trellis().quantize_layer(one_linear(weight, TrellisScheme(bits))).reports[0].error or 0
+        TRELLIS.quantize_layer(one_linear(weight, TrellisScheme(bits))).reports[0].error or 0
         for bits in (1, 2, 3, 4)
     ]
     assert all(more < 0.5 * fewer for fewer, more in pairwise(errors))
@@ -52,7 +52,7 @@ def test_more_bits_have_less_error() -> None:
 def test_a_linear_that_no_token_reached_has_the_nearest_path() -> None:
     problem = one_linear(heavy_weight(128, 128), TrellisScheme(3))
     problem = replace(problem, statistics={"linear": InputStatistics(128)})
-    result = Trellis().quantize_layer(problem)
+    result = TRELLIS.quantize_layer(problem)
     assert result.reports[0].fallback == "no calibration token reached it"
     expected = round_to_trellis(
         problem.weights["linear"], TrellisScheme(3), name="model.layers.0.linear"
@@ -70,13 +70,13 @@ def test_a_linear_that_no_token_reached_has_the_nearest_path() -> None:
 )
 def test_options_of_other_grids_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        Trellis().scheme(SchemeOptions(**options))
+        TRELLIS.scheme(SchemeOptions(**options))
 
 
 def test_bad_weights_are_refused_by_name() -> None:
     weight = heavy_weight(128, 128)
     weight[3, 4] = float("nan")
     with pytest.raises(BadInput, match=r"model\.layers\.0\.linear holds NaN"):
-        Trellis().quantize_layer(one_linear(weight, TrellisScheme(2)))
+        TRELLIS.quantize_layer(one_linear(weight, TrellisScheme(2)))
     with pytest.raises(BadInput, match="linear is 64 × 128: trellis codes"):
-        Trellis().quantize_layer(one_linear(heavy_weight(64, 128), TrellisScheme(2)))
+        TRELLIS.quantize_layer(one_linear(heavy_weight(64, 128), TrellisScheme(2)))

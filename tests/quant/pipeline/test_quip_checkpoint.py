@@ -20,7 +20,7 @@ from llmopt.quant.convert.dequantized import dequantized_model
 from llmopt.quant.convert.verify import FAILED, PROVEN, verify
 from llmopt.quant.grids.e8p_grid import round_to_e8p
 from llmopt.quant.methods.base import SchemeOptions
-from llmopt.quant.methods.quip import Quip
+from llmopt.quant.methods.transformed import QUIP
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.pipeline import quantize
@@ -68,7 +68,7 @@ class KilledAfterALayer(Silent):
 def test_feedback_beats_the_nearest_points(bits: int) -> None:
     weight, scheme = heavy_weight(96, 160), E8pScheme(bits)
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
-    result = Quip().quantize_layer(problem)
+    result = QUIP.quantize_layer(problem)
     report = result.reports[0]
     nearest = round_to_e8p(weight, scheme, name="model.layers.0.linear").dequantize()
     assert report.error is not None
@@ -80,11 +80,11 @@ def test_feedback_beats_the_nearest_points(bits: int) -> None:
 
 def test_other_widths_and_options_are_refused(model: Path) -> None:
     with pytest.raises(BadInput, match="--bits 5: method quip has 2, 3, 4"):
-        Quip().scheme(SchemeOptions(bits=5))
+        QUIP.scheme(SchemeOptions(bits=5))
     with pytest.raises(BadInput, match="--group-size 64"):
-        Quip().scheme(SchemeOptions(group_size=64))
+        QUIP.scheme(SchemeOptions(group_size=64))
     with pytest.raises(BadInput, match="linear has 40 inputs: E8P codes need a multiple of 32"):
-        Quip().quantize_layer(one_linear(heavy_weight(64, 40), E8pScheme(2)))
+        QUIP.quantize_layer(one_linear(heavy_weight(64, 40), E8pScheme(2)))
 
 
 def test_a_killed_run_ends_with_the_same_bytes(model: Path, checkpoint: Path) -> None:

@@ -97,7 +97,7 @@ def test_finetuning_brings_each_layer_nearer_to_the_float_model(
         shares.append(sums[1] / sums[0])
         return best
 
-    monkeypatch.setattr("llmopt.quant.methods.trellis.tune", measured)
+    monkeypatch.setattr("llmopt.quant.methods.transformed.tune", measured)
     options = MethodOptions(finetune_steps=40, batch_size=4)
     request = request_for(model, model.parent / "tuned", options=options, ignore=("mlp",))
     result = quantize(request)
@@ -113,7 +113,7 @@ def test_tuning_alone_leaves_the_targets_of_the_codes(
     def shifted(*_: object) -> None:
         raise AssertionError("GPTAQ was not asked for")
 
-    monkeypatch.setattr("llmopt.quant.methods.trellis.asymmetric_shift", shifted)
+    monkeypatch.setattr("llmopt.quant.methods.transformed.asymmetric_shift", shifted)
     options = MethodOptions(asymmetric=False, finetune_steps=1, batch_size=2)
     quantize(request_for(model, model.parent / "own-targets", options=options, ignore=("mlp",)))
 

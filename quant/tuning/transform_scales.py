@@ -1,30 +1,27 @@
-"""Adam on the scales of a trellis-coded linear, by the gradient of its weight (QuIP#'s fine-tuning).
+"""Adam on the scales around a linear's transforms, by the gradient of its weight (QuIP#'s fine-tuning).
 
 Tseng et al., "QuIP#", ICML 2024 (arXiv:2402.04396), section 5: signs are relaxed to real numbers, which are
-tuned together with the scales. In EXL3 both are one vector a side. Hadamard transforms act on rows and on
-columns apart, so that a weight is `diag(svh) C diag(suh)` with `C` fixed: no graph is needed.
+tuned together with the scales. Both are one vector a side in the files. Hadamard transforms act on rows and
+on columns apart, so that a weight is `diag(sv) C diag(su)` with `C` fixed: no graph is needed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from ..tensors.trellis import TrellisTensor
-from ..trellis.incoherence import hadamard_blocks
+from ..tensors.transformed import TransformedTensor
 
 _DECAYS = (0.9, 0.95)
 _TINY = 1e-30
 
 
 class TunedScales:
-    """The tuned `suh` and `svh` of a linear; see `Rounding`."""
+    """The tuned scales of a linear's inputs and outputs; see `Rounding`."""
 
-    def __init__(self, tensor: TrellisTensor):
-        self._tensor = tensor
-        self._codes = hadamard_blocks(hadamard_blocks(tensor.inner()).T).T.contiguous()
-        self._inputs, self._outputs = _Adam(tensor.suh.float()), _Adam(tensor.svh.float())
+    def __init__(self, tensor: TransformedTensor):
+        self._tensor, sides = tensor, tensor.transforms
+        self._codes = sides.unscaled(tensor.inner()).contiguous()
+        self._inputs, self._outputs = _Adam(sides.inputs), _Adam(sides.outputs)
 
     def keep(self) -> None:
         """Remember the present scales."""
@@ -47,10 +44,9 @@ class TunedScales:
         self._inputs.descend(by_input, rate)
         self._outputs.descend(by_output, rate)
 
-    def tensor(self) -> TrellisTensor:
+    def tensor(self) -> TransformedTensor:
         """The weight with its scales as they are stored."""
-        inputs, outputs = self._inputs.values.half(), self._outputs.values.half()
-        return replace(self._tensor, suh=inputs, svh=outputs)
+        return self._tensor.with_scales(self._inputs.values, self._outputs.values)
 
 
 class _Adam:

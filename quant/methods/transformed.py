@@ -1,0 +1,165 @@
+"""The methods `trellis` and `quip`: codes behind incoherence processing, solved by error feedback.
+
+Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024 (arXiv:2406.11235),
+and "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks", ICML 2024
+(arXiv:2402.04396): a weight is turned on both sides, and vectors of its input channels are rounded to the
+nearest codes, tiles of 16 × 16 to paths of a trellis, 8 weights to points of E8P, each corrected for the
+errors of those before (block LDLQ: GPTQ's feedback on vectors). Then the scales of inputs and outputs are
+fitted to the codes, by least squares, and those of a whole layer are tuned together on the layer's output,
+towards the float model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..base.errors import BadInput, first_line
+from ..base.memory import temporaries_kept
+from ..base.scheme import E8pScheme, Scheme, TrellisScheme
+from ..feedback.column_loop import solve
+from ..feedback.error_feedback import asymmetric_shift, feedback, rounding_order
+from ..grids.e8p_grid import E8pGrid
+from ..grids.transformed_grid import TransformedGrid
+from ..grids.trellis_grid import TrellisGrid
+from ..tensors.transformed import TransformedTensor
+from ..trellis.scale_fit import fitted_scales
+from ..tuning.sign_descent import tune
+from ..tuning.transform_scales import TunedScales
+from .base import LayerProblem, LayerResult, SchemeOptions
+from .expert_statistics import gram_of
+from .gptq import StageWork, quantize_stages, unusable
+from .options import choose_bits, refuse_options
+from .rounding import module_name, require_finite, require_scales
+
+_RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
+_UNSOLVED = "error feedback failed under any damping"
+
+
+class TransformedCodes:
+    """A method of codes between transforms, with a float16 scale for each input and output channel.
+
+    Args:
+        widths, usual: bits of `--bits`, and without it.
+        scheme_of: from bits to the scheme.
+    """
+
+    num_samples = 512
+    needs_statistics = True
+    grouped = False
+    sequential = True
+    blockwise = False
+
+    def __init__(
+        self,
+        name: str,
+        default_format: str,
+        widths: range,
+        usual: int,
+        scheme_of: Callable[[int], Scheme],
+    ):
+        self.name, self.default_format = name, default_format
+        self._widths, self._usual, self._scheme_of = widths, usual, scheme_of
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        """See `Method.scheme`."""
+        refuse_options(self.name, options, "bits")
+        return self._scheme_of(choose_bits(self.name, options.bits, self._widths, self._usual))
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        """See `Method.quantize_layer`."""
+        return _finetuned(problem, quantize_stages(problem, _Work(problem)))
+
+
+TRELLIS = TransformedCodes("trellis", "exl3", range(1, 9), 3, TrellisScheme)
+QUIP = TransformedCodes("quip", "quip", range(2, 5), 2, E8pScheme)
+
+
+class _Work(StageWork):
+    def quantize(self, linears: tuple[str, ...]) -> None:
+        """Quantize linears that share their input; each has transforms, and a factorisation, of its own."""
+        reason = unusable(self.problem, linears[0])
+        gram = None if reason else gram_of(self.problem, linears[0])
+        for name in linears:
+            self._quantize(name, gram, reason)
+
+    def _quantize(self, name: str, gram: torch.Tensor | None, reason: str | None) -> None:
+        weight, module = self.problem.weights[name], module_name(self.problem, name)
+        require_finite(weight, module)
+        grid = _grid(weight, self.problem.schemes[name], module)
+        solved = None if gram is None else self._solved(name, grid, gram)
+        tensor, damp = solved or (grid.nearest(weight), None)
+        require_scales(tensor, module)
+        self.codes[name] = tensor
+        self.reports[name] = self.problem.report(
+            name,
+            tensor.dequantize(),
+            grid.yardstick(weight),
+            damp=damp,
+            fallback=reason or (None if solved else _UNSOLVED),
+        )
+
+    def _solved(
+        self, name: str, grid: TransformedGrid[Any, Any], gram: torch.Tensor
+    ) -> tuple[TransformedTensor, float] | None:
+        """A weight solved by error feedback, and the damping; None where that fails."""
+        weight, sides, damp = self.problem.weights[name], grid.transforms, self.problem.options.damp
+        turned_gram = sides.of_inputs(gram)
+        order = rounding_order(turned_gram, "group-aware", len(gram), grid.vector)
+        factor = feedback(turned_gram, order, damp)
+        if factor is None:
+            return None
+        turned = sides.forward(weight)
+        cross = self.problem.statistics[name].cross
+        if cross is not None:
+            turned += asymmetric_shift(turned, sides.of_inputs(cross), factor)
+        solved = solve(
+            turned, factor, grid, slots=factor.channels, static_groups=True, weighted=False
+        )
+        if solved is None:
+            return None
+        tensor = grid.tensor(solved.values, solved.parameters)
+        fitted = fitted_scales(sides, tensor.inner(), weight, gram, damp)
+        return tensor.with_scales(fitted.inputs, fitted.outputs), factor.damp
+
+
+def _grid(weight: torch.Tensor, scheme: Scheme, module: str) -> TransformedGrid[Any, Any]:
+    if isinstance(scheme, E8pScheme):
+        return E8pGrid.of(weight, scheme, module)
+    assert isinstance(scheme, TrellisScheme)
+    return TrellisGrid.of(weight, scheme, module)
+
+
+def _finetuned(problem: LayerProblem, result: LayerResult) -> LayerResult:
+    """The layer with its scales tuned, for `options.finetune_steps`; as it is where the layer is not run."""
+    options, block = problem.options, problem.block
+    if not options.finetune_steps or block is None:
+        return result
+    parts = {
+        name: TunedScales(tensor)
+        for name, tensor in result.weights.items()
+        if isinstance(tensor, TransformedTensor)
+    }
+    shapes = {name: problem.weights[name].shape for name in parts}
+    steps, rate = options.finetune_steps, options.lr or _RATE
+    try:
+        with temporaries_kept():
+            tune(block, parts, shapes, iters=steps, rate=rate, batch_size=options.batch_size)
+    except RuntimeError as error:
+        raise BadInput(
+            f"{problem.prefix} gives no gradients: {first_line(error)}: take --finetune-steps 0"
+        ) from error
+    reports = []
+    for name, before in zip(parts, result.reports, strict=True):
+        tensor = result.weights[name] = parts[name].tensor()
+        require_scales(tensor, before.module)
+        effective = tensor.dequantize()
+        report = problem.report(
+            name, effective, effective, damp=before.damp, fallback=before.fallback
+        )
+        yardstick = before.rtn_error, before.rtn_held_out_error
+        reports.append(replace(report, rtn_error=yardstick[0], rtn_held_out_error=yardstick[1]))
+    return replace(result, reports=reports)
