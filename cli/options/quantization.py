@@ -36,13 +36,29 @@ class CheckpointOptions:
     ] = None
 
 
+def whole_bits(text: str) -> int:
+    """A width; a mean of several is said to be a target."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text} is not a whole number of bits: a mean over linears of several widths is "
+            "--target-bpw, of --method trellis and auto"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class GridOptions:
     """Quantization grid of weights and activations."""
 
     PANEL: ClassVar = "Grid"
 
-    bits: Annotated[int | None, typer.Option(help="Bits per weight. Default: the method's.")] = None
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_bits, metavar="INTEGER", help="Bits per weight. Default: the method's."
+        ),
+    ] = None
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -135,7 +151,7 @@ class SolverOptions:
         typer.Option(
             "--asymmetric-calibration/--no-asymmetric-calibration",
             help="gptq: aim at the outputs of the float model (GPTAQ); takes its states along. "
-            "Default: with awq and trellis.",
+            "Default: with awq, trellis and quip.",
         ),
     ] = None
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01

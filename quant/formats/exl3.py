@@ -115,8 +115,10 @@ class Exl3Format:
             raise BadInput(
                 f"format exl3 has one codebook in its config, not {', '.join(sorted(codebooks))}"
             )
-        bits = [scheme.bits for scheme in kinds.values()]
         head = kinds.get("lm_head")
+        bits = [
+            scheme.bits for name, scheme in kinds.items() if name != "lm_head" or len(kinds) == 1
+        ]
         return {
             "quant_method": "exl3",
             "version": LAYOUT_VERSION,

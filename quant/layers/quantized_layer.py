@@ -214,9 +214,15 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
         if not back:
             reports.append(report)
             continue
-        weights[name] = round_plain(problem, name, problem.weights[name])
-        rounded = weights[name].dequantize()
-        reports.append(problem.report(name, rounded, rounded, fallback=WORSE))
+        plain = round_plain(problem, name, problem.weights[name])
+        rounded = plain.dequantize()
+        again = problem.report(name, rounded, rounded, fallback=WORSE)
+        # Of trellis codes RTN is on integers, and the nearest path may have more error than the method.
+        if not folded and judged(again)[0] >= judged(report)[0]:
+            reports.append(report)
+            continue
+        weights[name] = plain
+        reports.append(again)
     return LayerResult(
         weights=weights,
         norms={} if folded else result.norms,

@@ -9,17 +9,18 @@ from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
-_TRANSFORMED = ("trellis", "quip")  # they have GPTQ's error feedback built in, and tuned scales
+TRANSFORMED = ("trellis", "quip")
+"""Methods of codes between transforms: they have GPTQ's error feedback built in, and scales to be tuned."""
 _KNOBS = {  # field of `MethodOptions`: its flag, and the methods or the solver that read it
-    "damp": ("--damp", "gptq", *_TRANSFORMED),
-    "asymmetric": ("--asymmetric-calibration", "gptq", *_TRANSFORMED),
-    "true_sequential": ("--no-true-sequential", "gptq", *_TRANSFORMED),
+    "damp": ("--damp", "gptq", *TRANSFORMED),
+    "asymmetric": ("--asymmetric-calibration", "gptq", *TRANSFORMED),
+    "true_sequential": ("--no-true-sequential", "gptq", *TRANSFORMED),
     "judge": ("--judge", "awq"),
     "alpha": ("--alpha", "smoothquant"),
     "iters": ("--iters", "autoround"),
-    "finetune_steps": ("--finetune-steps", *_TRANSFORMED),
-    "lr": ("--lr", "autoround", *_TRANSFORMED),
-    "batch_size": ("--batch-size", "autoround", *_TRANSFORMED),
+    "finetune_steps": ("--finetune-steps", *TRANSFORMED),
+    "lr": ("--lr", "autoround", *TRANSFORMED),
+    "batch_size": ("--batch-size", "autoround", *TRANSFORMED),
 }
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 
@@ -48,7 +49,7 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
         owned = {method, options.solver} & {*owners}
         if not owned and getattr(options, name) != getattr(usual, name):
             raise BadInput(f"{option} belongs to method {owners[0]}, not to {method}")
-    if method in _TRANSFORMED and not options.finetune_steps:
+    if method in TRANSFORMED and not options.finetune_steps:
         for name in ("lr", "batch_size"):
             if getattr(options, name) != getattr(usual, name):
                 raise BadInput(

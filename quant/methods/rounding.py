@@ -9,22 +9,26 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import (
     CodebookScheme,
+    E8pScheme,
     FloatScheme,
     Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
     Scheme,
+    TrellisScheme,
     VectorwiseScheme,
 )
 from ..grids.base import Grid
 from ..grids.block_grid import round_to_blocks
 from ..grids.codebook_grid import round_to_codebook
+from ..grids.e8p_grid import round_to_e8p
 from ..grids.float_grid import round_to_fp8
 from ..grids.fp4_grid import global_scale_of, round_to_fp4
 from ..grids.grids import grid_of
 from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
+from ..grids.trellis_grid import round_to_trellis
 from ..grids.vectorwise_grid import round_to_rows
 from ..model.families import fused_name
 from ..tensors.base import QuantizedTensor
@@ -116,7 +120,11 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
-    assert isinstance(scheme, GgufScheme)  # trellis codes are searched for, never rounded to
+    if isinstance(scheme, TrellisScheme):
+        return round_to_trellis(weight, scheme, name=module)
+    if isinstance(scheme, E8pScheme):
+        return round_to_e8p(weight, scheme, name=module)
+    assert isinstance(scheme, GgufScheme)
     return round_to_blocks(weight, scheme, None, name=module)
 
 

@@ -1,6 +1,6 @@
-"""What `awq` and `trellis` take where the command leaves it open.
+"""What `awq`, `trellis` and `quip` take where the command leaves it open.
 
-Both aim at the float model's outputs (GPTAQ); `awq` has R2 beside it.
+All aim at the float model's outputs (GPTAQ); `awq` has R2 beside it.
 `tools/choices.py` measures the first two on a real model (docs/rotations.md). Nothing of it changes what a
 loader sees: R2 turns the values of heads inside a layer, so that a tied output projection stays tied.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..base.errors import BadInput
+from ..methods.options import TRANSFORMED
 from ..methods.solvers import solver_of
 from ..model.checkpoint import Checkpoint
 from ..model.experts_apart import with_experts_apart
@@ -26,13 +27,13 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
     """
     options, rotations = request.options, request.rotations
     feeds_back = request.method == "awq" and solver_of(request.method, options.solver) == "gptq"
-    trellis = request.method == "trellis"
+    transformed = request.method in TRANSFORMED
     runs = request.errors and request.stats is None and options.true_sequential
     runs = runs and not request.vision
     if rotations is None:
         rotations = (R2,) if feeds_back and runs and _turns(request) else ()
     if options.asymmetric is None:
-        options = replace(options, asymmetric=(feeds_back or trellis) and runs)
+        options = replace(options, asymmetric=(feeds_back or transformed) and runs)
     return replace(request, rotations=rotations, options=options)
 
 

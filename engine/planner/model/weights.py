@@ -27,7 +27,8 @@ class WeightRecipe:
     A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
     `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
-    `plain_bytes`. `stored_bytes` is the size of a local checkpoint, if there is one: it overrides the sum.
+    `plain_bytes`; the output head may have `head_bits` of its own. `stored_bytes` is the size of a local
+    checkpoint, if there is one: it overrides the sum.
     """
 
     name: str
@@ -40,6 +41,7 @@ class WeightRecipe:
     bytes_per_input: int = 0
     plain_bytes: int = UNQUANTIZED_BYTES
     roles: tuple[Role, ...] = ("linear", "expert")
+    head_bits: int = 16
     stored_bytes: int | None = None
 
     @property
@@ -52,11 +54,14 @@ class WeightRecipe:
 
     def tensor_bytes(self, tensor: Tensor) -> int:
         """Bytes of one such tensor on disk and in memory."""
-        if self.bits >= 16 or tensor.role not in self.roles:
+        bits = self.bits if tensor.role in self.roles else 16
+        if tensor.role == "head":
+            bits = self.head_bits
+        if bits >= 16:
             return tensor.num_elements * self.plain_bytes
         groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
         scales = groups * ceil(tensor.out_features / self.rows_per_scale)
-        packed = tensor.num_elements * self.bits + scales * (self.scale_bits + self.zero_bits)
+        packed = tensor.num_elements * bits + scales * (self.scale_bits + self.zero_bits)
         return (
             ceil(Fraction(packed) / 8)
             + self.bytes_per_tensor
@@ -205,9 +210,8 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return _compressed_tensors(stored)
     if method == "modelopt":
         return _modelopt(stored)
-    if method == "exl3":  # the linears' mean
-        bits = Fraction(stored.get("bits", 16))
-        return WeightRecipe(f"trellis{float(bits):g}", bits, bytes_per_input=2)
+    if method == "exl3":
+        return _exl3(stored)
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
@@ -237,6 +241,25 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
         zero_bits=zero_bits,
         bytes_per_tensor=record,
         roles=roles,
+    )
+
+
+def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:
+    """The linears' mean width, by their stored tensors where the config lists them, and the head's."""
+    weights = words = 0
+    for module, entry in (stored.get("tensor_storage") or {}).items():
+        tensor = (entry.get("stored_tensors") or {}).get(f"{module}.trellis")
+        if tensor and module != "lm_head":
+            inputs, outputs, length = tensor["shape"]  # tiles of 256 weights, in int16 words
+            weights += inputs * outputs * 256
+            words += inputs * outputs * length
+    bits = Fraction(16 * words, weights) if weights else Fraction(stored.get("bits", 16))
+    return WeightRecipe(
+        f"trellis{float(bits):.4g}",
+        bits,
+        bytes_per_input=2,
+        bytes_per_tensor=4 * (stored.get("codebook") in ("mcg", "mul1")),  # its multiplier
+        head_bits=stored.get("head_bits", 16),
     )
 
 

@@ -122,6 +122,16 @@ def test_a_checkpoint_says_how_it_is_stored(
         assert packed * 8 / tensor.num_elements == bits_a_weight
 
 
+def test_exl3_has_a_head_of_its_own_width() -> None:
+    """exllamav3 writes `head_bits` beside the mean width of the layers; 16 is a plain head."""
+    (head,) = [t for t in shape("llama-3.1-8b").tensors() if t.role == "head"]
+    stored = {"quant_method": "exl3", "bits": 4.0, "head_bits": 6}
+    recipe = stored_recipe({"quantization_config": stored})
+    assert recipe.tensor_bytes(head) == head.num_elements * 6 // 8 + 2 * (128256 + 4096)
+    plain = stored_recipe({"quantization_config": {**stored, "head_bits": 16}})
+    assert plain.tensor_bytes(head) == 2 * head.num_elements
+
+
 def test_unknown_quantization_is_refused() -> None:
     assert stored_recipe({}) == BF16
     with pytest.raises(BadInput, match="'hqq' is not known"):

@@ -1,4 +1,4 @@
-"""What the command takes for `awq` where nothing is asked: GPTAQ's targets and R2, where they can be had."""
+"""What the command takes where nothing is asked: GPTAQ's targets, with `awq` R2 too, where they can be had."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import TRANSFORMED
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.defaults import with_defaults
 from llmopt.quant.request.request import QuantizeRequest
@@ -37,6 +38,12 @@ def decided(model: Path, **given: Any) -> tuple[tuple[str, ...] | None, bool | N
 
 def test_awq_takes_both(model: Path) -> None:
     assert decided(model) == (("R2",), True)
+
+
+@pytest.mark.parametrize("method", TRANSFORMED)
+def test_codes_between_transforms_take_the_targets(model: Path, method: str) -> None:
+    assert decided(model, method=method) == ((), True)
+    assert decided(model, method=method, stats=Path("statistics")) == ((), False)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     # Two linears a layer, which are quick to search.
     "trellis": ("--method", "trellis", "--finetune-steps", "8", "--ignore", "[qo]_proj|mlp"),
+    "quip": ("--method", "quip", "--finetune-steps", "8", "--ignore", "[qo]_proj|mlp"),
 }
+WHOLE_BLOCKS = ("trellis", "quip")  # which the tiny model's widths do not fit
 # Two kinds of blocks that are quick to search; with LLMOPT_KILLS all of them.
 TYPES = list(GGUF_TYPES) if KILLS else ["Q2_K", "MXFP4"]
 
@@ -102,7 +104,7 @@ def test_killed_runs_end_with_the_same_bytes(
     tmp_path: Path, wide: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name in CASES:
-        model, words = wide if name == "trellis" else TINY, CASES[name]  # whole blocks of 128
+        model, words = wide if name in WHOLE_BLOCKS else TINY, CASES[name]
     else:
         model, words = wide, ("--method", "rtn", "--format", "gguf", "--gguf-type", name)
     (tmp_path / "whole").mkdir()

@@ -1,4 +1,4 @@
-"""An EXL3 checkpoint from end to end: written, killed and resumed, verified, converted, and run."""
+"""What EXL3 checkpoints have alone: widths mixed by linear, the config files, and the dry run of searches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
-from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.dequantized import dequantized_model
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.base import MethodOptions
-from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
@@ -50,32 +45,10 @@ def request_for(model: Path, output: Path, **options: object) -> QuantizeRequest
 
 @pytest.fixture(scope="module")
 def checkpoint(model: Path) -> Path:
-    """Tuned towards the float model, whose states each layer needs beside the quantized ones."""
-    overrides = (r"down_proj$=bits:3",)
-    request = request_for(model, model.parent / "out", overrides=overrides, options=TUNED)
+    """Layers at 2 bits, but for one linear of each, and the output projection at 6."""
+    overrides = (r"down_proj$=bits:3", "lm_head=bits:6")
+    request = request_for(model, model.parent / "out", overrides=overrides, lm_head=True)
     return quantize(request).output
-
-
-class Killed(BaseException):
-    """What `kill -9` does."""
-
-
-class KilledAfterALayer(Silent):
-    def advance(self, count: int = 1) -> None:
-        if count:  # the first call says how many layers were done
-            raise Killed
-
-
-def test_a_killed_run_ends_with_the_same_bytes(model: Path, checkpoint: Path) -> None:
-    overrides = (r"down_proj$=bits:3",)
-    request = request_for(model, model.parent / "again", overrides=overrides, options=TUNED)
-    killed = KilledAfterALayer()
-    with pytest.raises(Killed):
-        quantize(request, killed)
-    result = quantize(request)
-    assert result.resumed_layers == 1
-    for file in checkpoint.iterdir():
-        assert (result.output / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_finetuning_brings_each_layer_nearer_to_the_float_model(
@@ -129,35 +102,21 @@ def test_tuning_beside_gptaq_is_expected_to_hold_its_targets_too(model: Path) ->
 def test_both_config_files_name_every_module(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
     assert config == json.loads((checkpoint / "quantization_config.json").read_text())
-    assert (config["quant_method"], config["codebook"], config["head_bits"]) == ("exl3", "mul1", 16)
+    assert (config["quant_method"], config["codebook"], config["head_bits"]) == ("exl3", "mul1", 6)
     entry = config["tensor_storage"]["model.layers.1.mlp.down_proj"]
     assert entry["bits_per_weight"] == 3 and entry["mul1_multiplier"] == 0x83DCD12D
     stored = entry["stored_tensors"]["model.layers.1.mlp.down_proj.trellis"]
     assert stored["shape"] == [16, 8, 48] and stored["torch_dtype"] == "int16"
     assert stored["n_bytes"] == 16 * 8 * 48 * 2
-    assert config["bits"] == pytest.approx(15 / 7, abs=1e-3)
+    assert config["bits"] == pytest.approx(15 / 7, abs=1e-3)  # exllamav3 counts the head apart
 
 
-def test_it_is_proven_and_has_the_logits_of_the_dequantized_weights(checkpoint: Path) -> None:
-    report = verify(checkpoint)
-    assert report.status == PROVEN, report.failures
-    tokens = [1, 7, 30, 5, 44, 12]
-    with torch.inference_mode():
-        expected = dequantized_model(checkpoint)(torch.tensor([tokens])).logits[0]
-    engine = Engine(EngineConfig(checkpoint, dtype="float32", device="cpu"))
-    # The C kernel does not round a codebook's values to float16.
-    assert (engine.prompt_logits(tokens) - expected).norm() < 2e-3 * expected.norm()
-
-
-def test_integers_convert_to_it_only_with_loss(model: Path, tmp_path: Path) -> None:
-    request = QuantizeRequest(
-        model, tmp_path / "gptq", method="gptq", num_samples=4, seq_len=32, held_out=0
-    )
-    source = quantize(request).output
-    with pytest.raises(BadInput, match="exl3"):
-        convert(Checkpoint(source), "exl3", tmp_path / "exl3")
-    convert(Checkpoint(source), "exl3", tmp_path / "exl3", allow_loss=True)
-    assert verify(tmp_path / "exl3").status == PROVEN
+def test_the_plan_of_its_config_has_the_bytes_of_its_files(checkpoint: Path) -> None:
+    planned = find_model(str(checkpoint))
+    recipe = planned.as_stored()
+    assert recipe.label == "trellis2.2 per channel" and recipe.head_bits == 6
+    # But for the rounding up of each linear's share of the mean.
+    assert planned.stored_bytes == pytest.approx(recipe.bytes_of(planned.shape.tensors()), abs=15)
 
 
 def test_the_dry_run_counts_the_searches_and_what_stages_share(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""`--revert-worse` on codes between transforms: the nearest codes, where those have less error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from llmopt.quant.base.scheme import E8pScheme, TrellisScheme
+from llmopt.quant.layers.quantized_layer import reverted
+from llmopt.quant.methods.rounding import round_plain
+from llmopt.quant.methods.transformed import QUIP, TRELLIS, TransformedCodes
+
+from ...support.layer_problems import heavy_weight, one_linear
+
+
+@pytest.mark.parametrize(("method", "scheme"), [(TRELLIS, TrellisScheme(2)), (QUIP, E8pScheme(2))])
+def test_the_nearest_codes_are_taken_where_they_have_less_error(
+    method: TransformedCodes, scheme: TrellisScheme | E8pScheme
+) -> None:
+    problem = one_linear(heavy_weight(128, 128), scheme, scale_dtype=torch.float16)
+    result = method.quantize_layer(problem)
+    (report,) = result.reports
+    assert report.error is not None
+    # The yardstick of trellis codes, integers, can be better where the nearest path is not.
+    judged = replace(result, reports=[replace(report, rtn_error=report.error / 2)])
+    assert reverted(problem, judged).weights["linear"] is result.weights["linear"]
+    taken = reverted(problem, replace(judged, reports=[replace(report, error=1e3)]))
+    nearest = round_plain(problem, "linear", problem.weights["linear"])
+    assert torch.equal(taken.weights["linear"].dequantize(), nearest.dequantize())
+    assert taken.reports[0].fallback is not None and taken.reports[0].damp is None
