@@ -35,6 +35,7 @@ from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import module_scheme, quantized_modules, read_quantized
 from llmopt.quant.methods.base import MethodOptions, SchemeOptions
+from llmopt.quant.methods.options import TRANSFORMED
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
@@ -54,7 +55,10 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     "autoround": {"options": MethodOptions(iters=ITERS)},
-    "trellis": {"options": MethodOptions(asymmetric=None, finetune_steps=100)},
+    **{
+        name: {"options": MethodOptions(asymmetric=None, finetune_steps=100)}
+        for name in TRANSFORMED
+    },
 }
 """What a method's requests say beside its scheme."""
 MARKS = "quality table"
