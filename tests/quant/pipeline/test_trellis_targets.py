@@ -13,7 +13,7 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.request.request import QuantizeRequest
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ...support.model_families import save_model
 
@@ -40,9 +40,8 @@ def stored_bytes(folder: Path, part: str = "") -> int:
     """Bytes of the tensors whose names hold `part`."""
     total = 0
     for shard in folder.glob("*.safetensors"):
-        with safe_open(shard, "pt") as tensors:
-            named = [name for name in tensors if part in name]
-            total += sum(tensors.get_tensor(name).nbytes for name in named)
+        tensors = load_file(shard)
+        total += sum(tensor.nbytes for name, tensor in tensors.items() if part in name)
     return total
 
 
