@@ -25,10 +25,8 @@ from pathlib import Path
 import torch
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.roofs import Roofs
-from llmopt.engine.kernels.hadamard.trellis_linear import (
-    NativeTrellisLinear,
-    QuantizedInputTrellisLinear,
-)
+from llmopt.engine.kernels.hadamard.e8p_linear import E8pLinear, NativeE8pLinear
+from llmopt.engine.kernels.hadamard.trellis_linear import NativeTrellisLinear
 from llmopt.engine.kernels.linear.int8_linear import Int8MatmulLinear
 from llmopt.engine.kernels.linear.linear import LinearKernel, OneDnnLinear, TorchLinear
 from llmopt.engine.kernels.linear.native_linear import native_linear
@@ -43,13 +41,16 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 from llmopt.quant.base.scheme import (
     TRELLIS_CODEBOOKS,
     Activations,
+    E8pScheme,
     IntScheme,
     LookupScheme,
     TrellisScheme,
 )
+from llmopt.quant.tensors.e8p import E8pTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.lookup import LookupTensor
 from llmopt.quant.tensors.trellis import TrellisTensor
+from llmopt.quant.trellis.hadamard import whole_width
 
 SHAPES = {  # the linears of a layer: (out, in)
     "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
@@ -93,10 +94,13 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
 
     def trellis(bits: int, codebook: str, input_bits: int) -> Callable[[], LinearKernel]:
         weight = random_trellis(out, inputs, TrellisScheme(bits, codebook))
-        if input_bits == 32:
-            return lambda: NativeTrellisLinear(weight, torch.bfloat16)
-        return lambda: QuantizedInputTrellisLinear(weight, input_bits)
+        return lambda: NativeTrellisLinear(weight, input_bits)
 
+    def e8p(bits: int, input_bits: int) -> Callable[[], LinearKernel]:
+        weight = random_e8p(out, inputs, E8pScheme(bits))
+        return lambda: NativeE8pLinear(weight, input_bits)
+
+    lattice = random_e8p(out, inputs, E8pScheme(2))
     return {
         "ours W4A8 g128": (ours(int4, 8), True),
         "ours W4A8 g32": (ours(IntScheme(4, 32, False), 8), True),
@@ -115,6 +119,12 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
             for input_bits in (8, 16, 32)
             if codebook == "mul1" or (bits == 2 and input_bits > 8)
         },
+        **{
+            f"e8p{bits} A{input_bits}": (e8p(bits, input_bits), input_bits < 32)
+            for bits in (2, 3, 4)
+            for input_bits in (8, 16, 32)
+        },
+        "torch e8p2": (lambda: E8pLinear(lattice, torch.bfloat16), False),
         "torch _int_mm W8A8": (lambda: Int8MatmulLinear(rounded, torch.bfloat16), True),
         "torch int4pack g128": (lambda: Int4PackLinear(codes4, torch.bfloat16), False),
         "torch int8pack": (lambda: Int8PackLinear(codes8, torch.bfloat16), False),
@@ -127,6 +137,17 @@ def random_trellis(out: int, inputs: int, scheme: TrellisScheme) -> TrellisTenso
     words = torch.randint(-(2**15), 2**15, (inputs // 16, out // 16, 16 * scheme.bits))
     sides = torch.rand(inputs).to(torch.float16), torch.rand(out).to(torch.float16)
     return TrellisTensor(words.to(torch.int16), *sides, scheme)
+
+
+def random_e8p(out: int, inputs: int, scheme: E8pScheme) -> E8pTensor:
+    def codes(bits: int) -> torch.Tensor:
+        numbers = torch.randint(0, 2**bits, (out, inputs // 8))
+        return numbers.to(torch.uint8 if bits == 8 else torch.int16)
+
+    sides = torch.rand(inputs).to(torch.float16), torch.rand(out).to(torch.float16)
+    residual = {2: None, 3: codes(8), 4: codes(16)}[scheme.bits]
+    left, right = (whole_width(width).factor for width in (inputs, out))
+    return E8pTensor(codes(16), *sides, torch.tensor(1.0), scheme, residual, left, right)
 
 
 def random_weight(out: int, inputs: int, scheme: IntScheme) -> IntTensor:

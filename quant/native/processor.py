@@ -45,6 +45,7 @@ PATHS = (
         (*_AVX2_OPTIONS, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))),
         (
             ("avx512_bf16", "-mavx512bf16"),
+            ("avx512vbmi", "-mavx512vbmi"),
             ("avx512_vbmi2", "-mavx512vbmi2"),
             ("avx512_fp16", "-DHAS_AVX512FP16"),  # an option that gcc 11 does not know
             ("amx_int8", "-DHAS_AMX"),  # used only where the system gives permission

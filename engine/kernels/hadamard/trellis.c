@@ -13,12 +13,12 @@
 enum { ROWS = 8 };
 
 typedef struct {
-    const TrellisCall *call;
+    const HadamardCall *call;
     const float *inputs; /* [rows][in / 16][PAIRS][2], transformed, in the order of `pair_input` */
     atomic_long next;
 } TrellisJob;
 
-static void transform_inputs(const TrellisCall *call, float *inputs) {
+static void transform_inputs(const HadamardCall *call, float *inputs) {
     for (int64_t row = 0; row < call->rows; row++) {
         for (int64_t first = 0; first < call->in_features; first += BLOCK) {
             float block[BLOCK];
@@ -65,7 +65,7 @@ static inline void add_tile(const float values[TILE][SPANS], const float *restri
     memcpy(sums[1], second, sizeof second);
 }
 
-static void store_sums(const TrellisCall *call, int64_t row, int64_t first, float sums[BLOCK / TILE][2][SPANS]) {
+static void store_sums(const HadamardCall *call, int64_t row, int64_t first, float sums[BLOCK / TILE][2][SPANS]) {
     float block[BLOCK];
     for (int i = 0; i < BLOCK; i++) {
         const float *lanes = sums[i / TILE][i % TILE / 8] + i % 8 * 2;
@@ -75,7 +75,7 @@ static void store_sums(const TrellisCall *call, int64_t row, int64_t first, floa
 }
 
 static inline __attribute__((always_inline)) void block_of(const TrellisJob *job, int64_t block, int bits, int codebook) {
-    const TrellisCall *call = job->call;
+    const HadamardCall *call = job->call;
     const int64_t tiles_in = call->in_features / TILE, tiles_out = call->out_features / TILE;
     for (int64_t begin = 0; begin < call->rows; begin += ROWS) {
         const int64_t count = call->rows - begin < ROWS ? call->rows - begin : ROWS;
@@ -85,7 +85,7 @@ static inline __attribute__((always_inline)) void block_of(const TrellisJob *job
             for (int64_t tile = 0; tile < BLOCK / TILE; tile++) {
                 const int64_t at = tile_in * tiles_out + block * (BLOCK / TILE) + tile;
                 float values[TILE][SPANS];
-                decode_tile(call->trellis + at * 16 * bits, bits, codebook, values);
+                decode_tile((const uint16_t *)call->codes + at * 16 * bits, bits, codebook, values);
                 for (int64_t row = 0; row < count; row++)
                     add_tile(values, job->inputs + ((begin + row) * tiles_in + tile_in) * TILE, sums[row][tile]);
             }
@@ -110,7 +110,7 @@ static void multiply_blocks(void *argument) {
 }
 
 /* 0, or 1 where memory ran out. */
-int llmopt_trellis(const TrellisCall *call) {
+int llmopt_trellis(const HadamardCall *call) {
     float *inputs = (float *)workspace(0, call->rows * call->in_features * (int64_t)sizeof(float));
     if (!inputs) return 1;
     transform_inputs(call, inputs);

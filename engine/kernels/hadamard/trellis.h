@@ -1,67 +1,22 @@
-/* What the GEMMs with trellis-coded weights (EXL3) share: the call, and the transforms on both sides. */
+/* What the GEMMs with trellis-coded weights (EXL3) share: values of states, and transforms of blocks. */
 #ifndef LLMOPT_TRELLIS_H
 #define LLMOPT_TRELLIS_H
 
-#include <stdint.h>
-#include <string.h>
+#include "hadamard.h"
 
-#include "vectors.h"
-
-enum { TILE = 16, SPANS = 16, BLOCK = 128, MAX_BITS = 8 };
+enum { TILE = 16, SPANS = 16, MAX_BITS = 8 };
 enum { CODEBOOK_3INST, CODEBOOK_MCG, CODEBOOK_MUL1 };
 enum { PAIRS = 8 };
-
-typedef struct {
-    const uint16_t *trellis; /* packed states, in the layout of each GEMM */
-    const float *suh;        /* [in] */
-    const float *svh;        /* [out] */
-    const void *x;           /* [rows][stride], bfloat16 or float32 */
-    const float *bias;       /* [out]; may be NULL */
-    void *y;                 /* [rows][out] */
-    int64_t rows, stride, in_features, out_features, bits, codebook, x_is_bf16, y_is_bf16, threads;
-    int64_t input_bits; /* of the integer GEMM: 8 or 16 */
-} TrellisCall;
 
 /* The first of the two inputs, four apart, that vectors number `pair` and `pair` with the other columns take:
  * places 0 to 15 of a span are pair (place / 8 * 4 + place % 4), and columns 8 to 15 where place % 8 > 3. */
 static inline int pair_input(int pair) { return pair / 4 * 2 + pair % 2 + pair % 4 / 2 * 8; }
 
-/* One stage of the transform: sums and differences of values `half` apart. */
-INLINE void butterfly(float *values, const int half) {
-    for (int start = 0; start < BLOCK; start += 2 * half)
-        for (int i = start; i < start + half; i++) {
-            float sum = values[i] + values[i + half], difference = values[i] - values[i + half];
-            values[i] = sum, values[i + half] = difference;
-        }
-}
-
-#if defined(__AVX512F__)
-/* The same within vectors: of a lane and that whose number differs in the bit `half`. */
-INLINE void butterfly_lanes(float *values, const int half) {
-    const ivec lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const ivec others = ixor(lanes, iset(half));
-    const __mmask16 upper = _mm512_test_epi32_mask(lanes, iset(half));
-    for (int i = 0; i < BLOCK; i += LANES) {
-        fvec own = fload(values + i), other = _mm512_permutexvar_ps(others, own);
-        fstore(values + i, _mm512_mask_sub_ps(fadd(own, other), upper, other, own));
-    }
-}
-#else
-INLINE void butterfly_lanes(float *values, const int half) { butterfly(values, half); }
-#endif
-
-static inline void hadamard(float *values) {
-    butterfly_lanes(values, 1), butterfly_lanes(values, 2), butterfly_lanes(values, 4), butterfly_lanes(values, 8);
-    butterfly(values, 16), butterfly(values, 32), butterfly(values, 64);
+/* The orthonormal transform of 128 values. */
+static inline void hadamard_block(float *values) {
+    hadamard(values, BLOCK);
     const float scale = 0.08838834764831845f; /* 1 / sqrt(128) */
     for (int i = 0; i < BLOCK; i++) values[i] *= scale;
-}
-
-static inline float from_bf16(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
 }
 
 /* A float16 whose exponent is not the least, as float32 bits. */
@@ -103,25 +58,15 @@ static inline void decode(const uint32_t *restrict states, int codebook, float *
 }
 
 /* 128 inputs of a row, scaled and transformed. */
-static inline void transform_block(const TrellisCall *call, int64_t row, int64_t first, float *block) {
-    for (int i = 0; i < BLOCK; i++) {
-        int64_t at = row * call->stride + first + i;
-        float x = call->x_is_bf16 ? from_bf16(((const uint16_t *)call->x)[at]) : ((const float *)call->x)[at];
-        block[i] = x * call->suh[first + i];
-    }
-    hadamard(block);
+static inline void transform_block(const HadamardCall *call, int64_t row, int64_t first, float *block) {
+    load_inputs(call, row, first, BLOCK, block);
+    hadamard_block(block);
 }
 
 /* 128 outputs of a row, which are transformed in place. */
-static inline void store_block(const TrellisCall *call, int64_t row, int64_t first, float *block) {
-    float outputs[BLOCK];
-    hadamard(block);
-    for (int i = 0; i < BLOCK; i++) outputs[i] = block[i] * call->svh[first + i];
-    if (call->bias)
-        for (int i = 0; i < BLOCK; i++) outputs[i] += call->bias[first + i];
-    const int64_t at = row * call->out_features + first;
-    if (call->y_is_bf16) store_bf16((uint16_t *)call->y + at, outputs, BLOCK);
-    else memcpy((float *)call->y + at, outputs, sizeof outputs);
+static inline void store_block(const HadamardCall *call, int64_t row, int64_t first, float *block) {
+    hadamard_block(block);
+    store_outputs(call, row, first, BLOCK, block);
 }
 
 #endif

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 #include "parallel.h"
-#include "quantize.h"
+#include "input_codes.h"
 #include "trellis_tiles.h"
 
 enum { MIDDLE = 510 };          /* mean of a byte sum; subtracted, so that what is added up is small */
@@ -20,7 +20,7 @@ enum { TILE_ROWS = LANES == 16 ? 8 : 4 };
 enum { BLOCK_INPUTS = BLOCK / 2 }; /* 32-bit words of a row */
 
 typedef struct {
-    const TrellisCall *call;
+    const HadamardCall *call;
     uint32_t *inputs;  /* [in / 128][room][BLOCK_INPUTS]: two int16, or two int8 twice each */
     float *scales;     /* [in / 128][room] of the sums */
     int32_t *starts;   /* [in / 128][room] of the sums: less MIDDLE times all inputs */
@@ -30,31 +30,21 @@ typedef struct {
     atomic_long next;
 } IntegerJob;
 
-static int form_of(const TrellisCall *call) {
+static int form_of(const HadamardCall *call) {
     if (call->input_bits != 8) return FORM_UNITS;
     if (call->rows <= BYTE_ROWS) return FORM_BYTES;
     return has_matrix_unit() ? FORM_TILES : FORM_SUMS;
 }
 
 static void prepare_block(const IntegerJob *job, int64_t row, int64_t number) {
-    const TrellisCall *call = job->call;
+    const HadamardCall *call = job->call;
     const int is_8 = call->input_bits == 8, are_bytes = job->form == FORM_BYTES || job->form == FORM_TILES;
     float block[BLOCK];
     int32_t codes[BLOCK];
     transform_block(call, row, number * BLOCK, block);
-    fvec largest = fset(0.0f);
-    for (int i = 0; i < BLOCK; i += LANES) largest = fmax_(largest, fabs_(fload(block + i)));
-    const float levels = is_8 ? 127.0f : (float)LEVELS_16;
-    /* No value of a block is finite where one input is not, and no code holds them: the scale is NaN. */
-    const float none = block[0] - block[0], scale = none != 0.0f ? none : scale_of(largest, levels);
-    ivec sum = iset(0);
-    for (int i = 0; i < BLOCK; i += LANES) {
-        fvec code = fdiv(fload(block + i), fset(scale));
-        istore(codes + i, ftoi(fmin_(fmax_(code, fset(-levels)), fset(levels))));
-        sum = iadd(sum, iload(codes + i));
-    }
+    int32_t total;
+    const float scale = quantize_block(block, is_8 ? 127.0f : (float)LEVELS_16, codes, &total);
     const int64_t at = number * job->rows + row;
-    const int32_t total = isum_lanes(sum);
     /* mul1: float16 0x1eee, and what 1024 of it and 0xc931 leave beside MIDDLE of it */
     job->starts[at] = is_8 ? -MIDDLE * total : 0;
     job->scales[at] = scale * (is_8 ? 0.0067672729f : 0x1p-13f);
@@ -171,14 +161,14 @@ static void store_sums(const IntegerJob *job, int64_t row, int64_t first, const 
 }
 
 INLINE void block_of(const IntegerJob *job, int64_t block, const int bits) {
-    const TrellisCall *call = job->call;
+    const HadamardCall *call = job->call;
     const int64_t blocks = call->in_features / BLOCK, size = BLOCK_TILES * bits * PAIR_WORDS;
     _Alignas(64) uint16_t values[BLOCK_VALUES];
     _Alignas(64) uint8_t bytes[BLOCK_BYTES];
     _Alignas(64) float whole[ROWS_AT_ONCE][BLOCK];
     for (int64_t begin = 0; begin < call->rows; begin += ROWS_AT_ONCE) {
         const int64_t rows = call->rows - begin < ROWS_AT_ONCE ? call->rows - begin : ROWS_AT_ONCE;
-        const uint16_t *codes = call->trellis + block * blocks * BLOCK_PAIRS * size;
+        const uint16_t *codes = (const uint16_t *)call->codes + block * blocks * BLOCK_PAIRS * size;
         memset(whole, 0, (size_t)rows * sizeof whole[0]);
         for (int64_t number = 0; number < blocks; number++)
             for (int pair = 0; pair < BLOCK_PAIRS; pair++, codes += size) {
@@ -232,7 +222,7 @@ static void multiply_blocks(void *argument) {
 }
 
 /* 0, or 1 where memory ran out. */
-int llmopt_trellis_integer(const TrellisCall *call) {
+int llmopt_trellis_integer(const HadamardCall *call) {
     IntegerJob job = {.call = call, .form = form_of(call)};
     job.rows = (call->rows + UNIT_ROWS - 1) / UNIT_ROWS * UNIT_ROWS;
     const int64_t numbers = job.rows * (call->in_features / BLOCK);

@@ -23,7 +23,6 @@ from ....quant.base.scheme import (
     IntScheme,
     LookupScheme,
     Scheme,
-    TrellisScheme,
     VectorwiseScheme,
 )
 from ....quant.formats.base import pack_words, unpack_words
@@ -38,14 +37,10 @@ from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
-from ..hadamard.e8p_linear import E8pLinear
-from ..hadamard.trellis_linear import (
-    NativeTrellisLinear,
-    QuantizedInputTrellisLinear,
-    TransformedLinear,
-    native_trellis,
-    native_trellis_integer,
-)
+from ..hadamard.e8p_linear import E8pLinear, NativeE8pLinear
+from ..hadamard.native_hadamard import FLOAT_BITS
+from ..hadamard.refusals import E8P, TRELLIS, HadamardKernels
+from ..hadamard.trellis_linear import NativeTrellisLinear, TransformedLinear
 from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
 from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
@@ -302,57 +297,29 @@ def _refuses_triton_quantized_input(kernel_query: QuantizedLinearKernelQuery) ->
     return None
 
 
+def _refuses_hadamard(
+    kernels: HadamardKernels, input_bits: int
+) -> Callable[[QuantizedLinearKernelQuery], str | None]:
+    def refuses(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+        scheme = kernel_query.scheme
+        wants_8 = wants_8_bit_inputs(scheme, kernel_query.input_bits)
+        return kernels.refuses(input_bits, kernel_query.device, kernel_query.dtype, scheme, wants_8)
+
+    return refuses
+
+
 def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if not isinstance(kernel_query.scheme, TrellisScheme):
-        return f"it is for trellis codes, not {kernel_query.scheme.label}"
-    return None
+    return TRELLIS.refuses_scheme(kernel_query.scheme)
 
 
 def _refuses_e8p(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if not isinstance(kernel_query.scheme, E8pScheme):
-        return f"it is for E8P codes, not {kernel_query.scheme.label}"
-    return None
+    return E8P.refuses_scheme(kernel_query.scheme)
 
 
-def _refuses_trellis_dtype(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
-    if (reason := _refuses_trellis(kernel_query)) is not None:
-        return reason
-    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
-        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
-    return None
-
-
-def _refuses_native_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return _refuses_trellis_dtype(kernel_query) or native_trellis().reason
-
-
-def _refuses_trellis_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := _refuses_trellis_dtype(kernel_query)) is not None:
-        return reason
-    scheme = kernel_query.scheme
-    if not isinstance(scheme, TrellisScheme) or scheme.codebook != "mul1":
-        return f"it adds up the bytes of codebook mul1, which is not that of {scheme.label}"
-    if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
-        return "it quantizes the activations to 8 bits, which is not asked for"
-    return native_trellis_integer().reason
-
-
-def _refuses_trellis_16(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := _refuses_trellis_dtype(kernel_query)) is not None:
-        return reason
-    if kernel_query.dtype is torch.float32:
-        return "it quantizes the activations to 13 bits, fewer than float32 has"
-    return native_trellis_integer().reason
-
-
-def _trellis_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    return QuantizedInputTrellisLinear(weight, 8)
-
-
-def _trellis_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    return QuantizedInputTrellisLinear(weight, 16)
+def _of_bits(
+    kernel: Callable[[QuantizedTensor, int], LinearKernel], input_bits: int
+) -> Callable[[QuantizedTensor, torch.dtype], LinearKernel]:
+    return lambda weight, dtype: kernel(weight, input_bits)
 
 
 def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -443,9 +410,17 @@ QUANTIZED_LINEAR: Operation[
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
-        Candidate("trellis-8bit-inputs", _refuses_trellis_8, _trellis_8),
-        Candidate("trellis-16bit-inputs", _refuses_trellis_16, _trellis_16),
-        Candidate("native-trellis", _refuses_native_trellis, NativeTrellisLinear),
+        *(
+            Candidate(name, _refuses_hadamard(kernels, input_bits), _of_bits(kernel, input_bits))
+            for name, kernels, kernel, input_bits in (
+                ("trellis-8bit-inputs", TRELLIS, NativeTrellisLinear, 8),
+                ("trellis-16bit-inputs", TRELLIS, NativeTrellisLinear, 16),
+                ("native-trellis", TRELLIS, NativeTrellisLinear, FLOAT_BITS),
+                ("e8p-8bit-inputs", E8P, NativeE8pLinear, 8),
+                ("e8p-16bit-inputs", E8P, NativeE8pLinear, 16),
+                ("native-e8p", E8P, NativeE8pLinear, FLOAT_BITS),
+            )
+        ),
         Candidate("torch-trellis", _refuses_trellis, TransformedLinear),
         Candidate("torch-e8p", _refuses_e8p, E8pLinear),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from llmopt.engine.kernels.hadamard.trellis_linear import (
     NativeTrellisLinear,
-    QuantizedInputTrellisLinear,
     TransformedLinear,
     native_trellis,
     native_trellis_integer,
@@ -131,7 +130,7 @@ def test_quantized_inputs_are_multiplied_exactly(
     for input_bits, most in ((8, 0.01), (16, 3e-4)):
         if input_bits == 8 and scheme.codebook != "mul1":
             continue
-        linear = QuantizedInputTrellisLinear(weight, input_bits)
+        linear = NativeTrellisLinear(weight, input_bits)
         y = linear.in_float32(x)
         rows = [row for row in range(29) if row != 7]
         assert torch.equal(y[rows], in_integers(weight, x[rows].float(), input_bits))
@@ -154,7 +153,7 @@ def test_what_is_not_finite_stays_so_in_its_row(value: float) -> None:
     weight, x = weight_of(TrellisScheme(3)), inputs_of(4).bfloat16()
     x[1, 5] = value
     for input_bits in (8, 16):
-        linear = QuantizedInputTrellisLinear(weight, input_bits)
+        linear = NativeTrellisLinear(weight, input_bits)
         y = linear(x)
         assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
         for other in range(8):  # whose sums with the first are infinite or none
