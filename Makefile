@@ -13,7 +13,7 @@ GPU_JOBS ?= 6
 
 REAL := build/real
 ARM_TESTS := $(addprefix tests/engine/kernels/test_native_,linear.py lookup.py attention.py layer.py experts.py argmax.py rows.py) \
-	tests/engine/kernels/test_trellis_linear.py tests/quant/trellis/test_viterbi.py
+	$(addprefix tests/engine/kernels/test_,trellis_linear.py e8p_linear.py) tests/quant/trellis/test_viterbi.py
 
 .PHONY: demo test test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy install owners clean
 

@@ -29,6 +29,7 @@ TESTS = [
     ),
     "tests/engine/kernels/test_packed_scales.py",
     "tests/engine/kernels/test_trellis_linear.py",
+    "tests/engine/kernels/test_e8p_linear.py",
     "tests/quant/gguf/test_block_codes.py",
     "tests/quant/trellis/test_viterbi.py",
 ]

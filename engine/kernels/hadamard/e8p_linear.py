@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from ....quant.e8p.codebook import DIM, SIGN_BITS, patterns, residual_points
+from ....quant.e8p.codebook import CPU, DIM, SIGN_BITS, patterns, residual_points
 from ....quant.e8p.search import RESIDUAL_STEPS
 from ....quant.native.build import Native, native
 from ....quant.tensors.base import QuantizedTensor
@@ -74,7 +74,7 @@ class NativeE8pLinear(NativeHadamardLinear):
             tables=tables(),
             scales=(weight.scale.float() * UNIT).expand(weight.out_features).contiguous(),
             left=None if left is None else left.mT.contiguous(),
-            right=None if right is None else right.contiguous(),
+            right=None if right is None else right.clone(memory_format=torch.contiguous_format),
             left_order=1 if left is None else len(left),
             right_order=1 if right is None else len(right),
             residual=RESIDUAL_STEPS.get(bits, 0.0) * (2 if bits == 3 else 1),
@@ -123,7 +123,7 @@ def _vectors(codes: torch.Tensor) -> torch.Tensor:
 @lru_cache
 def _sign_bytes() -> torch.Tensor:
     """The kernel's signs for those of a code, uint8 `[256]`: of seven channels, and of the shift."""
-    stored = torch.arange(256)
+    stored = torch.arange(256, device=CPU)
     bits = torch.stack([stored >> bit & 1 for bit in range(8)])
     moved = bits.sum(dim=0) % 2 << _SHIFT_PLACE
     for bit, place in zip(SIGN_BITS, _SIGN_PLACES, strict=False):  # channel 7 has none

@@ -55,7 +55,9 @@ class NativeHadamardLinear:
         function: str,
         **more: torch.Tensor | float | None,
     ) -> None:
-        self._codes, self._sides, self._more = codes, sides, more
+        self._sides = sides
+        self._held = {**more, "codes": codes, "su": sides[0], "sv": sides[1]}
+        self._fields = {name: _argument(value) for name, value in self._held.items()}
         self._bias: torch.Tensor | None = None
         self.weight_bytes = weight.nbytes
         assert kernel.library is not None
@@ -78,23 +80,19 @@ class NativeHadamardLinear:
             x = x.contiguous()
         inputs, outputs = self._sides
         y = torch.empty(x.shape[0], len(outputs), dtype=dtype)
-        fields = {
-            **self._more,
-            "codes": self._codes,
-            "su": inputs,
-            "sv": outputs,
-            "x": x,
-            "bias": self._bias,
-            "y": y,
-            "rows": x.shape[0],
-            "stride": x.stride(0),
-            "in_features": len(inputs),
-            "out_features": len(outputs),
-            "x_is_bf16": x.dtype is torch.bfloat16,
-            "y_is_bf16": dtype is torch.bfloat16,
-            "threads": torch.get_num_threads(),
-        }
-        call = HadamardCall(**{name: _argument(value) for name, value in fields.items()})
+        call = HadamardCall(
+            **self._fields,
+            x=x.data_ptr(),
+            bias=_argument(self._bias),
+            y=y.data_ptr(),
+            rows=x.shape[0],
+            stride=x.stride(0),
+            in_features=len(inputs),
+            out_features=len(outputs),
+            x_is_bf16=x.dtype is torch.bfloat16,
+            y_is_bf16=dtype is torch.bfloat16,
+            threads=torch.get_num_threads(),
+        )
         if x.shape[0] and launch(self._run, call):
             raise MemoryError(f"no memory for {x.shape[0]} rows of {len(inputs)} inputs")
         return y
