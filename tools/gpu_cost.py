@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmopt.engine.kernels.linear.triton_split import split_runs
+from llmopt.engine.kernels.common.triton_split import split_runs
 from llmopt.engine.planner.device import gpu_costs as costs
 from llmopt.engine.planner.device.devices import Device, find_device
 

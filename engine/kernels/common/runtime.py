@@ -30,6 +30,10 @@ def refuses_triton(device: str) -> str | None:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+"""The bits of the number whose unit in the last place is 1 (128; 1024), in both halves of a word."""
+
+
 def refuses_rows(device: str, dtype: torch.dtype) -> str | None:
     """The reason why Triton kernels do not support activations of a dtype on a device type, or None."""
     if (reason := refuses_triton(device)) is not None:

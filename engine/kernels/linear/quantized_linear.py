@@ -41,6 +41,7 @@ from ..hadamard.e8p_linear import E8pLinear, NativeE8pLinear
 from ..hadamard.native_hadamard import FLOAT_BITS
 from ..hadamard.refusals import E8P, TRELLIS, HadamardKernels
 from ..hadamard.trellis_linear import NativeTrellisLinear, TransformedLinear
+from ..hadamard.triton_candidates import refuses_triton_codes, triton_codes
 from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
 from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
@@ -308,6 +309,10 @@ def _refuses_hadamard(
     return refuses
 
 
+def _refuses_triton_codes(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    return refuses_triton_codes(kernel_query.device, kernel_query.dtype, kernel_query.scheme)
+
+
 def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     return TRELLIS.refuses_scheme(kernel_query.scheme)
 
@@ -410,6 +415,7 @@ QUANTIZED_LINEAR: Operation[
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
+        Candidate("triton-codes", _refuses_triton_codes, triton_codes),
         *(
             Candidate(name, _refuses_hadamard(kernels, input_bits), _of_bits(kernel, input_bits))
             for name, kernels, kernel, input_bits in (

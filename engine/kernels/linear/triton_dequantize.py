@@ -12,9 +12,6 @@ import triton.language as tl
 
 from .triton_packed_weight import OUTPUTS, TritonPackedWeight
 
-MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
-"""The bits of the number whose unit in the last place is 1 (128; 1024), in both halves of a word."""
-
 
 @triton.jit
 def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):

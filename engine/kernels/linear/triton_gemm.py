@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from ..common.gpu_limits import gpu_limits
-from ..common.runtime import power_of_two
+from ..common.runtime import MAGIC, power_of_two
+from ..common.triton_split import DECODE_SLOTS, FEW_ROWS, FEW_TOKENS, RESERVED, split_runs
 from .triton_dequantize import (
-    MAGIC,
     constants,
     decode,
     group_of,
@@ -35,16 +35,7 @@ from .triton_dequantize import (
     zeros_of,
 )
 from .triton_packed_weight import OUTPUTS, PIECES, TritonPackedWeight
-from .triton_split import split_runs
 
-FEW_TOKENS = 64
-"""Decode-sized batches: tokens per call up to which the GEMM is split-K."""
-FEW_ROWS = 16
-"""Rows of the least tile. Of 8, Hopper would take another instruction, whose sums differ in the last bits."""
-DECODE_SLOTS = 4
-"""Most programs on a multiprocessor that a decode-sized batch is split for; a prefill-sized one has one."""
-RESERVED = 1024
-"""Shared memory that the GPU keeps of each program."""
 MOST_TILES = 1 << 16
 """Tiles of a batch up to which it is split: each has a count of the programs that have arrived."""
 

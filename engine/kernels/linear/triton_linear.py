@@ -9,7 +9,7 @@ from ....quant.tensors.base import QuantizedTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
 from ..activations.triton_per_token_quant import round_rows
-from .triton_crossover import TOKENS, crossover_tokens
+from ..common.triton_crossover import TOKENS, crossover_tokens
 from .triton_dequantize import dequantize
 from .triton_gemm import gemm
 from .triton_packed_weight import TritonPackedWeight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.engine.kernels.common.runtime import VARIABLE as TRITON
 from llmopt.engine.kernels.hadamard.trellis_linear import (
     NativeTrellisLinear,
     TransformedLinear,
@@ -187,8 +188,10 @@ def test_torch_multiplies_where_there_is_no_compiler(monkeypatch: pytest.MonkeyP
     assert linear(x.bfloat16()).dtype is torch.bfloat16
 
 
-def test_a_gpu_has_the_torch_form() -> None:
+def test_a_gpu_has_the_triton_form_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     query = QuantizedLinearKernelQuery("cuda", torch.bfloat16, 256, 256, TrellisScheme(2))
+    assert QUANTIZED_LINEAR.select(query).name == "triton-codes"
+    monkeypatch.setenv(TRITON, "off")
     assert QUANTIZED_LINEAR.select(query).name == "torch-trellis"
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.verdicts import VerdictTable
-from llmopt.engine.kernels.linear import triton_crossover as crossover
-from llmopt.engine.kernels.linear.triton_crossover import (
+from llmopt.engine.kernels.common import triton_crossover as crossover
+from llmopt.engine.kernels.common.triton_crossover import (
     DEFAULT_CROSSOVER,
     TOKENS,
     crossover_tokens,
     last_faster_size,
 )
+from llmopt.engine.kernels.common.verdicts import VerdictTable
 
 
 def test_the_crossover_is_the_last_before_the_first_that_is_slower() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..common.device_verdicts import current_verdicts, seconds_of
+from .device_verdicts import current_verdicts, seconds_of
 
 TOKENS = (16, 32, 64, 128, 256)
 """Batch sizes that are measured, in order, until cuBLAS is faster."""
