@@ -18,6 +18,7 @@ from typing import Any
 from llmopt.engine.kernels.common.gpu_limits import GpuLimits, pretended_gpu
 
 from tools.triton_code import Compiled, compiling
+from tools.triton_code_launches import CODE_LAUNCHES
 from tools.triton_family_launches import FAMILY_LAUNCHES
 from tools.triton_launches import LAUNCHES
 
@@ -54,6 +55,10 @@ FEW_ROWS = 16
 """Rows of the tiles of decode: fewer do not fill a tensor core's instruction."""
 
 
+GEMMS = ("_gemm", "_code_gemm")
+"""Kernels that multiply with a weight which they decode."""
+
+
 def is_float32(kernel: Compiled) -> bool:
     """Whether a kernel multiplies in float32, which no tensor core does."""
     return kernel.variant.get("PRECISION") == "ieee"
@@ -63,7 +68,7 @@ def is_decode(kernel: Compiled) -> bool:
     """Whether a kernel streams weights or a cache for few tokens."""
     if kernel.name == "attend":
         return bool(kernel.variant.get("IN_PARTS"))
-    return kernel.name == "_gemm" and kernel.variant["ROWS"] <= FEW_ROWS
+    return kernel.name in GEMMS and kernel.variant["ROWS"] <= FEW_ROWS
 
 
 def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
@@ -73,7 +78,11 @@ def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
         return
     if kernel.shared > (limit := architecture.limits.shared_bytes):
         yield f"{kernel.shared} bytes of shared memory, of {limit}"
-    if kernel.name in ("attend", "_gemm") and not kernel.matrix and not is_float32(kernel):
+    if (
+        kernel.name in ("attend", "_transform", *GEMMS)
+        and not kernel.matrix
+        and not is_float32(kernel)
+    ):
         yield "no tensor-core instruction"
     if is_decode(kernel):
         if kernel.stack or kernel.spills:
@@ -87,7 +96,7 @@ def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
 def rows(capability: int, only: str = "", keep: Path | None = None) -> Iterator[dict[str, Any]]:
     """Compile the launches for a capability: a row for each kernel."""
     architecture = ARCHITECTURES[capability]
-    for name, launch in (LAUNCHES | FAMILY_LAUNCHES).items():
+    for name, launch in (LAUNCHES | FAMILY_LAUNCHES | CODE_LAUNCHES).items():
         if only not in name:
             continue
         folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")
