@@ -17,6 +17,7 @@ from llmopt.quant.base.scheme import (
     Fp4Scheme,
     IntScheme,
     LookupScheme,
+    TrellisScheme,
 )
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
@@ -29,6 +30,8 @@ from llmopt.quant.grids.vectorwise_grid import round_to_rows
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file
+
+from .format_support import trellis_tensor
 
 INPUT_SCALE = {"int8": 0.05, "fp8": 0.02, "nvfp4": 448.0}
 
@@ -75,6 +78,9 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
         return round_to_uniform_tables(weight, scheme)
     if isinstance(scheme, E8pScheme):
         return round_to_e8p(weight, scheme)
+    if isinstance(scheme, TrellisScheme):  # random: a search takes minutes
+        out, inner = weight.shape
+        return trellis_tensor(scheme, out, inner, torch.Generator().manual_seed(inner))
     return round_to_rows(weight, scheme)
 
 
