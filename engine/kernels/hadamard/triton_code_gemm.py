@@ -244,7 +244,9 @@ def code_gemm(x: torch.Tensor, weight: CodeTiles) -> torch.Tensor:
         x: transformed inputs `[tokens, runs * RUN]` in the order of pieces.
     """
     tokens = len(x)
-    rows = min(FEW_TOKENS, max(FEW_ROWS, power_of_two(tokens)))
+    # On compute capability 10.0 a tile of 64 tokens compiles to a program without a matrix instruction.
+    most = FEW_ROWS if gpu_limits(x.device).capability // 10 == 10 else FEW_TOKENS
+    rows = min(most, max(FEW_ROWS, power_of_two(tokens)))
     num_tiles = len(weight.words)
     runs_per_split = split_runs(num_tiles, weight.num_runs, _slots(x, weight))
     num_splits = -(-weight.num_runs // runs_per_split)
