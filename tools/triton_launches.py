@@ -129,7 +129,7 @@ def blocks(kind: str) -> QuantizedTensor:
 
 def experts() -> None:
     """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
-    from llmopt.engine.kernels.linear.triton_gemm import gemm
+    from llmopt.engine.kernels.linear.triton_gemm import gemm, most_rows
     from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
 
     floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
@@ -140,7 +140,8 @@ def experts() -> None:
         assert stacked is not None
         for routing in (16, 400):
             x = torch.zeros(routing, weight.in_features, dtype=BF16)
-            gemm(x, stacked, BF16, None, permute_tokens(torch.arange(routing) % 2, 2, 1))
+            expert_ids = torch.arange(routing) % 2
+            gemm(x, stacked, BF16, None, permute_tokens(expert_ids, 2, 1, most_rows(stacked)))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

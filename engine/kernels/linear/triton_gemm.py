@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ..common.gpu_limits import gpu_limits
+from ..common.ptx import HAS_PTX, LOOKUP_REGISTERS, lookup_ptx
 from ..common.runtime import MAGIC, power_of_two
 from ..common.triton_split import DECODE_SLOTS, FEW_ROWS, FEW_TOKENS, RESERVED, split_runs
 from .triton_dequantize import (
@@ -31,7 +32,9 @@ from .triton_dequantize import (
     pointers,
     scale_of,
     strides,
+    look_up,
     unpack,
+    unpack_short,
     zeros_of,
 )
 from .triton_packed_weight import OUTPUTS, PIECES, TritonPackedWeight
@@ -149,6 +152,9 @@ def _gemm(
     TOP_K: tl.constexpr,
     PRECISION: tl.constexpr,
     MAGIC: tl.constexpr,
+    PTX: tl.constexpr,
+    TABLE_PTX: tl.constexpr,
+    REGISTERS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid: tiles of outputs, splits of K, tiles of rows. `out_ptr` [rows, outputs].
@@ -200,6 +206,10 @@ def _gemm(
     )  # fmt: skip
     for run in tl.range(first_run, end_run, num_stages=STAGES):
         packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
+        if TABLE_PTX != "":
+            looked = look_up(packed, TABLE_PTX, REGISTERS)
+        if MAGIC > 0:
+            fronts, backs = packed.to(tl.int16), (packed >> 16).to(tl.int16)
         zeros = zeros_of(low_ptr, run, output, columns, BITS, ZERO)
         following = tl.minimum(run + 1, num_runs - 1)
         next_scales = _run_scales(
@@ -213,8 +223,14 @@ def _gemm(
             place = at_row + (run * PIECES + piece) * PIECE
             if BY_GROUP and piece % SPAN == 0:
                 sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
-            if BITS == 4:
-                front, back = unpack(packed, piece, MAGIC)
+            if BITS == 4 and TABLE_PTX != "":
+                front = looked[piece].to(x_ptr.dtype.element_ty, bitcast=True)
+                back = looked[PIECES + piece].to(x_ptr.dtype.element_ty, bitcast=True)
+            elif MAGIC > 0:
+                front = unpack_short(fronts, piece, MAGIC, PTX)
+                back = unpack_short(backs, piece, MAGIC, PTX)
+            elif BITS == 4:
+                front, back = unpack(packed, piece)
             else:
                 front, back = packed, packed
             if BITS == 4 and not HALVES:
@@ -228,7 +244,7 @@ def _gemm(
                     low,
                     table_ptr,
                     output,
-                    KIND,
+                    "element" if TABLE_PTX != "" else KIND,
                     BITS,
                     ZERO,
                     IS_AFFINE,
@@ -311,7 +327,7 @@ def gemm(
     if parts is not None:
         rows, row_tiles = parts.rows, parts.tiles.shape[0]
     else:
-        rows = min(2 * FEW_TOKENS, max(FEW_ROWS, power_of_two(count)))
+        rows = min(most_rows(weight), max(FEW_ROWS, power_of_two(count)))
         row_tiles = -(-count // rows)
     is_large = rows > FEW_TOKENS
     outputs = 2 * OUTPUTS if is_large and not weight.is_packed else OUTPUTS
@@ -364,11 +380,35 @@ def gemm(
         TOP_K=0 if parts is None else parts.top_k,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
         MAGIC=MAGIC[x.dtype] if has_short_codes else 0,
-        STAGES=_stages(x, weight, rows, outputs),
+        PTX=HAS_PTX,
+        TABLE_PTX=lookup_ptx(weight.entries) if HAS_PTX and weight.entries else "",
+        REGISTERS=LOOKUP_REGISTERS,
+        STAGES=_stages(x, weight, x_run, rows, outputs),
         **constants(weight),
-        num_warps=8 if is_large else 4,
+        num_warps=_warps(x, weight, x_run, rows),
     )
     return out
+
+
+def most_rows(weight: TritonPackedWeight) -> int:
+    """Rows of the largest tile. Of 128, sums of pieces need more tensor memory than there is (512 columns)."""
+    return FEW_TOKENS if weight.is_packed and _has_tensor_memory(weight.codes) else 2 * FEW_TOKENS
+
+
+def _warps(x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int) -> int:
+    """Warps of a program. With two, Triton takes no tensor memory (tcgen05), but mma.sync.
+
+    What a thread decodes, and sums that it scales group by group, would move to that memory and back for
+    each piece. All tiles of a decode-sized batch take the same instruction, whose sums they share.
+    """
+    if rows > FEW_TOKENS:
+        return 8
+    by_group = weight.is_packed or x_run > 0
+    return 2 if by_group and _has_tensor_memory(x) else 4
+
+
+def _has_tensor_memory(tensor: torch.Tensor) -> bool:
+    return gpu_limits(tensor.device).capability // 10 == 10
 
 
 def _span(x: torch.Tensor, weight: TritonPackedWeight, x_run: int) -> int:
@@ -409,16 +449,20 @@ def _ring_bytes(
 def _slots(x: torch.Tensor, weight: TritonPackedWeight) -> int:
     """Programs of a decode-sized batch that the GPU holds: they follow from the weight alone."""
     limits = gpu_limits(x.device)
-    own = _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, _stages(x, weight, FEW_ROWS, OUTPUTS))
+    own = _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, _stages(x, weight, -1, FEW_ROWS, OUTPUTS))
     held = (limits.shared_bytes + RESERVED) // (own + RESERVED)
     return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
 
 
-def _stages(x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int) -> int:
+def _stages(
+    x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int, outputs: int
+) -> int:
     """Software-pipelining stages: of decode-sized tiles as many as leave room for the other programs."""
     room = gpu_limits(x.device).shared_bytes
     if rows <= FEW_ROWS:
         each = (room + RESERVED) // DECODE_SLOTS - RESERVED
         return 4 if _ring_bytes(x, weight, rows, outputs, 4) <= each else 3
-    fits = (n for n in (4, 3, 2) if _ring_bytes(x, weight, rows, outputs, n) <= room * 3 // 4)
+    # Two programs of two warps, or one of more.
+    most = room * 3 // (8 if _warps(x, weight, x_run, rows) == 2 else 4)
+    fits = (n for n in (4, 3, 2) if _ring_bytes(x, weight, rows, outputs, n) <= most)
     return next(fits, 1)

@@ -62,6 +62,7 @@ class TritonPackedWeight:
         table: float32 `[1, 16]`, or `[padded, codes]`: a lookup table per output channel.
         order: int64 `[in]`, the input of each column (act-order); None: not permuted.
         num_parts: stacked weights of one shape (the experts of a grouped GEMM).
+        entries: the bits of a table `[1, 16]` of 16-bit floats, for a lookup in registers.
     """
 
     codes: torch.Tensor
@@ -80,6 +81,7 @@ class TritonPackedWeight:
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
     num_parts: int = 1
+    entries: tuple[int, ...] = ()
 
     @property
     def is_packed(self) -> bool:
@@ -118,7 +120,13 @@ class TritonPackedWeight:
         Entries of 16 bits are too short for asynchronous copies, so a lookup goes to registers and not by way
         of a buffer in shared memory, whose stages the codes would go without.
         """
-        return self if self.table is None else replace(self, table=self.table.to(dtype))
+        if self.table is None:
+            return self
+        table, entries = self.table.to(dtype), ()
+        if self.is_packed and len(table) == 1 and table.element_size() == 2:
+            bits = functional.pad(table, (0, 16 - table.shape[1])).view(torch.int16)[0]
+            entries = tuple(value & 0xFFFF for value in bits.tolist())
+        return replace(self, table=table, entries=entries)
 
 
 def has_halves(piece: int) -> bool:

@@ -15,7 +15,7 @@ from ..activations.quantized_activations import (
 from ..activations.triton_per_token_quant import round_rows
 from ..elementwise.triton_gate import TritonGate
 from ..linear.linear import LinearKernel, TorchLinear
-from ..linear.triton_gemm import TokenPermutation, gemm
+from ..linear.triton_gemm import TokenPermutation, gemm, most_rows
 from ..linear.triton_linear import FloatInputLinear, QuantizedInputLinear
 from ..linear.triton_packed_weight import (
     TritonPackedWeight,
@@ -38,6 +38,7 @@ class GroupedLinear:
     ) -> None:
         self._packed_weight, self.bias, self.activation_quant = tiles, bias, activation_quant
         self.weight_bytes = tiles.weight_bytes + (0 if bias is None else bias.nbytes)
+        self.most_rows = most_rows(tiles)
 
     def __call__(self, x: Rows, dtype: torch.dtype, parts: TokenPermutation) -> torch.Tensor:
         """Rows `[tokens * top_k, out]`, token by token, without the `bias [experts, out]`."""
@@ -75,7 +76,8 @@ class GroupedExperts:
         top_k, expert_ids = experts.shape[1], experts.flatten()
         if self._on_inputs:
             x = (x[:, None, :] * weights.to(x.dtype)[:, :, None]).flatten(0, 1)
-        permutation = permute_tokens(expert_ids, self._count, 1 if self._on_inputs else top_k)
+        most = min(self._gate_up.most_rows, self._down.most_rows)
+        permutation = permute_tokens(expert_ids, self._count, 1 if self._on_inputs else top_k, most)
         rows = self._gate_up(x, x.dtype, permutation)
         by_row = TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1)
         out = self._down(self._inner(rows, expert_ids), x.dtype, by_row)

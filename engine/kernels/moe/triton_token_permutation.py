@@ -18,7 +18,7 @@ from ..common.runtime import power_of_two
 from ..linear.triton_gemm import TokenPermutation
 
 MAX_ROWS = 128
-"""Most rows of a tile."""
+"""Most rows of a tile, where the weights set no other limit."""
 MAX_COUNTED = 1024
 """Routed rows (tokens x top_k) up to which every program counts all of them."""
 BLOCK = 64
@@ -143,15 +143,18 @@ def _rank_blocks(
         _write_tiles(tile_ptr, expert_rows, expert_id, num_experts, tile, num_tiles, ROWS)
 
 
-def permute_tokens(experts: torch.Tensor, count: int, top_k: int) -> TokenPermutation:
+def permute_tokens(
+    experts: torch.Tensor, count: int, top_k: int, most_rows: int = MAX_ROWS
+) -> TokenPermutation:
     """The token permutation of a routing; the number of tiles is the static upper bound.
 
     Args:
         experts: expert ids `[tokens * top_k]`, of `count` experts.
         top_k: output rows that read the same input row.
+        most_rows: of a tile.
     """
     total = experts.shape[0]
-    rows = min(MAX_ROWS, max(16, power_of_two(max(1, total // count))))
+    rows = min(most_rows, max(16, power_of_two(max(1, total // count))))
     num_tiles = total // rows + min(count, total)
     width = max(16, power_of_two(count))
     lanes = max(1, min(BLOCK, 8192 // width))
