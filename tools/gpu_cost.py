@@ -1,9 +1,10 @@
 """Expected time of a step on GPUs that are not there, from what the compiler made of the kernels.
 
-`python -m tools.gpu_cost` prints a table; `--compile` first compiles the kernels of the cases, and keeps what
-the model needs of them in docs/measured/gpu-cost.json under `after`; `before` holds the same of an earlier
-commit. Nothing here was measured on a GPU: the constants of engine/planner/device/gpu_costs.py are assumed,
-or fit published runs, and the queue below was chosen after the first outputs had been seen.
+`python -m tools.gpu_cost` prints a table; `--compile` first compiles the kernels of the cases, or `--rows`
+reads them from a file of `tools.gpu_matrix`, and keeps what the model needs of them in
+docs/measured/gpu-cost.json under `after`; `before` holds the same of an earlier commit, but for 8-bit weights.
+Nothing here was measured on a GPU: the constants of engine/planner/device/gpu_costs.py are assumed, or fit
+published runs, and the queue below was chosen after the first outputs had been seen.
 
 A kernel that streams tiles takes, for each, the longest of three: the time of its bytes; the instructions of
 all programs on a multiprocessor; and what one program waits for in a turn of its loop, loads and round trips
@@ -159,13 +160,35 @@ CASES = {
     "8B bf16, batch 1": (1, 128, 16),
     "batch 32 at 4k": (32, 4096, 16),
     "W4A16, batch 1": (1, 128, 4),
+    "W8A16, batch 1": (1, 128, 8),
+    "W8A16, batch 32 at 4k": (32, 4096, 8),
+    "fp8 weights, batch 1": (1, 128, 8),
+    "fp8 weights, batch 32 at 4k": (32, 4096, 8),
     "batch 256 at 1k": (256, 1024, 16),
     "batch 256 at 1k, one at 100k": (256, 1024, 16),
     "prefill 8k": (0, 0, 16),
 }
 """Batch, context and bits of the weights; the head has 16."""
+LINEAR_LAUNCHES = {
+    "W4A16": "4-bit weights, symmetric",
+    "W8A16": "8-bit weights",
+    "fp8 weights": "fp8 weights",
+}
+"""The launch of `tools.gpu_matrix` whose GEMM a quantized case has; its name begins with the key."""
+ATTENTION = "attention, 32 heads of 128 on 8"
 LONGEST = {"batch 256 at 1k, one at 100k": 100_000}
 """Tokens of the one longer sequence of a case."""
+
+
+def linear_of(case: str) -> str:
+    """The loop of a quantized case's linears: the kernel, and the rows of its tile."""
+    return f"{case.split(',')[0]}, {max(16, CASES[case][0])} rows"
+
+
+def is_known(case: str, state: str) -> bool:
+    """Whether the kernels of a case are known for a state."""
+    facts = json.loads(FACTS.read_text())[state]
+    return CASES[case][2] == 16 or all(linear_of(case) in loops for loops in facts.values())
 
 
 def expected(case: str, card: str, state: str = "after") -> Expectation:
@@ -185,8 +208,8 @@ def _decode(case: str, card: Card, loops: dict[str, Loop]) -> Expectation:
     batch, context, bits = CASES[case]
     head = VOCABULARY * HIDDEN * 2
     attention = loops["decode"]
-    # 4 bits, and a 16-bit scale for each 128.
-    per_weight = 2 if bits == 16 else 0.5 + 2 / 128
+    # Of 4 bits there is a 16-bit scale for each 128.
+    per_weight = 0.5 + 2 / 128 if bits == 4 else bits / 8
     weights = LAYERS * sum(out * inputs for out, inputs in LINEARS) * per_weight
     longest = LONGEST.get(case, context)
     cache = LAYERS * ((batch - 1) * context + longest) * TOKEN_BYTES
@@ -196,9 +219,10 @@ def _decode(case: str, card: Card, loops: dict[str, Loop]) -> Expectation:
     launches += LAYERS * len(LINEARS)
     parts["weights"] = streamed
     if bits != 16:
-        linears = [_packed(card, loops["packed"], *linear) for linear in LINEARS]
+        loop = loops[linear_of(case)]
+        linears = [_packed(card, loop, bits, *linear) for linear in LINEARS]
         parts["weights"] += LAYERS * sum(seconds for seconds, _ in linears)
-        launches += LAYERS * sum(split for _, split in linears) * (loops["packed"].launches - 1)
+        launches += LAYERS * sum(split for _, split in linears) * (loop.launches - 1)
     parts["launches"] = launches * costs.LAUNCH_SECONDS
     roof = (head + weights + cache) / card.copy
     return Expectation(case, card.name, sum(parts.values()), roof, parts)
@@ -219,9 +243,9 @@ def _attention(card: Card, loop: Loop, batch: int, context: int, longest: int) -
     return max(shared, longest / keys / each * loop.turn_seconds(card, 1))
 
 
-def _packed(card: Card, loop: Loop, outputs: int, inputs: int) -> tuple[float, bool]:
-    """Seconds of a packed linear, tiles of 64 outputs by runs of 256 inputs; and whether it is split-K."""
-    tiles, runs = outputs // 64, inputs // 256
+def _packed(card: Card, loop: Loop, bits: int, outputs: int, inputs: int) -> tuple[float, bool]:
+    """Seconds of a quantized linear, in tiles of 64 outputs by runs of inputs; and whether it is split-K."""
+    tiles, runs = outputs // 64, inputs // (loop.tile_bytes * 8 // bits // 64)
     slots = loop.slots * card.multiprocessors
     if loop.launches == 1:
         each = split_runs(tiles, runs, slots)
@@ -268,19 +292,22 @@ def facts_of(
         work_slots: those that share a work list of attention; 0: there is none.
         split_launches: kernels of a split linear: 2 where another adds the sums.
     """
-    attends = [row for row in rows if "KEY_DIM" in row["variant"]]
-    gemm = next(
-        row for row in rows if "OUTPUTS" in row["variant"] and row["launch"].endswith("symmetric")
-    )
+    attends = [row for row in rows if row["launch"] == ATTENTION and row["name"] == "attend"]
     wanted = {
         "decode": next(row for row in attends if row["variant"]["IN_PARTS"]),
         "prefill": next(row for row in attends if not row["variant"]["IN_PARTS"]),
-        "packed": gemm,
     }
+    for case in filter(lambda case: CASES[case][2] < 16, CASES):
+        launch = LINEAR_LAUNCHES[case.split(",")[0]]
+        gemms = (row for row in rows if row["launch"] == launch and row["name"] == "_gemm")
+        wanted[linear_of(case)] = next(
+            row for row in gemms if row["variant"]["ROWS"] == max(16, CASES[case][0])
+        )
     made: dict[str, Any] = {}
     for name, row in wanted.items():
         pipeline, variant = row["pipeline"], row["variant"]
-        tile = 64 * 256 // 2 if name == "packed" else variant["TILE"] * 2 * HEAD_DIM * 2
+        is_linear = row["name"] == "_gemm"
+        tile = 64 * 128 if is_linear else variant["TILE"] * 2 * HEAD_DIM * 2
         loop = Loop(
             tile_bytes=tile,
             depth=max(1, pipeline["depth"]),
@@ -289,8 +316,10 @@ def facts_of(
             instructions=row["loop_instructions"],
             exposed=pipeline["exposed_loads"],
             round_trips=pipeline["round_trips"],
-            launches={"decode": 2, "packed": split_launches}.get(name, 1),
-            slots={"decode": work_slots, "packed": slots or min(4, row["programs"])}.get(name, 1),
+            launches=split_launches if is_linear else 1 + (name == "decode"),
+            slots=slots or min(4, row["programs"])
+            if is_linear
+            else {"decode": work_slots}.get(name, 1),
         )
         made[name] = asdict(loop)
     return made
@@ -302,8 +331,10 @@ def table() -> str:
     for case in CASES:
         cells = []
         for card in CARDS:
-            was, now = (expected(case, card, state) for state in ("before", "after"))
-            cells.append(f"{was.share:.0%} → {now.share:.0%}, {now.seconds * 1e3:.3g} ms")
+            states = [state for state in ("before", "after") if is_known(case, state)]
+            made = [expected(case, card, state) for state in states]
+            shares = " → ".join(f"{each.share:.0%}" for each in made)
+            cells.append(f"{shares}, {made[-1].seconds * 1e3:.3g} ms")
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -312,9 +343,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile the kernels again")
     parser.add_argument("--json", action="store_true", help="every expectation, with its parts")
+    parser.add_argument("--rows", type=Path, help="compiled kernels: a file of tools.gpu_matrix")
     given = parser.parse_args()
-    if given.compile:
-        _compile()
+    if given.compile or given.rows:
+        _renew(json.loads(given.rows.read_text()) if given.rows else _compiled())
     if given.json:
         states = ("before", "after")
         made = [
@@ -325,6 +357,7 @@ def main() -> None:
             }
             for state in states
             for case in CASES
+            if is_known(case, state)
             for card in CARDS
         ]
         json.dump(made, sys.stdout, indent=1)
@@ -332,21 +365,26 @@ def main() -> None:
         print(table())
 
 
-def _compile() -> None:
+def _compiled() -> list[dict[str, Any]]:
+    """Compile the kernels of the cases."""
+    from tools.gpu_matrix import rows
+
+    names = [ATTENTION, *LINEAR_LAUNCHES.values()]
+    capabilities = sorted({card.capability for card in CARDS.values()})
+    return [row for capability in capabilities for row in rows(capability, names=names)]
+
+
+def _renew(compiled: list[dict[str, Any]]) -> None:
     """Renew what is known of the kernels as they are."""
     from llmopt.engine.kernels.attention.triton_attention import SLOTS
 
-    from tools.gpu_matrix import rows
-
     stored = json.loads(FACTS.read_text()) if FACTS.exists() else {}
-    stored["after"] = {}
-    for capability in sorted({card.capability for card in CARDS.values()}):
-        read = [
-            row
-            for launch in ("attention, 32 heads of 128 on 8", "4-bit weights, symmetric")
-            for row in rows(capability, launch)
-        ]
-        stored["after"][str(capability)] = facts_of(read, 0, SLOTS, 1)
+    stored["after"] = {
+        str(capability): facts_of(
+            [row for row in compiled if row["capability"] == capability], 0, SLOTS, 1
+        )
+        for capability in sorted({card.capability for card in CARDS.values()})
+    }
     FACTS.write_text(json.dumps(stored, indent=1) + "\n")
 
 

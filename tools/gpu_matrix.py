@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from tools.triton_family_launches import FAMILY_LAUNCHES
 from tools.triton_launches import LAUNCHES
 
 KIB = 1024
+TENSOR_MEMORY = 512
+"""Columns of a multiprocessor of capability 10.0 (PTX ISA, 9.7.16); a kernel of more becomes a trap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Architecture:
         """Programs of a kernel that a multiprocessor holds at once (occupancy)."""
         threads = 32 * kernel.warps
         by_registers = 65536 // (-(-kernel.registers // 8) * 8 * threads)
-        return min(by_registers, self.shared // (kernel.shared + KIB), self.threads // threads)
+        by_shared = self.shared // (kernel.shared + KIB)
+        by_tensor_memory = TENSOR_MEMORY // max(1, kernel.tensor_memory)
+        return min(by_registers, by_shared, by_tensor_memory, self.threads // threads)
 
 
 ARCHITECTURES = {
@@ -51,8 +55,19 @@ ARCHITECTURES = {
 }
 """By capability: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090."""
 
+FEW_TOKENS = 64
+"""Rows of the tiles whose tokens have the same sums in any batch."""
 FEW_ROWS = 16
 """Rows of the tiles of decode: fewer do not fill a tensor core's instruction."""
+
+SMOKE = (
+    "attention, 32 heads of 128 on 8",
+    "4-bit weights, symmetric",
+    "  and its inputs",
+    "experts",
+    "sampling",
+)
+"""Launches that CI compiles: attention of decode and prefill, GEMMs of 4 bits, e4m3 and experts, sampling."""
 
 
 GEMMS = ("_gemm", "_code_gemm")
@@ -78,6 +93,8 @@ def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
         return
     if kernel.shared > (limit := architecture.limits.shared_bytes):
         yield f"{kernel.shared} bytes of shared memory, of {limit}"
+    if kernel.tensor_memory > TENSOR_MEMORY:
+        yield f"{kernel.tensor_memory} columns of tensor memory, of {TENSOR_MEMORY}"
     if (
         kernel.name in ("attend", "_transform", *GEMMS)
         and not kernel.matrix
@@ -93,18 +110,34 @@ def faults(kernel: Compiled, architecture: Architecture) -> Iterator[str]:
             yield "a wait for every copy"
 
 
-def rows(capability: int, only: str = "", keep: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Compile the launches for a capability: a row for each kernel."""
+def invariance(kernels: Sequence[Compiled]) -> dict[int, str]:
+    """Faults of a launch's decode-sized GEMMs, by place: a token's sums follow the matrix instruction, and
+    must not depend on the rows that share its tile."""
+    first: dict[str, tuple[str, ...]] = {}
+    found: dict[int, str] = {}
+    for place, kernel in enumerate(kernels):
+        if kernel.name == "_gemm" and not kernel.error and kernel.variant["ROWS"] <= FEW_TOKENS:
+            kind = str({**kernel.variant, "ROWS": 0})
+            if first.setdefault(kind, kernel.matrix) != kernel.matrix:
+                found[place] = f"other matrix instructions than {first[kind]} of fewer rows"
+    return found
+
+
+def rows(
+    capability: int, only: str = "", keep: Path | None = None, names: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Compile the launches for a capability, or those of `names`: a row for each kernel."""
     architecture = ARCHITECTURES[capability]
     for name, launch in (LAUNCHES | FAMILY_LAUNCHES | CODE_LAUNCHES).items():
-        if only not in name:
+        if only not in name or (names and name not in names):
             continue
         folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")
         with pretended_gpu(architecture.limits), compiling(capability, folder) as kernels:
             launch()
-        for kernel in kernels:
+        differing = invariance(kernels)
+        for place, kernel in enumerate(kernels):
             occupancy = 0 if kernel.error else architecture.programs(kernel)
-            said = list(faults(kernel, architecture))
+            said = [*faults(kernel, architecture), *filter(None, [differing.get(place)])]
             yield {
                 "launch": name.strip(),
                 "capability": capability,
@@ -119,6 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--capability", type=int, nargs="*", choices=list(ARCHITECTURES))
     parser.add_argument("--only", default="", help="launches whose names contain this")
+    parser.add_argument("--smoke", action="store_true", help="the few launches that CI compiles")
     parser.add_argument("--out", type=Path, help="JSON file for all that was read")
     parser.add_argument("--keep", type=Path, help="folder for the kernels' TTGIR")
     given = parser.parse_args()
@@ -126,7 +160,7 @@ def main() -> int:
     print(f"{'':4}{'':38}" + "".join(f"{word:>10}" for word in header))
     table: list[dict[str, Any]] = []
     for capability in given.capability or ARCHITECTURES:
-        for row in rows(capability, given.only, given.keep):
+        for row in rows(capability, given.only, given.keep, SMOKE if given.smoke else ()):
             table.append(row)
             print(_line(row), flush=True)
     if given.out:

@@ -69,6 +69,7 @@ class Compiled:
         stack: bytes of local memory a thread, which registers spill to.
         spills: loads and stores of local memory in the machine code.
         shared: bytes of shared memory a program.
+        tensor_memory: columns of tensor memory a program (compute capability 10.0).
         matrix: the matrix instructions in its machine code.
         instructions: machine instructions; `loop_instructions` those of its largest innermost loop.
         error: why it could not be compiled.
@@ -82,6 +83,7 @@ class Compiled:
     stack: int = 0
     spills: int = 0
     shared: int = 0
+    tensor_memory: int = 0
     matrix: tuple[str, ...] = ()
     instructions: int = 0
     loop_instructions: int = 0
@@ -161,6 +163,7 @@ def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compil
         stack=stack,
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=kernel.metadata.shared,
+        tensor_memory=kernel.metadata.tmem_size or 0,
         matrix=tuple(sorted(set(re.findall(r"\b([HQI]G?MMA|UTC\w*MMA)\b", code)))),
         instructions=len(re.findall(INSTRUCTION, code, re.MULTILINE)),
         loop_instructions=_loop_instructions(code),

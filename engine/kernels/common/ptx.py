@@ -13,7 +13,7 @@ import torch
 import triton
 
 HAS_PTX = not triton.knobs.runtime.interpret and torch.version.hip is None
-"""Whether kernels are compiled for a GPU that takes PTX; the interpreter is chosen when Triton is imported."""
+"""Whether kernels are compiled, for a GPU that takes PTX, and not interpreted."""
 
 LOOKUP_REGISTERS = ",".join(["=r"] * 8 + ["r"] * 2)
 """Constraints of `lookup_ptx`."""
@@ -21,7 +21,7 @@ LOOKUP_REGISTERS = ",".join(["=r"] * 8 + ["r"] * 2)
 
 @triton.constexpr_function
 def nibble_ptx(piece: int, magic: int) -> str:
-    """`$0`: the 4-bit codes at bit `4 * piece` of either half of `$1`, or'ed into `magic`: a shift, a LOP3."""
+    """`$0`: the 4-bit codes at bit `4 * piece` of either half of `$1`, or'ed into `magic`."""
     taken = f"lop3.b32 $0, t, 0x000F000F, {magic:#010x}, 0xEA;"  # (t & mask) | magic
     return f"{{ .reg .b32 t; shr.u32 t, $1, {4 * piece}; {taken} }}"
 
@@ -30,10 +30,10 @@ def nibble_ptx(piece: int, magic: int) -> str:
 def lookup_ptx(entries: Sequence[int]) -> str:
     """Table lookup in registers by byte permutes (PRMT): `$8` and `$9` are words of eight 4-bit codes each.
 
-    `$0` to `$3` are the entries of the codes at bits 0, 4, 8 and 12 of both words, `$4` to `$7` of those at bits
-    16 to 28: the first word's in the lower half. A permute takes four codes as they lie for its selector, of
-    eight bytes; so low and high bytes come from four registers each, and a third permute takes those
-    of the half of the table that a code's highest bit names.
+    `$0` to `$3` are the entries of the codes at bits 0, 4, 8 and 12 of both words, `$4` to `$7` of those
+    at bits 16 to 28: the first word's in the lower half. A permute's selector is four codes as they lie, and
+    it selects among eight bytes; so low and high bytes come from four registers each, and a third permute
+    takes those of the half of the table that a code's highest bit names.
 
     Args:
         entries: the bits of the 16 entries, 16 each.

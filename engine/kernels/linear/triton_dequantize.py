@@ -65,7 +65,16 @@ def look_up(packed, TABLE_PTX: tl.constexpr, REGISTERS: tl.constexpr):
         TABLE_PTX,
         REGISTERS,
         [packed],
-        dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16, tl.uint16, tl.uint16, tl.uint16, tl.uint16),
+        dtype=(
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+            tl.uint16,
+        ),
         is_pure=True,
         pack=2,
     )

@@ -28,11 +28,11 @@ from .triton_dequantize import (
     constants,
     decode,
     group_of,
+    look_up,
     low_of,
     pointers,
     scale_of,
     strides,
-    look_up,
     unpack,
     unpack_short,
     zeros_of,
@@ -391,7 +391,7 @@ def gemm(
 
 
 def most_rows(weight: TritonPackedWeight) -> int:
-    """Rows of the largest tile. Of 128, sums of pieces need more tensor memory than there is (512 columns)."""
+    """Rows of the largest tile: of 128, sums of pieces take more tensor memory than there is."""
     return FEW_TOKENS if weight.is_packed and _has_tensor_memory(weight.codes) else 2 * FEW_TOKENS
 
 
