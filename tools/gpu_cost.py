@@ -2,7 +2,7 @@
 
 `python -m tools.gpu_cost` prints a table; `--compile` first compiles the kernels of the cases, or `--rows`
 reads them from a file of `tools.gpu_matrix`, and keeps what the model needs of them in
-docs/measured/gpu-cost.json under `after`; `before` holds the same of an earlier commit, but for 8-bit weights.
+docs/measured/gpu-cost.json under `after`; `before` holds the same of an earlier commit, 8-bit weights aside.
 Nothing here was measured on a GPU: the constants of engine/planner/device/gpu_costs.py are assumed, or fit
 published runs, and the queue below was chosen after the first outputs had been seen.
 

@@ -1,5 +1,6 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
 """Dequantization of packed weights in Triton: of a tile in registers, and of a whole weight."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def words(seed: int) -> list[int]:
 def test_nibbles_lie_in_the_mantissas_of_magic(magic: int) -> None:
     for word in words(0):
         for piece in range(4):
-            text = nibble_ptx(piece, magic)
+            text = str(nibble_ptx(piece, magic))
             taken = run(text, {"$1": word})["$0"]
             codes = (word >> 4 * piece & 15) | (word >> 4 * piece + 16 & 15) << 16
             assert taken == codes | magic
