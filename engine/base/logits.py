@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...quant.base.errors import BadInput
+from .transfer import to_device
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """(tokens so far, prompt first; float32 logits [vocab]) → logits [vocab].
@@ -104,7 +105,8 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
         octets = mask.cpu().numpy().astype("<i4", copy=False).view(np.uint8)
         bits = np.unpackbits(octets, count=min(vocab_size, 8 * len(octets)), bitorder="little")
         mask = torch.from_numpy(bits.view(np.bool_))
-    mask = mask.to(device)
+    if mask.device.type == "cpu":
+        mask = to_device(mask.numpy(), device)
     missing = vocab_size - len(mask)
     return torch.nn.functional.pad(mask, (0, missing)) if missing else mask
 

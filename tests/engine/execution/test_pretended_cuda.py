@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
@@ -95,6 +97,31 @@ MODES: dict[str, tuple[dict[str, Any], tuple[SamplingParams, ...]]] = {
     "logprobs": ({}, (SamplingParams(logprobs=3, max_tokens=5, ignore_eos=True), GREEDY)),
     "prompt logprobs": ({}, (SamplingParams(prompt_logprobs=2, max_tokens=5, ignore_eos=True), GREEDY)),
 }  # fmt: skip
+
+
+class EvenTokens:
+    """A mask of the even tokens, packed or boolean."""
+
+    def __init__(self, *, packed: bool) -> None:
+        self._mask = torch.full((2,), 0x55555555, dtype=torch.int32)
+        if not packed:
+            self._mask = torch.arange(64) % 2 == 0
+
+    def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        return self._mask
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "boolean"])
+def test_rows_with_logits_processors_are_sampled_without_a_fault(packed: bool, llama: Path) -> None:
+    """They go row by row: masks, bias, penalties and noise of each reach the device by themselves."""
+    row = replace(
+        SAMPLED, logits_processors=(lambda tokens, scores: scores * 2,), logit_bias={4: 1.0},
+        token_mask=EvenTokens(packed=packed), repetition_penalty=1.1, presence_penalty=0.3,
+        min_tokens=3, stop_token_ids=(6,),
+    )  # fmt: skip
+    served = serve(Card(), llama, (row, replace(row, temperature=0.0), GREEDY), **FEW)
+    assert served.faults == []
+    assert served.num_tokens == {"0": 5, "1": 5, "2": 5}
 
 
 @pytest.mark.parametrize("mode", MODES)
