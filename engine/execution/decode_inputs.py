@@ -68,6 +68,11 @@ class DecodeInputs:
             self._mirror.tables = self._arrays[-1]
 
     @property
+    def most_rows(self) -> int:
+        """Rows of the largest step."""
+        return len(self._filled)
+
+    @property
     def takes_runs(self) -> bool:
         """Whether `fill_runs` can write to the tensors."""
         return self._arrays is not None

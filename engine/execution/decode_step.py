@@ -21,7 +21,7 @@ class DecodeForward(NamedTuple):
     """A captured decode step whose inputs are in place.
 
     Attributes:
-        run: the logits [rows, vocab], valid until the next step.
+        run: the logits [rows, vocab], valid until the next step, of whatever size.
         tokens: the argmax of each row once it has run; None: it gives logits alone.
     """
 
@@ -32,6 +32,7 @@ class DecodeForward(NamedTuple):
 class DecodeStep:
     """A CPU graph of the layers on `inputs`, with the LM head of its result, captured behind it.
 
+    The logits of all sizes share their memory, as one of them runs at a time.
     Where both are kernel launches alone, a step is one call of C. One of greedy rows takes its tokens and
     positions from the step before it, if that was computed here: the host then writes nothing but new blocks.
 
@@ -58,6 +59,8 @@ class DecodeStep:
         hidden = graph.result
 
         def call() -> torch.Tensor:
+            # Free at once: memory of the pool that holds the logits of every size, whichever comes first.
+            torch.empty(inputs.most_rows, model.vocab_size)
             logits = model.logits(hidden)
             if self._tokens is not None:
                 argmax_rows(logits, self._tokens)
@@ -73,6 +76,7 @@ class DecodeStep:
         tokens = None
         if self._tokens is not None:
             tokens = (ctypes.c_int64 * size).from_address(self._tokens.data_ptr())
+        head.share_result()
         self._graphs = graph, head  # keep alive what their launches point at
         self._forward = DecodeForward(self._captured(graph, head), tokens)
 

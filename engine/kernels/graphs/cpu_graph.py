@@ -43,6 +43,7 @@ class GraphMemoryPool:
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []  # sorted by size, smallest first
+        self._memory: dict[int, np.ndarray[Any, Any]] = {}  # by address
         self.num_bytes = 0
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,11 +56,19 @@ class GraphMemoryPool:
             memory = self._free.pop(index)
         else:
             memory = torch.empty(size, dtype=torch.uint8).numpy()
+            self._memory[memory.ctypes.data] = memory
             self.num_bytes += size
         # Only the tensor's storage, shared by its views, references this array: its end frees the buffer.
         buffer = memory[:size]
         weakref.finalize(buffer, insort, self._free, memory, key=len).atexit = False
         return torch.from_numpy(buffer).view(tensor.dtype).view(tensor.shape)
+
+    def shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in memory that is free for others once `tensor` is dropped, if it is the pool's."""
+        memory = self._memory.get(tensor.data_ptr())
+        if memory is None:
+            return tensor
+        return torch.from_numpy(memory[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
 
 class CpuGraph:
@@ -79,6 +88,7 @@ class CpuGraph:
         self._unflushed: list[Launch] = []
         self.launches: list[Launch] = []
         self._call = call  # keeps alive what the captured launches point at
+        self._pool = pool
         self.is_native = True
         with (
             capturing_launches(self._unflushed.append),
@@ -97,6 +107,10 @@ class CpuGraph:
             for part in self._parts:
                 part()
         return self.result
+
+    def share_result(self) -> None:
+        """Let graphs captured later take the result's memory: it is valid until one of them is replayed."""
+        self.result = self._pool.shared(self.result)
 
     def _add_operation(self, operation: Callable[[], object]) -> None:
         self._flush_launches()

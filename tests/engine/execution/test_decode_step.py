@@ -12,6 +12,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.kernels.graphs.advance_step import native_advance
+from llmopt.engine.kernels.graphs.cpu_graph import GraphMemoryPool
 from llmopt.quant.base.scheme import IntScheme
 
 from ...support.lora_world import write_adapter
@@ -89,3 +90,56 @@ def test_steps_in_one_call_sample_what_eager_ones_do(
     assert sum(advanced.values()) > 20
     assert tokens == generate(folders, enforce_eager=True, **options)
     assert len({*map(tuple, tokens.values())}) == len(tokens), "the requests differ"
+
+
+@needs_compiler
+def test_the_logits_of_all_captured_sizes_share_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs' memory grows with the vocabulary by the largest step's logits, whatever sizes were served."""
+    pools: list[GraphMemoryPool] = []
+    begin = GraphMemoryPool.__init__
+
+    def watched(self: GraphMemoryPool) -> None:
+        begin(self)
+        pools.append(self)
+
+    monkeypatch.setattr(GraphMemoryPool, "__init__", watched)
+    held = []
+    for vocab in (512, 1024):
+        folder = tmp_path / str(vocab)
+        model = random_model(vocab_size=vocab)
+        write_checkpoint(folder, model, "compressed-tensors", IntScheme(4, 32, True), head=True)
+        config: Any = {"device": "cpu", "num_threads": 1, "block_size": 4, "max_num_seqs": MOST}
+        engine = Engine(EngineConfig(folder, **config))
+        tokens = {name: ramp(engine, name, 0.0) for name in ("first", "again")}
+        ramp(engine, "sampled", 0.8)
+        assert tokens["first"] == tokens["again"]
+        engine.close()
+        held.append(sum(pool.num_bytes for pool in pools))
+        pools.clear()
+    assert held[1] - held[0] == 4 * MOST * 512
+
+
+MOST = 8
+"""Sequences of the largest step."""
+
+
+def ramp(engine: Engine, name: str, temperature: float) -> list[list[int]]:
+    """Tokens of requests that come one by one, and end so: steps of 1 to `MOST` rows and back."""
+    tokens: list[list[int]] = [[] for _ in range(MOST)]
+
+    def step() -> None:
+        for output in engine.step():
+            tokens[int(output.request_id.partition(" ")[2])] += output.new_token_ids
+
+    for index in range(MOST):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=3 * MOST, ignore_eos=True, seed=index
+        )
+        engine.add_request(f"{name} {index}", [3 + index, 7], params)
+        step()
+        step()
+    while engine.has_unfinished():
+        step()
+    return tokens

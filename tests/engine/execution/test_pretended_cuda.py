@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -286,6 +287,27 @@ def test_the_memory_profile_covers_what_serving_takes(llama: Path) -> None:
         while engine.has_unfinished():
             engine.step()
     assert card.peak[0] <= 0.5 * card.memory_bytes
+
+
+def test_captured_steps_hold_no_logits(tmp_path: Path) -> None:
+    """Whatever the sizes, after steps of all of them: of the vocabulary the card holds weights, and the logits
+    of the row that was sampled last."""
+    held = []
+    for vocab in (512, 4096):
+        folder, card = tmp_path / str(vocab), Card()
+        format_name, scheme, shape = QUANTIZED["int4"]
+        write_checkpoint(folder, random_model(vocab_size=vocab, **shape), format_name, scheme)
+        with engine_on(card, folder, max_num_seqs=4, **FEW) as engine:
+            for index in range(4):
+                engine.add_request(str(index), [1 + index], SAMPLED if index % 2 else GREEDY)
+                engine.step()
+            while engine.has_unfinished():
+                engine.step()
+            gc.collect()
+            held.append(card.held[0])
+    embedding_and_head = 2 * WIDE["hidden_size"] * torch.bfloat16.itemsize
+    logits = torch.float32.itemsize
+    assert held[1] - held[0] <= (embedding_and_head + logits) * (4096 - 512)
 
 
 def test_kernels_that_compute_nonsense_are_dropped_and_torch_serves(
