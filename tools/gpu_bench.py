@@ -7,12 +7,13 @@ kernels on the CPU: together they run it without a GPU."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .gpu_parts import Finding, Parts, device_of, findings, parse, write_json
+from .gpu_parts import WHOLE, Finding, Parts, device_of, findings, parse, write_json
 
 COMMAND = (sys.executable, "-m", "tools.gpu_bench", "--run")
 
@@ -21,13 +22,13 @@ def main() -> None:
     given = parse((__doc__ or "").splitlines()[0], "section", Path("runs/gpu-bench.json"))
     if given.run:
         name, home = given.run
-        measure(name, Path(home), given.small, given.interpret)
+        measure(name, Path(home), given)
         return
     from .gpu_figures.figure import markdown
 
     record = sections().run(given)
     print(markdown(record))
-    if any(section["ended"] != "whole" for section in record["sections"]):
+    if any(section["ended"] != WHOLE for section in record["sections"]):
         sys.exit(1)
 
 
@@ -47,7 +48,7 @@ def _collected(found: list[Finding]) -> dict[str, Any]:
     }
 
 
-def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
+def measure(name: str, home: Path, given: argparse.Namespace) -> None:
     """Measure a section here."""
     import torch
     from llmopt.bench.machine.environment import describe
@@ -56,13 +57,13 @@ def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
     from .gpu_figures.sections import SECTIONS, World
     from .gpu_figures.shapes import FULL, SMALL
 
-    device = device_of(small, interpret)
     section = next(section for section in SECTIONS if section.name == name)
     with findings(home) as say:
+        device = device_of(given.small, given.interpret)
         choices = table(torch.device(device), torch.bfloat16)
         kernels = {f"{one.operation}, {one.kernel_query}": one.chosen for one in choices}
         say(environment=describe(device) | {"kernels": kernels})
-        world = World(device, SMALL if small else FULL, home)
+        world = World(device, SMALL if given.small else FULL, home)
         rates = {"copy_bytes_per_second": world.copy_bandwidth, "matrix_flops": world.matrix_flops}
         say(roofs=rates)
         for figure in section.measure(world):

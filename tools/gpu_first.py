@@ -8,13 +8,15 @@ expectation failed.
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .gpu_parts import Finding, Parts, device_of, findings, parse, write, write_json
+from .gpu_parts import WHOLE, Finding, Parts, device_of, findings, parse, write, write_json
 
 COMMAND = (sys.executable, "-m", "tools.gpu_first", "--run")
 
@@ -23,7 +25,7 @@ def main() -> None:
     given = parse((__doc__ or "").splitlines()[0], "stage", Path("runs/gpu-first.json"))
     if given.run:
         name, home = given.run
-        run_stage(name, Path(home), given.small, given.interpret)
+        run_stage(name, Path(home), given)
         return
     record = stages().run(given)
     print(f"{given.out}, {given.out.with_suffix('.md')}: {failures(record)} failures")
@@ -57,29 +59,33 @@ def write_with_page(path: Path, record: dict[str, Any]) -> None:
 def failures(record: Mapping[str, Any]) -> int:
     """Expectations that fail, and stages that did not end."""
     return sum(
-        (stage["ended"] != "whole") + sum(each["met"] is False for each in stage["expectations"])
+        (stage["ended"] != WHOLE) + sum(each["met"] is False for each in stage["expectations"])
         for stage in record["stages"]
     )
 
 
-def run_stage(name: str, home: Path, small: bool, interpret: bool) -> None:
-    """Run a stage here."""
-    import torch
-    from llmopt.bench.machine.environment import describe
-
-    from .gpu_contact.expectation import Expectation
-    from .gpu_contact.stages import STAGES
-    from .gpu_figures.sections import World
-    from .gpu_figures.shapes import FULL, SMALL
-
-    device = device_of(small, interpret)
-    stage = next(stage for stage in STAGES if stage.name == name)
+def run_stage(name: str, home: Path, given: argparse.Namespace) -> None:
+    """Run a stage here, with a line for each of its findings."""
+    ends = time.monotonic() + given.seconds
     with findings(home) as say:
+        import torch
+        from llmopt.bench.machine.environment import describe
+
+        from .gpu_contact.expectation import Expectation
+        from .gpu_contact.stages import STAGES
+        from .gpu_figures.sections import World
+        from .gpu_figures.shapes import FULL, SMALL
+
+        device = device_of(given.small, given.interpret)
+        stage = next(stage for stage in STAGES if stage.name == name)
         named = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         say(environment=describe(device) | {"device": named})
-        for finding in stage.run(World(device, SMALL if small else FULL, home)):
+        for finding in stage.run(World(device, SMALL if given.small else FULL, home, ends=ends)):
             kind = "expectation" if isinstance(finding, Expectation) else "facts"
             say(**{kind: asdict(finding)})
+            if isinstance(finding, Expectation):
+                say(done=finding.what)
+                print(f"{name}: {finding.what}: {finding.seen}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 LINES = "findings.jsonl"
+WHOLE = "whole"
+"""How a part ended that found all that it looks for."""
 INTERPRETED_FACTOR = 6
 """Triton's interpreter on a slow CPU takes this many times the time limit that a part has on a GPU."""
 Finding = dict[str, Any]
@@ -62,11 +66,20 @@ class Parts:
             "date": datetime.now(UTC).date().isoformat(),
         }
         record |= {"commit": given.commit, "small": given.small, "environment": {}}
+        before = self._before(given) if given.resume else record
+        record["environment"] = before["environment"]
+        whole = {
+            part["name"]: part for part in before.get(f"{self.noun}s", ()) if part["ended"] == WHOLE
+        }
         record[f"{self.noun}s"] = parts
         spare = 0.0
         for name in names:
             factor = INTERPRETED_FACTOR if given.interpret else 1
             limit = self.seconds[name] * factor + spare
+            if name in whole:
+                print(f"{name}: {WHOLE}, of the run before", file=sys.stderr)
+                parts.append(whole[name])
+                continue
             part, environment = self.in_a_process(name, limit, given)
             spare = max(0.0, limit - part["seconds"])
             record["environment"] = record["environment"] or environment
@@ -77,25 +90,61 @@ class Parts:
             print(f"{name}: {part['ended']} in {part['seconds']:.0f} s", file=sys.stderr)
         return record
 
+    def _before(self, given: argparse.Namespace) -> dict[str, Any]:
+        """The record of the run that is gone on with; an empty one where there is none.
+
+        Raises:
+            SystemExit: it is of other code, or of other sizes.
+        """
+        from llmopt.bench.machine.environment import commit
+
+        now = given.commit or commit()
+        try:
+            before = json.loads(given.out.read_text())
+        except FileNotFoundError:
+            return {"environment": {}}
+        if (before["schema"], before["small"]) != (self.schema, given.small):
+            sys.exit(f"{given.out} is another kind of run: leave --resume out")
+        if before["commit"] != now:
+            sys.exit(
+                f"{given.out} is of commit {before['commit']}, and this is {now}: leave --resume out"
+            )
+        return before
+
     def in_a_process(
         self, name: str, limit: float, given: argparse.Namespace
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a part found, and the environment that it ran in."""
         with tempfile.TemporaryDirectory(dir=roomy()) as home:
-            words = [*self.command, name, home]
+            words = [*self.command, name, home, "--seconds", f"{limit:.0f}"]
             words += [f"--{flag}" for flag in ("small", "interpret") if getattr(given, flag)]
             begin = time.perf_counter()
             try:
                 code = subprocess.run(words, timeout=limit, stdout=sys.stderr).returncode
-                ended = "whole" if code == 0 else f"failed with exit code {code}"
             except subprocess.TimeoutExpired:
-                ended = f"cut off after {limit:.0f} s"
+                code = None
             seconds = round(time.perf_counter() - begin, 1)
-            lines = Path(home) / LINES
-            text = lines.read_text() if lines.exists() else ""
-        found: list[Finding] = [json.loads(line) for line in text.splitlines()]
+            found = read(Path(home))
+        ended = _ended(code, limit, found)
         environment = next((line["environment"] for line in found if "environment" in line), {})
         return {"name": name, "ended": ended, "seconds": seconds} | self.collect(found), environment
+
+
+def _ended(code: int | None, limit: float, found: Sequence[Finding]) -> str:
+    """How a part ended, by the exit code of its process, None: it was cut off; and after what, if it told."""
+    if code == 0:
+        return WHOLE
+    reason = next((line["failed"] for line in found if "failed" in line), None)
+    if code is None:
+        how = f"cut off after {limit:.0f} s"
+    elif reason is not None:
+        how = f"failed: {reason}"
+    elif code < 0:
+        how = f"killed by {signal.Signals(-code).name}"
+    else:
+        how = f"failed with exit code {code}"
+    last = next((line["done"] for line in reversed(found) if "done" in line), None)
+    return how if last is None else f"{how}, after {last}"
 
 
 def parse(description: str, noun: str, out: Path) -> argparse.Namespace:
@@ -105,6 +154,10 @@ def parse(description: str, noun: str, out: Path) -> argparse.Namespace:
     parser.add_argument(f"--{noun}s", help="names, with commas between them; all by default")
     parser.add_argument("--small", action="store_true", help="tiny shapes; serves the CPU too")
     parser.add_argument("--interpret", action="store_true", help="Triton's interpreter on the CPU")
+    parser.add_argument(
+        "--resume", action="store_true", help=f"keep what --out has of {noun}s that ended"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="to note, where this is no clone")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -123,19 +176,55 @@ def device_of(small: bool, interpret: bool) -> str:
 
     has_gpu = torch.cuda.is_available() and not interpret
     if not has_gpu and not small:
-        sys.exit("torch sees no CUDA device: --small takes shapes that a CPU can serve")
+        sys.exit(
+            f"torch sees no CUDA device ({_no_cuda()}): --small takes shapes that a CPU can serve"
+        )
     return "cuda" if has_gpu else "cpu"
+
+
+def _no_cuda() -> str:
+    """Why torch has no CUDA device: how it was built, the driver, what is visible."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of torch, or of the driver
+        return _first_line(error)
+    return "none is visible"
 
 
 @contextmanager
 def findings(home: Path) -> Iterator[Callable[..., None]]:
-    """Takes a part's findings: each is a line of JSON in `home` as soon as it is known."""
+    """Takes a part's findings: each is a line of JSON in `home` as soon as it is known.
+
+    The last is `failed`, where the part raises; `done` names what was tried.
+    """
     with (home / LINES).open("w") as file:
 
         def say(**line: Any) -> None:
             print(json.dumps(line), file=file, flush=True)
 
-        yield say
+        try:
+            yield say
+        except SystemExit as error:
+            say(failed=str(error))
+            raise
+        except Exception as error:
+            say(failed=f"{type(error).__name__}: {_first_line(error)}")
+            raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def read(home: Path) -> list[Finding]:
+    """The findings of a part, but one that was being written when its process ended."""
+    path = home / LINES
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def write(path: Path, text: str) -> None:
@@ -150,10 +239,15 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write(path, json.dumps(record, indent=1) + "\n")
 
 
-def roomy() -> str | None:
-    """Folder for checkpoints: in memory where there is enough of it, else the temporary folder."""
+def roomy() -> str:
+    """Folder for checkpoints: in memory where there is enough of it, else the one with the most room."""
     shared, needed = Path("/dev/shm"), 40 * 2**30
-    if not shared.is_dir():
-        return None
-    found = os.statvfs(shared)
-    return str(shared) if found.f_bavail * found.f_frsize > needed else None
+    if shared.is_dir() and room(shared) > needed:
+        return str(shared)
+    return str(max((Path(tempfile.gettempdir()), Path.cwd()), key=room))
+
+
+def room(folder: Path) -> int:
+    """Free bytes of the file system of a folder."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

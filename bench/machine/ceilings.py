@@ -84,6 +84,9 @@ def read_bandwidth(device: torch.device, num_bytes: int) -> float:
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of copying a large buffer."""
     num_bytes = COPIED_BYTES.get(device.type, FAR_BYTES)
+    if device.type == "cuda":  # small cards, and those that others use
+        free, _ = torch.cuda.mem_get_info(device)
+        num_bytes = min(num_bytes, free // 4 // 4 * 4)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)

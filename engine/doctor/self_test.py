@@ -36,9 +36,25 @@ from ..sampling.kernels import SAMPLING, SamplingKernelQuery
 from .kernel_table import SCHEMES
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
-ROW, OUT = 512, 384
-TOKENS = (1, 20, 100)
-"""Batch sizes for GEMV, a small GEMM, and the prefill path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the checks.
+
+    Attributes:
+        row, out: inputs and outputs of linears; `row` is the length of normed rows too.
+        tokens: batch sizes of linears: for GEMV, a small GEMM, and the prefill path.
+    """
+
+    row: int = 512
+    out: int = 384
+    tokens: tuple[int, ...] = (1, 20, 100)
+
+
+WHOLE = Sizes()
+ONE_LAUNCH = Sizes(256, 128, (20,))
+"""Where a launch takes seconds, as in Triton's interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +92,15 @@ class Check:
     note: str = ""
 
 
-@torch.inference_mode()
 def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
     """Every kernel that supports `device` and `dtype`, against the last of its table, the torch reference."""
-    findings = []
-    for check in checks(device, dtype):
+    return list(tested(device, dtype))
+
+
+@torch.inference_mode()
+def tested(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> Iterator[Finding]:
+    """`self_test`, one kernel at a time."""
+    for check in checks(device, dtype, sizes):
         *candidates, reference = check.operation.candidates
         supported = [kernel for kernel in candidates if kernel.refuses(check.query) is None]
         if not supported:
@@ -94,13 +114,12 @@ def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
                 # Any exception of a broken compiler or driver is a finding.
                 reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
             situation = f"{check.query}{check.note}"
-            findings.append(
-                Finding(check.operation.name, situation, candidate.name, error, check.most, reason)
+            yield Finding(
+                check.operation.name, situation, candidate.name, error, check.most, reason
             )
-    return findings
 
 
-def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> Iterator[Check]:
     """A check per operation of the table, and per KV-cache dtype and weight scheme."""
     generator = torch.Generator().manual_seed(0)
 
@@ -115,8 +134,8 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
         allowed = most if stored is dtype else TOLERANCE_QUANTIZED
         yield _attention(random, device, dtype, stored, allowed, note)
         yield _rope_and_cache(random, device, dtype, stored, allowed, note)
-    rows = RowKernelQuery(kind, dtype, ROW)
-    x, added, weight = random(33, ROW), random(33, ROW), random(ROW)
+    rows = RowKernelQuery(kind, dtype, sizes.row)
+    x, added, weight = random(33, sizes.row), random(33, sizes.row), random(sizes.row)
     yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
     yield Check(GATE, rows, lambda make: [make()(x, added)], most)
     # Far enough apart for the clamps to cut.
@@ -124,11 +143,11 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     yield Check(
         GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
     )
-    yield _linear(random, kind, dtype, most)
-    yield _experts(random, kind, dtype, most)
+    yield _linear(random, kind, dtype, sizes, most)
+    yield _experts(random, kind, dtype, sizes, most)
     yield _sampling(SamplingKernelQuery(kind))
     for scheme, input_bits in SCHEMES:
-        yield _quantized_linear(random, device, dtype, scheme, input_bits)
+        yield _quantized_linear(random, device, dtype, sizes, scheme, input_bits)
 
 
 Random = Callable[..., torch.Tensor]
@@ -194,28 +213,30 @@ def _rope_and_cache(
     return Check(ROPE_AND_CACHE, RowKernelQuery(device.type, dtype, HEAD_DIM), compute, most, note)
 
 
-def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
-    weight, inputs = random(OUT, ROW), [random(count, ROW) for count in TOKENS]
+def _linear(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
+    weight = random(sizes.out, sizes.row)
+    inputs = [random(count, sizes.row) for count in sizes.tokens]
 
     def compute(make: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
         kernel = make(weight)
         return [kernel(x) for x in inputs]
 
-    return Check(LINEAR, LinearKernelQuery(kind, dtype, OUT, ROW), compute, most)
+    return Check(LINEAR, LinearKernelQuery(kind, dtype, sizes.out, sizes.row), compute, most)
 
 
-def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
+def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
     """Top-2 routing over four experts."""
-    combine = GATE.select(RowKernelQuery(kind, dtype, OUT)).run()
+    row, wide = sizes.row, sizes.out
+    combine = GATE.select(RowKernelQuery(kind, dtype, wide)).run()
 
     def linear(out: int, inputs: int) -> Projection:
         return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
 
-    experts = [GatedMlp(linear(2 * OUT, ROW), linear(ROW, OUT), combine) for _ in range(4)]
+    experts = [GatedMlp(linear(2 * wide, row), linear(row, wide), combine) for _ in range(4)]
     routings = []
-    for count in TOKENS:
+    for count in sizes.tokens:
         chosen = random(count, 4).float().softmax(dim=1).topk(2, dim=1)
-        routings.append((random(count, ROW), chosen.values, chosen.indices))
+        routings.append((random(count, row), chosen.values, chosen.indices))
 
     def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
         kernel = make(experts, range(4), 4, False)
@@ -231,17 +252,23 @@ def _sampling(query: SamplingKernelQuery) -> Check:
 
 
 def _quantized_linear(
-    random: Random, device: torch.device, dtype: torch.dtype, scheme: Scheme, input_bits: int
+    random: Random,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    scheme: Scheme,
+    input_bits: int,
 ) -> Check:
-    floats = random(OUT, ROW).float().cpu()
+    out, row = sizes.out, sizes.row
+    floats = random(out, row).float().cpu()
     weight: Any = round_weight("weight", floats, scheme, torch.float32).to(device)
-    inputs = [random(count, ROW) for count in TOKENS]
+    inputs = [random(count, row) for count in sizes.tokens]
 
     def compute(make: Callable[[Any, torch.dtype], Any]) -> list[torch.Tensor]:
         kernel = make(weight, dtype)
         return [kernel(x) for x in inputs]
 
-    query = QuantizedLinearKernelQuery(device.type, dtype, OUT, ROW, scheme, input_bits)
+    query = QuantizedLinearKernelQuery(device.type, dtype, out, row, scheme, input_bits)
     is_input_quantized = input_bits == 8 or scheme.activations is not None
     most = tolerance(dtype, quantizes_inputs=is_input_quantized)
     return Check(QUANTIZED_LINEAR, query, compute, most)

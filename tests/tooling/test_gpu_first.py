@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from llmopt.bench.machine.ceilings import copy_bandwidth
+from llmopt.engine.doctor.self_test import Finding as SelfTested
 from llmopt.engine.kernels.common.verdicts import VARIABLE
 
 from tools import gpu_first
-from tools.gpu_contact import stages
+from tools.gpu_contact import machine, stages
 from tools.gpu_contact.expectation import Expectation, Facts, Finding, page, share
-from tools.gpu_contact.tiles import _changed
+from tools.gpu_contact.fitting import MODELS, largest
+from tools.gpu_contact.tiles import _changed, tiles
 from tools.gpu_figures import sections
+from tools.gpu_figures.ours import Ours
 from tools.gpu_figures.sections import World
-from tools.gpu_figures.shapes import SMALL
-from tools.gpu_parts import LINES, Parts
+from tools.gpu_figures.shapes import FULL, SMALL
+from tools.gpu_parts import LINES, WHOLE, Parts, _ended, device_of, read
 
 from ..support.pretended_cuda.card import Card
 from ..support.pretended_cuda.runtime import pretended_cuda
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def found(stage: str, card: Card, folder: Path) -> list[Finding]:
@@ -29,6 +39,12 @@ def found(stage: str, card: Card, folder: Path) -> list[Finding]:
     named = next(each for each in stages.STAGES if each.name == stage)
     with pretended_cuda(card):
         return list(named.run(World("cuda", SMALL, folder)))
+
+
+def options(out: Path, **given: Any) -> argparse.Namespace:
+    """The command line of a small run."""
+    usual = {"stages": None, "commit": "abc", "small": True, "interpret": False, "resume": False}
+    return argparse.Namespace(out=out, seconds=100.0, **(usual | given))
 
 
 def expectations(findings: list[Finding]) -> list[Expectation]:
@@ -124,9 +140,7 @@ def test_the_run_writes_a_file_and_a_page_that_says_what_failed(
 
     monkeypatch.setattr(Parts, "in_a_process", in_a_process)
     out = tmp_path / "new" / "first.json"
-    given = argparse.Namespace(out=out, stages="kernels,graphs", commit="abc", interpret=False)
-    given.small = True
-    record = gpu_first.stages().run(given)
+    record = gpu_first.stages().run(options(out, stages="kernels,graphs"))
     assert gpu_first.failures(record) == 2
     assert json.loads(out.read_text()) == record and record["schema"] == "llmopt-gpu-first/1"
     text = out.with_suffix(".md").read_text()
@@ -139,19 +153,239 @@ def test_the_run_writes_a_file_and_a_page_that_says_what_failed(
     assert "graphs: cut off after 60 s in 1 s" in capsys.readouterr().err
 
 
-def test_an_unknown_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="no stage 'all': choose kernels, graphs, tiles"):
-        gpu_first.stages().run(argparse.Namespace(stages="all", commit=None, small=True))
+def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no stage 'all': choose machine, kernels, graphs, tiles"):
+        gpu_first.stages().run(options(tmp_path / "a.json", stages="all"))
 
 
-def test_a_stage_writes_its_findings_as_it_goes(tmp_path: Path, monkeypatch) -> None:
+def test_a_stage_writes_its_findings_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def two(world: World) -> Any:
+        assert 90 < world.seconds_left <= 100
         yield Expectation("a", "b", "c", True)
         yield Facts("profile", ("kernel",), [("_attend",)])
-        raise RuntimeError("CUDA error")
+        raise RuntimeError("CUDA error\nof a kernel")
 
     monkeypatch.setattr(stages, "STAGES", (stages.Stage("kernels", 1, two),))
     with pytest.raises(RuntimeError):
-        gpu_first.run_stage("kernels", tmp_path, small=True, interpret=True)
-    lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
-    assert [next(iter(line)) for line in lines] == ["environment", "expectation", "facts"]
+        gpu_first.run_stage("kernels", tmp_path, options(tmp_path / "out"))
+    with (tmp_path / LINES).open("a") as file:
+        file.write('{"expectation": {"wha')  # killed while it wrote
+    lines = read(tmp_path)
+    assert [next(iter(line)) for line in lines] == [
+        "environment", "expectation", "done", "facts", "failed",
+    ]  # fmt: skip
+    assert _ended(1, 9, lines) == "failed: RuntimeError: CUDA error, after a"
+    assert _ended(-11, 9, lines[:-1]) == "killed by SIGSEGV, after a"
+    assert _ended(None, 9, lines[:1]) == "cut off after 9 s"
+    assert _ended(0, 9, lines) == WHOLE
+
+
+def test_all_stages_end_within_ten_minutes() -> None:
+    assert sum(stage.seconds for stage in stages.STAGES) <= 590
+
+
+def test_a_run_goes_on_where_an_earlier_one_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    ends = {"machine": WHOLE, "kernels": "cut off after 9 s"}
+
+    def in_a_process(_: Parts, name: str, *__: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        ran.append(name)
+        nothing: dict[str, Any] = {"expectations": [], "facts": []}
+        return {"name": name, "ended": ends[name], "seconds": 1.0} | nothing, {"device": "L4"}
+
+    monkeypatch.setattr(Parts, "in_a_process", in_a_process)
+    out, two = tmp_path / "first.json", "machine,kernels"
+    gpu_first.stages().run(options(out, stages=two, resume=True))
+    ends["kernels"] = WHOLE
+    record = gpu_first.stages().run(options(out, stages=two, resume=True))
+    assert ran == ["machine", "kernels", "kernels"]
+    assert [stage["ended"] for stage in record["stages"]] == [WHOLE] * 2
+    assert record["environment"] == {"device": "L4"}
+    with pytest.raises(SystemExit, match="is of commit abc, and this is def: leave --resume out"):
+        gpu_first.stages().run(options(out, resume=True, commit="def"))
+    with pytest.raises(SystemExit, match="is another kind of run"):
+        gpu_first.stages().run(options(out, resume=True, small=False))
+
+
+def test_why_torch_sees_no_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nUpdate"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(
+        SystemExit, match=r"no CUDA device \(torch .* is built without CUDA\): --small"
+    ):
+        device_of(small=False, interpret=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(
+        SystemExit, match=r"\(The NVIDIA driver on your system is too old .*11040\)"
+    ):
+        device_of(small=False, interpret=False)
+
+
+def test_the_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(card: Card) -> dict[str, bool | None]:
+        return {each.what: each.met for each in expectations(found("machine", card, tmp_path))}
+
+    whats = ("compute capability", "free memory", "torch adds eight ones", "a Triton kernel")
+    assert met(Card()) == dict.fromkeys(whats, True)
+    old = Card(name="Tesla T4", capability=(7, 5))
+    old.held[0] = old.memory_bytes // 2  # of another process
+    assert met(old) == dict.fromkeys(whats[:2], False) | dict.fromkeys(whats[2:], True)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    broken = machine._told
+    monkeypatch.setattr(machine, "refuses_triton", lambda _: "Triton is not installed")
+    assert met(Card())["a Triton kernel"] is False
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "ones", refuse)
+    told = expectations(list(machine.machine(World("cpu", SMALL, tmp_path))))
+    assert [each.seen for each in told if not each.met][:1] == [
+        broken(RuntimeError("Failed to find C compiler."))
+    ]
+
+
+def test_the_model_is_the_largest_that_the_card_has_room_for() -> None:
+    cases = ((1, 128, 32), (32, 4096, 32))
+    chosen = {gib: largest(FULL, cases, gib << 30) for gib in (79, 24, 16, 8, 2)}
+    assert chosen[79] == ("llama-3.1-8b", [*cases])
+    assert chosen[24] == ("llama-3.1-8b", [cases[0], (8, 4096, 32)])
+    assert chosen[16] is not None and chosen[16][0] == "llama-3.2-3b"
+    assert chosen[8] is not None and chosen[8][0] in ("llama-3.2-3b", "llama-3.2-1b")
+    assert chosen[2] is None
+
+
+def test_on_a_small_card_fewer_sequences_decode_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setattr(stages, "profile", lambda _: [])
+    asked: list[Any] = []
+
+    def smaller(scale: Any, cases: Any, free: int) -> Any:
+        asked.append(cases)
+        return MODELS[1], [(1, context, steps) for _, context, steps in cases]
+
+    monkeypatch.setattr(stages, "largest", smaller)
+    told = expectations(found("llama-8b", Card(), tmp_path))
+    assert told[0].expected == f"{MODELS[0]}, {max(batch for batch, _, _ in asked[0])} sequences"
+    assert told[0].seen.startswith(f"{MODELS[1]}, 1 sequences, in 8")
+    assert [each.met for each in told] == [None] * 3
+    monkeypatch.setattr(stages, "largest", lambda *_: None)
+    (none,) = found("llama-8b", Card(), tmp_path)
+    assert isinstance(none, Expectation) and none.seen.endswith("GiB are free")
+
+
+def test_a_batch_that_the_cache_does_not_hold_is_no_measurement() -> None:
+    """It would be preempted, and its steps would be those of fewer sequences."""
+
+    class Full:
+        vocab_size, stats = 16, SimpleNamespace(num_running=2)
+
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def add_request(self, name: str, *_: Any) -> None:
+            self.names.append(name)
+
+        def step(self) -> list[Any]:
+            return [SimpleNamespace(request_id=name) for name in self.names]
+
+        def abort(self, name: str) -> None:
+            self.names.remove(name)
+
+    ours = Ours.__new__(Ours)
+    ours.engine, ours._longest = cast(Any, Full()), 64
+    with (
+        pytest.raises(RuntimeError, match="2 of 3 sequences fit into the KV cache"),
+        ours.decoding(3, 8, 2),
+    ):
+        pass
+    with ours.decoding(2, 8, 2) as step:
+        assert step() >= 0
+
+
+def test_copying_is_measured_on_a_card_of_any_size() -> None:
+    with pretended_cuda(Card(memory_bytes=32 << 20)):
+        assert copy_bandwidth(torch.device("cuda")) > 0
+
+
+def test_a_search_of_tiles_ends_in_its_time_and_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+
+    def second(call: Callable[[], object]) -> float:
+        call()
+        return 1.0
+
+    monkeypatch.setattr("tools.gpu_contact.tiles.seconds_of", second)
+    with pretended_cuda(Card()):
+        late = list(tiles(World("cuda", SMALL, tmp_path, ends=0.0)))
+        whole = list(tiles(World("cuda", SMALL, tmp_path)))
+    assert [each.met for each in expectations(late)] == [None] * len(late)
+    assert "none is, of 0 of" in expectations(late)[0].seen
+    assert all(each.met for each in expectations(whole))
+    assert sum(isinstance(each, Facts) for each in whole) == len(expectations(whole)) > 0
+    monkeypatch.setattr("tools.gpu_contact.tiles.refuses_triton", lambda _: "it is not installed")
+    (lacking,) = tiles(World("cuda", SMALL, tmp_path))
+    assert isinstance(lacking, Expectation) and lacking.seen == "it is not installed"
+
+
+def test_kernels_are_told_one_by_one_until_the_card_is_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kernel did before the card was lost is told, and not that all behind it failed too."""
+
+    def two(*_: Any) -> Any:
+        yield SelfTested("norm", "rows of 64", "triton", 1e-3, 2e-2)
+        yield SelfTested("gate", "rows of 64", "triton", None, 2e-2, "CUDA error: illegal access")
+        raise AssertionError("no kernel is tried on a card that is lost")
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("CUDA error: illegal access")
+
+    told = []
+    with pretended_cuda(Card()):
+        monkeypatch.setattr(stages, "tested", two)
+        monkeypatch.setattr(torch.cuda, "synchronize", lost)
+        with pytest.raises(RuntimeError, match="illegal access"):
+            told += [each.met for each in stages.kernels(World("cuda", SMALL, tmp_path))]
+    assert told == []
+    with pretended_cuda(Card()):
+        monkeypatch.setattr(torch.cuda, "synchronize", lost)
+        kernels = stages.kernels(World("cuda", SMALL, tmp_path))
+        first, second = next(kernels), next(kernels)
+        assert [each.met for each in expectations([first, second])] == [True, False]
+        with pytest.raises(RuntimeError, match="illegal access"):
+            next(kernels)
+
+
+def test_graphs_are_tried_on_a_cpu_too(tmp_path: Path) -> None:
+    told = expectations(list(stages.graphs(World("cpu", SMALL, tmp_path))))
+    assert [each.met for each in told] == [True] * 4
+
+
+def test_a_run_with_triton_interpreted_leaves_a_file_and_a_page(tmp_path: Path) -> None:
+    out = tmp_path / "first.json"
+    words = [*gpu_first.COMMAND[:-1], "--small", "--interpret", "--out", out, "--commit", "abc"]
+    words += ["--stages", "machine"]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    record = json.loads(out.read_text())
+    assert [stage["ended"] for stage in record["stages"]] == [WHOLE]
+    assert "machine: a Triton kernel: it does" in run.stderr
+    assert (
+        "| machine | a Triton kernel | compiles and runs | it does |"
+        in out.with_suffix(".md").read_text()
+    )

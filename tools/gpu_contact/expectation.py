@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..gpu_parts import WHOLE
+
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
@@ -46,7 +48,7 @@ def page(record: Mapping[str, Any]) -> str:
     """The record in Markdown, what failed first."""
     told = [(stage["name"], each) for stage in record["stages"] for each in stage["expectations"]]
     failed = [(name, each) for name, each in told if each["met"] is False]
-    broken = [stage for stage in record["stages"] if stage["ended"] != "whole"]
+    broken = [stage for stage in record["stages"] if stage["ended"] != WHOLE]
     met = sum(each["met"] is True for _, each in told)
     lines = [f"# First contact: {record['environment'].get('device', 'unknown device')}", ""]
     lines += [f"{record['date']}, commit {record['commit'] or 'unknown'}.", ""]

@@ -55,7 +55,7 @@ class Ours:
         """Seconds of decode steps of `batch` sequences, at `context` tokens in the middle; and,
         with CUDA, in how many seconds of a step the device computes or copies, from a few steps more.
         """
-        with self._decoding(batch, context, steps) as step:
+        with self.decoding(batch, context, steps) as step:
             seconds = [step() for _ in range(steps)]
             return seconds, _busy_seconds(step) if torch.cuda.is_available() else None
 
@@ -82,7 +82,7 @@ class Ours:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _decoding(self, batch: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
+    def decoding(self, batch: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
         """A call that makes one step and returns its seconds, once every prompt has been computed."""
         engine = self.engine
         start = max(1, context - steps // 2 - self.WARM_STEPS)
@@ -100,6 +100,8 @@ class Ours:
                 step()
             for _ in range(self.WARM_STEPS):
                 step()
+            if (running := engine.stats.num_running) < batch:
+                raise RuntimeError(f"{running} of {batch} sequences fit into the KV cache")
             yield step
         finally:
             for index in range(batch):

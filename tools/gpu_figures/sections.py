@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,32 @@ KV_BYTES = 2
 
 @dataclass
 class World:
-    """The machine, the sizes of the run, and a folder for checkpoints. `left_out` lists what failed."""
+    """The machine, the sizes of the run, and a folder for checkpoints. `left_out` lists what failed.
+
+    Attributes:
+        ends: of `time.monotonic`: what runs then is cut off.
+    """
 
     device: str
     scale: Scale
     home: Path
     left_out: list[str] = field(default_factory=list)
+    ends: float = math.inf
 
-    def __post_init__(self) -> None:
-        device = torch.device(self.device)
-        self.copy_bandwidth = copy_bandwidth(device)
-        self.matrix_flops = matmul_flops(device, torch.bfloat16)
+    @cached_property
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a large copy, measured when it is first asked for."""
+        return copy_bandwidth(torch.device(self.device))
+
+    @cached_property
+    def matrix_flops(self) -> float:
+        """FLOP per second of a large GEMM, measured when it is first asked for."""
+        return matmul_flops(torch.device(self.device), torch.bfloat16)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until this part is cut off."""
+        return self.ends - time.monotonic()
 
     @contextmanager
     def tried(self, what: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.engine.doctor.self_test import ONE_LAUNCH, WHOLE, Sizes
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
 from llmopt.quant.formats.registry import FORMATS
@@ -33,6 +34,8 @@ class Scale:
         prefill: tokens of a prompt.
         num_requests, lengths: the throughput benchmark, and how many tokens its requests bring and get.
         layers: of the models too large or too slow to make whole.
+        bundled, answer: the bundled model that answers, and with how many tokens.
+        self_test: sizes of the kernels' self-test.
     """
 
     contexts: tuple[tuple[int, int, int], ...] = ((32, 4096, 32), (256, 1024, 32))
@@ -44,6 +47,9 @@ class Scale:
     num_requests: int = 256
     lengths: tuple[int, int] = (100, 1024)
     layers: int = 4
+    bundled: str = "stories3M"
+    answer: int = 24
+    self_test: Sizes = WHOLE
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,6 +64,9 @@ SMALL = Scale(
     num_requests=3,
     lengths=(2, 16),
     layers=2,
+    bundled="stories260K",
+    answer=3,
+    self_test=ONE_LAUNCH,
     config={
         "hidden_size": 128,
         "intermediate_size": 128,
