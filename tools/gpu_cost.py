@@ -160,6 +160,7 @@ CASES = {
     "8B bf16, batch 1": (1, 128, 16),
     "batch 32 at 4k": (32, 4096, 16),
     "W4A16, batch 1": (1, 128, 4),
+    "W4A16, batch 1, quantized head": (1, 128, 4),
     "W8A16, batch 1": (1, 128, 8),
     "W8A16, batch 32 at 4k": (32, 4096, 8),
     "fp8 weights, batch 1": (1, 128, 8),
@@ -168,7 +169,9 @@ CASES = {
     "batch 256 at 1k, one at 100k": (256, 1024, 16),
     "prefill 8k": (0, 0, 16),
 }
-"""Batch, context and bits of the weights; the head has 16."""
+"""Batch, context and bits of the weights; the head has 16, but for `PACKED_HEAD`."""
+PACKED_HEAD = ("W4A16, batch 1, quantized head",)
+"""Cases whose head (`--quantize-lm-head`) has the bits of the weights."""
 LINEAR_LAUNCHES = {
     "W4A16": "4-bit weights, symmetric",
     "W8A16": "8-bit weights",
@@ -206,14 +209,16 @@ def expected(case: str, card: str, state: str = "after") -> Expectation:
 
 def _decode(case: str, card: Card, loops: dict[str, Loop]) -> Expectation:
     batch, context, bits = CASES[case]
-    head = VOCABULARY * HIDDEN * 2
     attention = loops["decode"]
     # Of 4 bits there is a 16-bit scale for each 128.
     per_weight = 0.5 + 2 / 128 if bits == 4 else bits / 8
+    packs_head = case in PACKED_HEAD
+    head = VOCABULARY * HIDDEN * (per_weight if packs_head else 2)
     weights = LAYERS * sum(out * inputs for out, inputs in LINEARS) * per_weight
     longest = LONGEST.get(case, context)
     cache = LAYERS * ((batch - 1) * context + longest) * TOKEN_BYTES
-    streamed = (head + (weights if bits == 16 else 0)) * costs.COPIED / costs.STREAMED / card.copy
+    plain = (0 if packs_head else head) + (weights if bits == 16 else 0)
+    streamed = plain * costs.COPIED / costs.STREAMED / card.copy
     launches = AROUND + LAYERS * (BESIDE + attention.launches)
     parts = {"attention": LAYERS * _attention(card, attention, batch, context, longest)}
     launches += LAYERS * len(LINEARS)
@@ -223,6 +228,8 @@ def _decode(case: str, card: Card, loops: dict[str, Loop]) -> Expectation:
         linears = [_packed(card, loop, bits, *linear) for linear in LINEARS]
         parts["weights"] += LAYERS * sum(seconds for seconds, _ in linears)
         launches += LAYERS * sum(split for _, split in linears) * (loop.launches - 1)
+    if packs_head:
+        parts["weights"] += _packed(card, loop, bits, VOCABULARY, HIDDEN)[0]
     parts["launches"] = launches * costs.LAUNCH_SECONDS
     roof = (head + weights + cache) / card.copy
     return Expectation(case, card.name, sum(parts.values()), roof, parts)

@@ -200,6 +200,20 @@ def test_quantized_models_serve_without_a_fault(name: str, tmp_path: Path) -> No
     assert used <= set(served.captured)
 
 
+def test_a_quantized_head_is_served_packed_behind_the_captured_step(tmp_path: Path) -> None:
+    format_name, scheme, shape = QUANTIZED["int4"]
+    write_checkpoint(tmp_path, random_model(**shape), format_name, scheme, head=True)
+    card = Card()
+    with engine_on(card, tmp_path, **FEW) as engine:
+        engine.add_request("0", [1, 2, 3], GREEDY)
+        engine.step()
+        with card.during("decode"):
+            engine.step()
+    launched = card.launches("decode")
+    assert launched["_gemm"] == 1 and card.faults(phases=("decode",)) == []
+    assert not [name for name in launched if name in ("aten.mm", "aten.addmm", "aten.linear")]
+
+
 @pytest.mark.parametrize(
     ("format_name", "scheme", "shape"),
     [
