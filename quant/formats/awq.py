@@ -138,7 +138,7 @@ class AwqFormat:
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         scheme = int_scheme(self.name, only_scheme(self.name, schemes))
         _check_parts_of_names(schemes, ignore)
-        return {
+        config = {
             "quant_method": "awq",
             "bits": scheme.bits,
             "group_size": scheme.group_size,
@@ -146,6 +146,8 @@ class AwqFormat:
             "version": "gemm",
             "modules_to_not_convert": list(ignore),
         }
+        # vLLM's key: without it, it makes a float head for the packed one.
+        return config | ({"lm_head": True} if "lm_head" in schemes else {})
 
     def scheme(self, config: Config, module: str) -> IntScheme:
         if _layout(config) not in ("gemm", "gemv"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,7 +330,12 @@ def test_a_search_of_tiles_ends_in_its_time_and_says_how_far_it_came(
         call()
         return 1.0
 
+    @contextmanager
+    def launches(_: Any = None) -> Iterator[list[dict[str, Any]]]:
+        yield [{"num_stages": 3}]
+
     monkeypatch.setattr("tools.gpu_contact.tiles.seconds_of", second)
+    monkeypatch.setattr("tools.gpu_contact.tiles.launches", launches)
     with pretended_cuda(Card()):
         late = list(tiles(World("cuda", SMALL, tmp_path, ends=0.0)))
         whole = list(tiles(World("cuda", SMALL, tmp_path)))
@@ -369,11 +375,6 @@ def test_kernels_are_told_one_by_one_until_the_card_is_unusable(
         assert [each.met for each in expectations([first, second])] == [True, False]
         with pytest.raises(RuntimeError, match="illegal access"):
             next(kernels)
-
-
-def test_graphs_are_tried_on_a_cpu_too(tmp_path: Path) -> None:
-    told = expectations(list(stages.graphs(World("cpu", SMALL, tmp_path))))
-    assert [each.met for each in told] == [True] * 4
 
 
 def test_a_run_with_triton_interpreted_leaves_a_file_and_a_page(tmp_path: Path) -> None:

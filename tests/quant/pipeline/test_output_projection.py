@@ -10,8 +10,10 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
@@ -77,6 +79,15 @@ def test_the_head_is_quantized_and_read_back(
         theirs = AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.float32)
         with torch.inference_mode():
             assert (theirs(torch.tensor([PROMPT])).logits[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("name", "symmetric"), [("gptq", True), ("awq", False)])
+def test_the_config_says_whether_the_head_is_packed(name: str, symmetric: bool) -> None:
+    """By the key that vLLM reads for both formats, false where it is absent."""
+    scheme, linear = IntScheme(4, 128, symmetric), "model.layers.0.mlp.down_proj"
+    packed = FORMATS[name].config({linear: scheme, HEAD: scheme}, [])
+    plain = FORMATS[name].config({linear: scheme}, [HEAD])
+    assert packed["lm_head"] is True and not plain.get("lm_head", False)
 
 
 def test_cut_before_the_head_the_run_goes_on_there(
