@@ -10,7 +10,13 @@ import torch
 
 from ..base.image_input import NO_IMAGES, Images
 from ..base.transfer import packed, to_device
-from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
+from ..kernels.attention.paged_attention import (
+    AttentionBatch,
+    DecodeCounts,
+    DecodeGroup,
+    SequenceSpan,
+    TreeMask,
+)
 from ..model.layers.attention import StepInputs
 from ..model.layers.state import StateBatch
 from ..scheduling.block_pool import NULL_BLOCK
@@ -104,7 +110,11 @@ def step_inputs(
         # All sequences with evicted blocks keep the same number of sink tokens.
         sink_length = max(evicted.start for _, _, _, evicted in decodes) * block_size
         rows, block_ids, lengths, evicted_spans = of_decodes
-        decode = DecodeGroup(rows, block_ids, lengths, evicted_spans, sink_length)
+        counts = DecodeCounts(
+            [row for row, _, _, _ in decodes],
+            [length - len(evicted) * block_size for _, length, _, evicted in decodes],
+        )
+        decode = DecodeGroup(rows, block_ids, lengths, evicted_spans, sink_length, counts)
     spans = [
         SequenceSpan(
             begin,

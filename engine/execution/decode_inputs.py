@@ -15,6 +15,7 @@ import torch
 from ..base.transfer import packed, to_device
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
+from ..kernels.attention.step_plans import StepPlans
 from ..kernels.graphs.advance_step import AdvanceCall
 from ..model.layers.adapter_slots import NO_SLOT
 from ..model.layers.attention import StepInputs
@@ -60,6 +61,9 @@ class DecodeInputs:
         self._advances = (
             False  # whether a captured step computed it, which can go on from it by itself
         )
+        # Of the sequences that were written last: tokens in their blocks, and steps since.
+        self._known: Sequence[int] = ()
+        self._since = 0
         self._mirror = BlockTables(rows, max_blocks)
         self._arrays = None
         if device.type == "cpu":
@@ -77,8 +81,17 @@ class DecodeInputs:
         """Whether `fill_runs` can write to the tensors."""
         return self._arrays is not None
 
+    def num_held(self, size: int) -> list[int]:
+        """Tokens in the blocks of each of `size` rows, padding included, as the host knows them."""
+        held = [count + self._since for count in self._known]
+        return held + [1] * (size - len(held))
+
     def step(
-        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
+        self,
+        size: int,
+        sink_length: int,
+        aux_hidden_state_layers: tuple[int, ...],
+        plans: StepPlans | None = None,
     ) -> StepInputs:
         """The inputs of a step of `size` rows, on these tensors."""
         group = DecodeGroup(
@@ -88,7 +101,7 @@ class DecodeInputs:
             self._evicted_spans[:size],
             sink_length,
         )
-        batch = AttentionBatch([], group, self._block_size, self._dtype)
+        batch = AttentionBatch([], group, self._block_size, self._dtype, plans=plans)
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
         return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
 
@@ -111,6 +124,8 @@ class DecodeInputs:
             self.adapter_slots[:rows] = packed([adapter_slots], self._device)[0]
         tables = group.block_ids.view(rows, -1)
         self._tables[:rows, : tables.shape[1]] = tables
+        assert group.counts is not None
+        self._known, self._since = group.counts.num_held, 0
         self._filled[:rows] = [None] * rows
         self._pad(rows, size)
 
@@ -121,6 +136,7 @@ class DecodeInputs:
         token_ids, positions, slots, lengths, _, adapters, tables = self._arrays
         rows, block_size = len(runs), self._block_size
         starts = [run.start for run in runs]
+        self._known, self._since = starts, 1
         token_ids[:rows] = [run.token_ids[0] for run in runs]
         positions[:rows] = starts
         lengths[:rows] = starts
@@ -157,6 +173,7 @@ class DecodeInputs:
         else:
             self._go_on_elsewhere(rows)
         self._batch, self._index, self._advances = rows.batch, rows.step, False
+        self._known, self._since = rows.batch.starts, rows.step + 1
         if sampled is not None:
             self._token_ids[: len(rows)].copy_(sampled)
         elif self._arrays is not None:
@@ -180,7 +197,7 @@ class DecodeInputs:
         if advances:
             for begun in self._begun_blocks(rows):
                 self._mirror.append(*begun)
-            self._index = rows.step
+            self._index, self._since = rows.step, rows.step + 1
         else:
             self.fill_batch(rows, size, None, adapter_slots)
             self._advances = True

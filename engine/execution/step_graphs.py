@@ -18,6 +18,7 @@ import torch
 
 from ...quant.base.errors import first_line
 from ..cache.step_inputs import Run
+from ..kernels.attention.step_plans import StepPlans
 from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
@@ -99,6 +100,7 @@ class StepGraphs:
         rows = max(self._sizes, default=0)
         self._static = DecodeInputs(rows, max_blocks, block_size, device, dtype)
         self._graphs: dict[_Kind, Graph] = {}
+        self._plans: dict[_Kind, StepPlans] = {}
         self._decode_steps: dict[tuple[_Kind, bool], DecodeStep] = {}
         self.gave_up = False
         """Whether capturing failed, so that every step is eager."""
@@ -124,6 +126,7 @@ class StepGraphs:
         """Leave every step eager."""
         self._sizes, self.gave_up = (), True
         self._graphs.clear()
+        self._plans.clear()
 
     def prepare(self, inputs: StepInputs, adapter_slots: Sequence[int] | None = ()) -> Forward:
         """Choose a graph and fill its static inputs with a step's values, or leave the step eager.
@@ -196,18 +199,22 @@ class StepGraphs:
         return Forward(lambda: graph.replay()[:rows], is_replay=True)
 
     def _captured(self, kind: _Kind) -> Graph:
-        """The graph of a kind, captured now if it was not."""
-        return self._graphs.get(kind) or self._graph(kind)
+        """The graph of a kind, captured now if it was not, and planned for the static inputs."""
+        graph = self._graphs.get(kind) or self._graph(kind)
+        if plans := self._plans[kind]:
+            plans.renew(self._static.num_held(kind.size))
+        return graph
 
     def _graph(self, kind: _Kind) -> Graph:
         """Capture a step on the static inputs."""
         inputs: StepInputs
+        plans = self._plans[kind] = StepPlans(self._static.num_held(kind.size))
 
         def call() -> torch.Tensor:
             # New for each call, because a kernel computes the batch's layout on first use; and kept alive,
             # because the graph may point to it.
             nonlocal inputs
-            inputs = self._static.step(*kind[:3])
+            inputs = self._static.step(*kind[:3], plans)
             if kind.adapters:
                 rows = self._static.adapter_slots[: kind.size]
                 inputs = replace(inputs, adapters=slot_mask(self._model, rows))

@@ -74,6 +74,9 @@ class World:
                 tensor([b for *_, own in single for b in own + [0] * (width - len(own))]),
                 tensor([length for _, length, _ in single]),
                 tensor([0] * len(single)),
+                counts=pa.DecodeCounts(
+                    [row for row, _, _ in single], [length for _, length, _ in single]
+                ),
             )
         made = pa.AttentionBatch(spans, decode, self.block_size, self.dtype)
         return tensor(rows), made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -11,6 +13,7 @@ from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_rows
 from ..common.verdicts import Trial
 from .flash_attention import attend_flash, refuses_flash_attention
+from .flashinfer import attend_flashinfer, refuses_flashinfer
 from .native_attention import HEAD_CHANNELS, attend_native, native_attention
 from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, attend_sdpa
 from .paged_tensor import LARGEST_CODE, PagedTensor
@@ -91,24 +94,32 @@ def _trial(kernel_query: AttentionKernelQuery) -> Trial[AttentionKernel] | None:
     return attention_trial(device, query.dtype, query.key_dim, query.value_dim, query.stored)
 
 
-def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
+Refusal = Callable[[str, torch.dtype, int, int], str | None]
+"""From device, dtype, and elements of keys and values."""
+
+
+def _refuses_library(refuses: Refusal, kernel_query: AttentionKernelQuery) -> str | None:
+    """Why a kernel of another library does not serve a query; what `refuses` says is its own."""
     if kernel_query.mask != "causal":
         return _ONLY_CAUSAL
     if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
         return reason  # our kernel serves what it does not
     if kernel_query.stored in LARGEST_CODE:
         return "it does not support 8-bit caches with a scale for each token and head"
-    return refuses_flash_attention(
-        kernel_query.device, kernel_query.dtype, kernel_query.key_dim, kernel_query.value_dim
-    )
+    query = kernel_query
+    return refuses(query.device, query.dtype, query.key_dim, query.value_dim)
 
 
 _attend_flash = attend_flash(_attend_triton)
+_attend_flashinfer = attend_flashinfer(_attend_triton)
 
 PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
     "paged attention",
     [
-        Candidate("flash-attention-3", _refuses_flash, _attend_flash),
+        Candidate(
+            "flash-attention-3", partial(_refuses_library, refuses_flash_attention), _attend_flash
+        ),
+        Candidate("flashinfer", partial(_refuses_library, refuses_flashinfer), _attend_flashinfer),
         Candidate("triton-paged", _refuses_triton, _attend_triton),
         Candidate("native-paged", _refuses_native, attend_native),
         Candidate("torch-sdpa", lambda kernel_query: None, attend_sdpa),
@@ -173,9 +184,9 @@ def attention_kernels(
 
 def takes_static_metadata(kernel: AttentionKernel) -> bool:
     """Whether a kernel reads all of a step from tensors: a captured launch serves others of its size."""
-    return kernel in (_attend_triton, _attend_flash)
+    return kernel in (_attend_triton, _attend_flash, _attend_flashinfer)
 
 
 def reads_in_place(kernel: AttentionKernel) -> bool:
     """Whether a kernel reads KV blocks in place, whatever the block table's width (no gather)."""
-    return kernel in (attend_native, _attend_triton, _attend_flash)
+    return kernel in (attend_native, _attend_triton, _attend_flash, _attend_flashinfer)

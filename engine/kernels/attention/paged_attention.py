@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
 
 from .paged_tensor import PagedTensor
+from .step_plans import StepPlans
 
 KernelMetadata = TypeVar("KernelMetadata")
 
@@ -95,6 +96,13 @@ class SequenceSpan:
         return self.num_cached - self.evicted_span
 
 
+class DecodeCounts(NamedTuple):
+    """What the host knows of a decode group: its rows, and its sequences' tokens in their blocks."""
+
+    rows: Sequence[int]
+    num_held: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """The decode sequences of a batch (one query token each), block tables padded to one width.
@@ -104,6 +112,7 @@ class DecodeGroup:
         block_ids: int64 [sequences * width], padded with the null block.
         lengths: int64 [sequences], tokens so far.
         evicted_spans: int64 [sequences], evicted tokens that follow the first `sink_length`.
+        counts: what the host knows of them; None: nothing, as of a captured step.
     """
 
     rows: torch.Tensor
@@ -111,10 +120,15 @@ class DecodeGroup:
     lengths: torch.Tensor
     evicted_spans: torch.Tensor
     sink_length: int = 0
+    counts: DecodeCounts | None = None
 
 
 class AttentionBatch:
-    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers."""
+    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers.
+
+    Attributes:
+        plans: of a captured step, where kernels are planned on the host; None: it is eager.
+    """
 
     def __init__(
         self,
@@ -123,10 +137,12 @@ class AttentionBatch:
         block_size: int,
         dtype: torch.dtype,
         kernel_metadata: object = None,
+        plans: StepPlans | None = None,
     ) -> None:
         self.spans = spans
         self.decode = decode
         self.block_size = block_size
+        self.plans = plans
         self._dtype = dtype
         self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
         self._static_metadata = kernel_metadata

@@ -11,6 +11,7 @@ from .paged_attention import (
     AttentionBatch,
     AttentionKernel,
     AttentionRule,
+    DecodeCounts,
     DecodeGroup,
     SequenceSpan,
 )
@@ -84,11 +85,13 @@ class _World:
             tables = [self.blocks(length) for length in decoded]
             width = max(map(len, tables))
             padded = [block for each in tables for block in each + [0] * (width - len(each))]
+            rows = range(begin, begin + len(decoded))
             decode = DecodeGroup(
-                self.ints(range(begin, begin + len(decoded))),
+                self.ints(rows),
                 self.ints(padded),
                 self.ints(decoded),
                 self.ints([0] * len(decoded)),
+                counts=DecodeCounts(rows, decoded),
             )
         return AttentionBatch(spans, decode, BLOCK_SIZE, self._dtype)
 

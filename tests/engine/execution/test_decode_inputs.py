@@ -57,6 +57,7 @@ class Captured:
 
     def __init__(self, inputs: DecodeInputs) -> None:
         self.inputs, self.step, self.sampled = inputs, inputs.step, torch.zeros(SIZE).long()
+        self.num_held = inputs.num_held
         self.num_advanced = 0
         library = native_advance().library
         assert library is not None
@@ -75,6 +76,7 @@ def check(inputs: DecodeInputs | Captured, rows: DecodeRows) -> None:
     step = inputs.step(SIZE, 0, ())
     group = step.batch.decode
     assert group is not None
+    assert inputs.num_held(SIZE) == (group.lengths - group.evicted_spans).tolist()
     tables = group.block_ids.view(SIZE, -1).tolist()
     for place, row in enumerate(rows):
         block = row.block_ids[row.start // BLOCK_SIZE]

@@ -1,0 +1,356 @@
+"""Plans of FlashInfer's attention (Ye et al., 2025): page tables in its terms, and its wrappers.
+
+`plan` runs on the host: it reads how long the sequences are, splits their keys over programs, and copies what
+it found to the device. So it is given its numbers in pinned memory, which it neither waits for nor stages.
+What it stages itself is pinned too: the next plan waits until the device has read that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...base.transfer import to_device
+from ..common.backends import package
+from .paged_attention import AttentionBatch
+from .paged_tensor import PagedTensor
+
+NAME = "flashinfer"
+WORKSPACE_BYTES = 128 << 20
+"""For the partial results of split keys: what FlashInfer recommends."""
+PLAN_BYTES = 8 << 20
+"""For a plan on the device: what FlashInfer allocates by default."""
+
+
+class Shape(NamedTuple):
+    """What a plan depends on beside the sequences: heads, block size, and a layer's rule.
+
+    With other values than keys they are the keys' first elements (MLA): `key_dim - value_dim` are rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.key_dim != self.value_dim
+
+
+class Pages(NamedTuple):
+    """The sequences of a step: CSR page tables, int32; `indices` on the device, all else on the host.
+
+    Attributes:
+        query_begins: [sequences + 1], of their queries.
+        page_begins: [sequences + 1], of their pages in `indices`.
+        lengths: [sequences], tokens in the pages.
+        last_lengths: [sequences], tokens in the last page of each.
+    """
+
+    query_begins: torch.Tensor
+    page_begins: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor
+    last_lengths: torch.Tensor
+
+
+def pages_of(
+    num_queries: Sequence[int],
+    num_held: Sequence[int],
+    tables: torch.Tensor,
+    places: Sequence[int],
+    block_size: int,
+) -> Pages:
+    """Page tables of sequences of so many queries and tokens; their blocks start at `places` of `tables`."""
+    lengths = np.asarray(num_held, np.int32)
+    pages = -(-lengths // block_size)
+    query_begins, page_begins = (
+        np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (num_queries, pages)
+    )
+    device = tables.device
+    # Page p is of the first sequence that ends behind it, and `p + shift` its place in the tables.
+    shifts = np.asarray(places) - page_begins[:-1]
+    ends, shift = to_device(np.stack([page_begins[1:], shifts]).astype(np.int64), device)
+    page = torch.arange(int(page_begins[-1]), device=device)
+    sequence = torch.searchsorted(ends, page, right=True)
+    indices = tables.index_select(0, page + shift.index_select(0, sequence)).int()
+    host = (query_begins, page_begins, lengths, lengths - (pages - 1) * block_size)
+    queries, begins, held, last = (_pinned(each, device) for each in host)
+    return Pages(queries, begins, indices, held, last)
+
+
+def _pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class _Fixed:
+    """The buffers of a graph's page tables, which every plan fills anew."""
+
+    def __init__(self, sequences: int, indices: torch.Tensor) -> None:
+        def ints(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=indices.device)
+
+        self.query_begins, self.page_begins = ints(sequences + 1), ints(sequences + 1)
+        self.lengths, self.indices = ints(sequences), indices
+
+
+class _Wrapper:
+    """A wrapper of FlashInfer's that is planned and run; `owner` is what it was last planned for."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.owner = shape, None
+        self._library = package(NAME).module
+        self._read: torch.cuda.Event | None = None
+
+    def plan(self, pages: Pages, owner: Any) -> None:
+        """Plan a step; waits until the device has read the plan before it."""
+        if self._read is not None:
+            self._read.synchronize()
+        self._plan(pages)
+        self.owner = owner
+        if pages.indices.device.type == "cuda":
+            self._read = torch.cuda.Event()
+            self._read.record()
+
+    def _plan(self, pages: Pages) -> None:
+        raise NotImplementedError
+
+    def run(self, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor) -> torch.Tensor:
+        """Attention of queries [tokens, heads, head_dim], in the order of the plan's sequences."""
+        raise NotImplementedError
+
+
+class _Grouped(_Wrapper):
+    """Grouped-query attention over keys and values apart (layout NHD)."""
+
+    _wrapper: Any
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        shape = self.shape
+        return {
+            "window_left": -1 if shape.window is None else shape.window - 1,
+            "logits_soft_cap": shape.softcap,
+            "sm_scale": shape.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
+        }
+
+    def run(self, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor) -> torch.Tensor:
+        return self._wrapper.run(queries, (keys.codes, values.codes))
+
+
+class _Decode(_Grouped):
+    """One query a sequence. With tensor cores, as vLLM has it: they serve every size of group."""
+
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+        super().__init__(shape)
+        given: dict[str, Any] = {}
+        if fixed is not None:
+            given = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": fixed.page_begins,
+                "paged_kv_indices_buffer": fixed.indices,
+                "paged_kv_last_page_len_buffer": fixed.lengths,
+            }
+        # "auto" may take a backend whose graphs cannot be planned again.
+        self._wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace.partial, "NHD", use_tensor_cores=True, backend="fa2", **given
+        )
+        if fixed is not None:
+            self._wrapper.reset_workspace_buffer(workspace.partial, workspace.plan_of(shape))
+
+    def _plan(self, pages: Pages) -> None:
+        shape = self.shape
+        heads = shape.heads, shape.kv_heads, shape.key_dim, shape.block_size
+        tables = pages.page_begins, pages.indices, pages.last_lengths
+        self._wrapper.plan(*tables, *heads, seq_lens=pages.lengths, **self._rule)
+
+
+class _Mixed(_Grouped):
+    """Several queries a sequence, the last of its tokens: prefill, chunks of it beside decodes."""
+
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+        super().__init__(shape)
+        assert fixed is None
+        self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace.partial, "NHD")
+
+    def _plan(self, pages: Pages) -> None:
+        shape = self.shape
+        heads = shape.heads, shape.kv_heads, shape.key_dim, shape.block_size
+        tables = pages.query_begins, pages.page_begins, pages.indices, pages.last_lengths
+        self._wrapper.plan(*tables, *heads, causal=True, seq_lens=pages.lengths, **self._rule)
+
+
+class _Latent(_Wrapper):
+    """Multi-head latent attention, absorbed; queries and cache as they are, latent before rotated part."""
+
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+        super().__init__(shape)
+        given: dict[str, Any] = {}
+        if fixed is not None:
+            given = {
+                "use_cuda_graph": True,
+                "qo_indptr": fixed.query_begins,
+                "kv_indptr": fixed.page_begins,
+                "kv_indices": fixed.indices,
+                "kv_len_arr": fixed.lengths,
+            }
+        major, _ = torch.cuda.get_device_capability()
+        # Both can be planned again for a graph, which what "auto" may take elsewhere cannot.
+        backend = "fa3" if major == 9 else "fa2"
+        self._wrapper = self._library.BatchMLAPagedAttentionWrapper(
+            workspace.partial, backend=backend, **given
+        )
+
+    def _plan(self, pages: Pages) -> None:
+        shape = self.shape
+        self._wrapper.plan(
+            metadata=self._library.mla.MLAPlanMetadata.csr(
+                pages.query_begins, pages.page_begins, pages.indices, pages.lengths
+            ),
+            num_heads=shape.heads,
+            head_dim_ckv=shape.value_dim,
+            head_dim_kpe=shape.key_dim - shape.value_dim,
+            page_size=shape.block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+
+    def run(self, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor) -> torch.Tensor:
+        return self._wrapper.run(query=queries, kv_cache=keys.codes.squeeze(2))
+
+
+class Workspace:
+    """What all plans on a device share, as one step runs at a time: memory, and the wrappers of eager steps.
+
+    Graphs share the memory of a plan where they have the same shape: each is planned before its replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.partial = self._bytes(WORKSPACE_BYTES)
+        self._eager: dict[tuple[bool, Shape], _Wrapper] = {}
+        self._plans: dict[Shape, torch.Tensor] = {}
+        self._indices = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def plan_of(self, shape: Shape) -> torch.Tensor:
+        """The memory of a graph's plan."""
+        if shape not in self._plans:
+            self._plans[shape] = self._bytes(PLAN_BYTES)
+        return self._plans[shape]
+
+    def eager(self, shape: Shape, *, is_decode: bool) -> _Wrapper:
+        """The wrapper of eager steps, of one query a sequence or of any."""
+        key = is_decode, shape
+        if key not in self._eager:
+            self._eager[key] = _kind(shape, is_decode)(shape, self, None)
+        return self._eager[key]
+
+    def captured(self, shape: Shape, sequences: int, num_pages: int) -> _Wrapper:
+        """A wrapper for a graph of so many sequences, with at most `num_pages` pages."""
+        if len(self._indices) < num_pages:
+            self._indices = torch.zeros(num_pages, dtype=torch.int32, device=self._device)
+        return _kind(shape, True)(shape, self, _Fixed(sequences, self._indices[:num_pages]))
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self._device)
+
+
+def _kind(shape: Shape, is_decode: bool) -> type[_Decode | _Mixed | _Latent]:
+    if shape.is_latent:
+        return _Latent
+    return _Decode if is_decode else _Mixed
+
+
+@cache
+def workspace_on(device: torch.device) -> Workspace:
+    """The workspace of a device, which stays until the process ends."""
+    return Workspace(device)
+
+
+class EagerPlans:
+    """Plans of an eager step: one for each shape, shared by its layers."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._is_decode = not batch.spans
+        sequences: list[tuple[int, int, int, int]] = []  # first row, queries, tokens, place
+        tables, place = [], 0
+        if (decode := batch.decode) is not None:
+            assert decode.counts is not None
+            tables, width = [decode.block_ids], len(decode.block_ids) // len(decode.rows)
+            for row, held in zip(*decode.counts, strict=True):
+                sequences.append((row, 1, held, place))
+                place += width
+        for span in batch.spans:
+            sequences.append((span.begin, span.end - span.begin, span.num_held, place))
+            tables.append(span.block_ids)
+            place += len(span.block_ids)
+        sequences.sort()
+        self._rows = [row for begin, count, *_ in sequences for row in range(begin, begin + count)]
+        _, counts, held, places = zip(*sequences, strict=True)
+        self._pages = pages_of(counts, held, torch.cat(tables), places, batch.block_size)
+        self._device = self._pages.indices.device
+        self._chosen: torch.Tensor | None = None
+
+    def run(
+        self, shape: Shape, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor
+    ) -> torch.Tensor:
+        """Attention of a batch's rows [rows, heads, head_dim]."""
+        wrapper = workspace_on(self._device).eager(shape, is_decode=self._is_decode)
+        if wrapper.owner is not self:
+            wrapper.plan(self._pages, self)
+        if len(self._rows) == len(queries):
+            return wrapper.run(queries, keys, values)
+        if self._chosen is None:
+            self._chosen = to_device(np.array(self._rows, np.int64), self._device)
+        some = wrapper.run(queries.index_select(0, self._chosen), keys, values)
+        out = queries.new_empty(*queries.shape[:2], values.dim)
+        return out.index_copy_(0, self._chosen, some)
+
+
+class CapturedPlans:
+    """Plans of a captured decode step, one for each shape, on the step's static block tables."""
+
+    def __init__(self, batch: AttentionBatch, num_held: Sequence[int]) -> None:
+        assert batch.decode is not None and not batch.spans
+        self._tables, self._count = batch.decode.block_ids, len(batch.decode.rows)
+        self._block_size = batch.block_size
+        self._wrappers: dict[Shape, _Wrapper] = {}
+        self._pages = self._read(num_held)
+
+    @torch.inference_mode()
+    def renew(self, num_held: Sequence[int]) -> None:
+        """Plan the next replay; the static block tables are filled."""
+        self._pages = self._read(num_held)
+        for wrapper in self._wrappers.values():
+            wrapper.plan(self._pages, self)
+
+    def run(
+        self, shape: Shape, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor
+    ) -> torch.Tensor:
+        """Attention of the step's rows; the first call of a shape plans it, and cannot be captured."""
+        if shape not in self._wrappers:
+            workspace = workspace_on(self._tables.device)
+            wrapper = workspace.captured(shape, self._count, len(self._tables))
+            wrapper.plan(self._pages, self)
+            self._wrappers[shape] = wrapper
+        return self._wrappers[shape].run(queries, keys, values)
+
+    def _read(self, num_held: Sequence[int]) -> Pages:
+        width = len(self._tables) // self._count
+        places = range(0, len(self._tables), width)
+        return pages_of([1] * self._count, num_held, self._tables, places, self._block_size)

@@ -1,0 +1,217 @@
+"""FlashInfer behind the kernels' table, on a stand-in that follows its documented signatures and semantics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.execution import step_graphs
+from llmopt.engine.kernels.attention import dispatch, flashinfer, flashinfer_plans
+from llmopt.engine.kernels.attention.paged_attention import (
+    AttentionRule,
+    attend_reference,
+    attend_sdpa,
+)
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.common.backends import Backend
+from llmopt.engine.kernels.common.dispatch import Candidate, Operation
+
+from ...support import flashinfer_stand_in
+from ...support.attention_world import World
+from ...support.flashinfer_stand_in import Log, Replayed, stand_in
+from ...support.model_families import FAMILIES, save_model
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.world import GREEDY, SAMPLED, serve
+
+PROMPTS = [[1] + [5 + (7 * i + 3 * j) % 60 for i in range(3 + 2 * j)] for j in range(5)]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    """FlashInfer is the stand-in, which writes to the log."""
+    log = Log()
+    library = Backend(stand_in(log))
+    for module in (flashinfer, flashinfer_plans):
+        monkeypatch.setattr(module, "package", lambda name: library)
+    flashinfer_plans.workspace_on.cache_clear()
+    yield log
+    flashinfer_plans.workspace_on.cache_clear()
+
+
+def left(*_: Any) -> torch.Tensor:
+    raise AssertionError("left to the other kernel")
+
+
+never: Any = left
+
+
+RULES = [
+    AttentionRule(0.3),
+    AttentionRule(0.2, window=6),
+    AttentionRule(0.3, window=9, softcap=2.0),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["full", "window", "softcap"])
+def test_mixed_batches(rule: AttentionRule, log: Log) -> None:
+    """Decodes and chunks in any order: one plan and one call a layer for the whole batch."""
+    random = Random(0)
+    for kv_heads in (1, 2, 4):
+        news = [random.choice((1, 1, 2, 7)) for _ in range(random.randint(1, 5))]
+        lengths = [new + random.randint(0, 30) for new in news]
+        world = World(lengths, news, kv_heads=kv_heads)
+        _, batch = world.batch()
+        attend = flashinfer.attend_flashinfer(never)
+        layers = [attend(world.queries, world.keys, world.values, batch, rule) for _ in range(2)]
+        expected = attend_reference(world.queries, world.keys, world.values, batch, rule)
+        torch.testing.assert_close(layers, [expected] * 2, atol=1e-5, rtol=1e-5)
+        kind = "prefill" if batch.spans else "decode"
+        assert (log.plans, log.runs) == ([kind], [kind] * 2)
+        log.plans.clear()
+        log.runs.clear()
+
+
+def test_latents(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multi-head latent attention: values are the keys' first elements, of one KV head."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    dims = {"heads": 6, "kv_heads": 1, "dims": (24, 16), "in_keys": True}
+    world = World([9, 4, 17], [1, 3, 1], **dims)
+    _, batch = world.batch()
+    rule = AttentionRule(0.3)
+    got = flashinfer.attend_flashinfer(never)(world.queries, world.keys, world.values, batch, rule)
+    expected = attend_reference(world.queries, world.keys, world.values, batch, rule)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert log.runs == ["latent"]
+
+
+def test_what_flashinfer_lacks_is_left_to_our_kernel() -> None:
+    world = World([9, 4], [1, 3])
+    _, batch = world.batch()
+    otherwise: Any = lambda *_: world.queries  # noqa: E731
+    attend = flashinfer.attend_flashinfer(otherwise)
+    plain = AttentionRule(1.0)
+    for rule in (
+        AttentionRule(1.0, sinks=torch.zeros(8)),
+        AttentionRule(1.0, chunk=4),
+        AttentionRule(1.0, window=4, num_sink_tokens=2),
+    ):
+        assert attend(world.queries, world.keys, world.values, batch, rule) is world.queries
+    stored = PagedTensor.zeros(12, 8, 4, 32, torch.device("cpu"), torch.float8_e4m3fn)
+    assert attend(world.queries, stored, stored, batch, plain) is world.queries
+    # Values that are narrower than keys, but not a part of them.
+    narrow = world.values.first_elements(16)
+    assert attend(world.queries, world.keys, narrow, batch, plain) is world.queries
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (("cuda", torch.float32, 128, 128), "it takes bfloat16 and float16"),
+        (("cuda", torch.bfloat16, 96, 96), "it takes heads of 64, 128, 256"),
+        (("cuda", torch.bfloat16, 192, 128), "it takes heads of 64, 128, 256"),
+        (("cuda", torch.bfloat16, 128, 128), "flashinfer is not installed"),
+        (("cuda", torch.bfloat16, 576, 512), "flashinfer is not installed"),
+        (("cpu", torch.bfloat16, 128, 128), "it is a CUDA library"),
+    ],
+)
+def test_it_says_why_it_does_not_serve(
+    query: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    missing = Backend(reason="flashinfer is not installed")
+    monkeypatch.setattr(flashinfer, "package", lambda name: missing)
+    refused = flashinfer.refuses_flashinfer(*query)
+    assert refused is not None and refused.startswith(reason)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    old = flashinfer.refuses_flashinfer("cuda", torch.bfloat16, 128, 128)
+    assert old is not None and "compute capability 7.5" in old
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama-3.1", {"decode", "prefill"}),
+        ("gemma-2", {"decode", "prefill"}),
+        ("deepseek-v3", {"latent"}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["captured", "eager", "async"])
+def test_greedy_tokens(
+    family: str,
+    kinds: set[str],
+    mode: str,
+    log: Log,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the engine: plans precede each replay, and none is made in a capture."""
+    save_model(tmp_path, *FAMILIES[family])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 64}
+    options |= {"max_num_seqs": 4, "device": "cpu"}
+
+    def tokens() -> list[list[int]]:
+        built = LLM(tmp_path, **options)
+        return [list(result.token_ids) for result in built.generate(PROMPTS, params)]
+
+    expected = tokens()
+    monkeypatch.setattr(
+        "llmopt.engine.build.capture_on", lambda _: lambda call: Replayed(call, log)
+    )
+    attend = flashinfer.attend_flashinfer(attend_sdpa)
+    monkeypatch.setattr(dispatch, "_attend_flashinfer", attend)
+    candidates = [Candidate("flashinfer", lambda query: None, attend)]
+    monkeypatch.setattr(dispatch, "PAGED_ATTENTION", Operation("paged attention", candidates))
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (1, 2, 4))
+    options |= {"enforce_eager": mode == "eager", "async_scheduling": mode == "async"}
+    assert tokens() == expected
+    assert set(log.runs) == kinds
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+def test_it_serves_without_a_fault(
+    eager: bool, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the pretended card no plan waits for the device, copies pageable memory or is captured."""
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (8, 16, 32, 64))
+    save_model(tmp_path, *FAMILIES["gemma-2"])
+    log.computes = False
+    options: dict[str, Any] = {"num_blocks": 24, "block_size": 16, "enforce_eager": eager}
+    served = serve(Card(), tmp_path, (SAMPLED, GREEDY), async_scheduling=True, **options)
+    assert served.faults == []
+    assert served.num_tokens == {"0": 5, "1": 5} and bool(served.graphs) is not eager
+    # Captured steps of several tokens stay with our kernel.
+    assert set(log.runs) == ({"decode", "prefill"} if eager else {"decode"})
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def test_the_stand_in_has_the_library_s_parameters() -> None:
+    """What the stand-in takes, FlashInfer takes, at the same places."""
+    library = pytest.importorskip("flashinfer")
+    pairs = {
+        flashinfer_stand_in.BatchDecode: library.BatchDecodeWithPagedKVCacheWrapper,
+        flashinfer_stand_in.BatchPrefill: library.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer_stand_in.BatchMLA: library.BatchMLAPagedAttentionWrapper,
+        flashinfer_stand_in.MLAPlanMetadata: library.mla.MLAPlanMetadata,
+    }
+    for ours, theirs in pairs.items():
+        for name in ("__init__", "plan", "run", "reset_workspace_buffer", "csr"):
+            if not hasattr(ours, name) or not hasattr(theirs, name):
+                continue
+            given, taken = parameters(getattr(ours, name)), parameters(getattr(theirs, name))
+            if "kwargs" in taken:  # the decode wrapper hands them on
+                taken = parameters(theirs._plan_impl)
+            positional = [k for k, p in given.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            assert set(given) <= set(taken), (theirs, name)
+            assert positional == list(taken)[: len(positional)], (theirs, name)
