@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.execution.decode_inputs import DecodeInputs
+from llmopt.engine.kernels.attention.paged_attention import DecodeCounts
 from llmopt.engine.kernels.graphs.advance_step import native_advance
 from llmopt.engine.scheduling.block_pool import BlockPool
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
@@ -134,7 +136,8 @@ def test_something_else_may_write_in_between() -> None:
     runs = inputs.step(SIZE, 0, ())
     decode = runs.batch.decode
     assert decode is not None
-    inputs.fill(runs, decode, SIZE, SIZE)
+    counts = DecodeCounts(range(SIZE), inputs.num_held(SIZE))
+    inputs.fill(runs, replace(decode, counts=counts), SIZE, SIZE)
     for _ in range(4):
         assert world.step(inputs) is not None
 
