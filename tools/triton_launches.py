@@ -130,7 +130,7 @@ def blocks(kind: str) -> QuantizedTensor:
 def experts() -> None:
     """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
     from llmopt.engine.kernels.linear.triton_gemm import gemm, most_rows
-    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
+    from llmopt.engine.kernels.moe.triton_token_permutation import MIN_ROWS, permute_tokens
 
     floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
     packed = pack_weight(integers(4, 128, False), [])
@@ -141,7 +141,8 @@ def experts() -> None:
         for routing in (16, 400):
             x = torch.zeros(routing, weight.in_features, dtype=BF16)
             expert_ids = torch.arange(routing) % 2
-            gemm(x, stacked, BF16, None, permute_tokens(expert_ids, 2, 1, most_rows(stacked)))
+            parts = permute_tokens(expert_ids, 2, 1, (MIN_ROWS, most_rows(stacked)))
+            gemm(x, stacked, BF16, None, parts)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

@@ -8,8 +8,11 @@ from typing import cast
 
 import torch
 
+from ..common.backends import package
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_rows
+from ..linear.deep_gemm import NAME as DEEP_GEMM
+from ..linear.deep_gemm import refuses_dtype
 from .experts import Expert, ExpertsKernel, LoopedExperts, RoutedExpert
 from .native_experts import group_native, native_experts
 from .routing import Route, RouterLogits, RoutingRule, route_torch, router_logits_torch
@@ -113,6 +116,22 @@ def _native(
     return LoopedExperts(experts, expert_ids, count, on_inputs) if grouped is None else grouped
 
 
+def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
+    # Permutation, gate and sum are those of the Triton kernels.
+    if (reason := _refuses_grouped(kernel_query)) is not None:
+        return reason
+    return refuses_dtype(kernel_query.device, kernel_query.dtype) or package(DEEP_GEMM).reason
+
+
+def _deep_gemm(
+    experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
+) -> ExpertsKernel:
+    from .triton_experts import group_deep_gemm
+
+    grouped = group_deep_gemm(cast("Sequence[Expert]", experts), on_inputs)
+    return _grouped(experts, expert_ids, count, on_inputs) if grouped is None else grouped
+
+
 def _grouped(
     experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
 ) -> ExpertsKernel:
@@ -128,6 +147,7 @@ EXPERTS: Operation[
 ] = Operation(
     "experts",
     [
+        Candidate("deep-gemm-grouped", _refuses_deep_gemm, _deep_gemm),
         Candidate("triton-grouped", _refuses_grouped, _grouped),
         Candidate("native-grouped", _refuses_native, _native),
         Candidate(LOOP, lambda kernel_query: None, LoopedExperts),

@@ -22,9 +22,10 @@ from ..linear.triton_packed_weight import (
     pack_float_weight,
     stack_packed_weights,
 )
+from .deep_gemm_experts import DeepGemmGroupedLinear, gate_up_and_down
 from .experts import Expert, ExpertLinear
 from .triton_expert_rows import biased_gate, weighted_sum
-from .triton_token_permutation import permute_tokens
+from .triton_token_permutation import MIN_ROWS, permute_tokens
 
 
 class GroupedLinear:
@@ -38,7 +39,7 @@ class GroupedLinear:
     ) -> None:
         self._packed_weight, self.bias, self.activation_quant = tiles, bias, activation_quant
         self.weight_bytes = tiles.weight_bytes + (0 if bias is None else bias.nbytes)
-        self.most_rows = most_rows(tiles)
+        self.rows_between = MIN_ROWS, most_rows(tiles)
 
     def __call__(self, x: Rows, dtype: torch.dtype, parts: TokenPermutation) -> torch.Tensor:
         """Rows `[tokens * top_k, out]`, token by token, without the `bias [experts, out]`."""
@@ -56,14 +57,16 @@ class GroupedExperts:
 
     def __init__(
         self,
-        gate_up: GroupedLinear,
-        down: GroupedLinear,
+        gate_up: GroupedLinear | DeepGemmGroupedLinear,
+        down: GroupedLinear | DeepGemmGroupedLinear,
         combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         count: int,
         on_inputs: bool,
     ) -> None:
         self._gate_up, self._down, self._combine = gate_up, down, combine
         self._count, self._on_inputs = count, on_inputs
+        both = gate_up.rows_between, down.rows_between
+        self._rows_between = max(least for least, _ in both), min(most for _, most in both)
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
 
     def __call__(
@@ -76,8 +79,8 @@ class GroupedExperts:
         top_k, expert_ids = experts.shape[1], experts.flatten()
         if self._on_inputs:
             x = (x[:, None, :] * weights.to(x.dtype)[:, :, None]).flatten(0, 1)
-        most = min(self._gate_up.most_rows, self._down.most_rows)
-        permutation = permute_tokens(expert_ids, self._count, 1 if self._on_inputs else top_k, most)
+        copies = 1 if self._on_inputs else top_k
+        permutation = permute_tokens(expert_ids, self._count, copies, self._rows_between)
         rows = self._gate_up(x, x.dtype, permutation)
         by_row = TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1)
         out = self._down(self._inner(rows, expert_ids), x.dtype, by_row)
@@ -95,6 +98,13 @@ class GroupedExperts:
         if activation_quant is not None and isinstance(self._combine, FusesGateQuant):
             return self._combine.quantized(gate, up, activation_quant)
         return self._combine(gate, up)
+
+
+def group_deep_gemm(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
+    """The experts on DeepGEMM's grouped GEMM; None: they are not in block FP8, or differ."""
+    if (linears := gate_up_and_down(experts)) is None:
+        return None
+    return GroupedExperts(*linears, experts[0].combine, len(experts), on_inputs)
 
 
 def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:

@@ -17,8 +17,8 @@ import triton.language as tl
 from ..common.runtime import power_of_two
 from ..linear.triton_gemm import TokenPermutation
 
-MAX_ROWS = 128
-"""Most rows of a tile, where the weights set no other limit."""
+MIN_ROWS, MAX_ROWS = 16, 128
+"""Least and most rows of a tile, where the weights set no other limit."""
 MAX_COUNTED = 1024
 """Routed rows (tokens x top_k) up to which every program counts all of them."""
 BLOCK = 64
@@ -144,17 +144,21 @@ def _rank_blocks(
 
 
 def permute_tokens(
-    experts: torch.Tensor, count: int, top_k: int, most_rows: int = MAX_ROWS
+    experts: torch.Tensor,
+    count: int,
+    top_k: int,
+    rows_between: tuple[int, int] = (MIN_ROWS, MAX_ROWS),
 ) -> TokenPermutation:
     """The token permutation of a routing; the number of tiles is the static upper bound.
 
     Args:
         experts: expert ids `[tokens * top_k]`, of `count` experts.
         top_k: output rows that read the same input row.
-        most_rows: of a tile.
+        rows_between: least and most rows of a tile, which otherwise has about as many as an expert.
     """
     total = experts.shape[0]
-    rows = min(most_rows, max(16, power_of_two(max(1, total // count))))
+    least, most = rows_between
+    rows = min(most, max(least, power_of_two(max(1, total // count))))
     num_tiles = total // rows + min(count, total)
     width = max(16, power_of_two(count))
     lanes = max(1, min(BLOCK, 8192 // width))

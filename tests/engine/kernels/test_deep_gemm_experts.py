@@ -1,0 +1,137 @@
+"""Experts on DeepGEMM's grouped GEMM, with a stand-in that checks its contiguous layout and computes in torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.kernels.common.backends import Backend
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
+from llmopt.engine.kernels.linear import deep_gemm
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from llmopt.engine.kernels.moe.experts import LoopedExperts
+from llmopt.engine.model.layers.mlp import gating
+from llmopt.quant.base.scheme import Activations, FloatScheme
+from llmopt.quant.grids.float_grid import round_to_fp8
+
+from ...support.triton_world import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="its stand-in computes on a CPU")
+HIDDEN, INNER, COUNT, ROWS = 256, 128, 4, 128
+SCHEME = FloatScheme("block", Activations("fp8", "group128"))
+
+
+def product(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    blocks = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (codes.float() * scales.repeat_interleave(128, 1)) @ (values.float() * blocks).T
+
+
+class Library:
+    """`deep_gemm` on Hopper, as far as it is called."""
+
+    calls = 0
+
+    @staticmethod
+    def get_mn_major_tma_aligned_tensor(scales: torch.Tensor) -> torch.Tensor:
+        assert scales.dtype is torch.float32
+        return scales.T.contiguous().T
+
+    @staticmethod
+    def fp8_gemm_nt(a: Any, b: Any, d: torch.Tensor) -> None:
+        d.copy_(product(*a, *b))
+
+    @classmethod
+    def m_grouped_fp8_gemm_nt_contiguous(
+        cls, a: Any, b: Any, d: torch.Tensor, grouped_layout: torch.Tensor
+    ) -> None:
+        cls.calls += 1
+        (codes, scales), (values, factors) = a, b
+        rows, inputs = codes.shape
+        experts, outputs, _ = values.shape
+        assert codes.dtype is values.dtype is torch.float8_e4m3fn and d.dtype is torch.bfloat16
+        assert d.shape == (rows, outputs) and scales.shape == (rows, inputs // 128)
+        assert scales.stride(0) == 1 and values.is_contiguous() and factors.is_contiguous()
+        assert factors.shape == (experts, outputs // 128, inputs // 128)
+        assert grouped_layout.dtype is torch.int32 and grouped_layout.shape == (rows,)
+        assert rows % ROWS == 0 and grouped_layout.is_contiguous()
+        for begin in range(0, rows, ROWS):
+            block = slice(begin, begin + ROWS)
+            held = grouped_layout[block]
+            expert, used = int(held[0]), int((held >= 0).sum())
+            # One expert a block, its padding at the end; the kernel skips a block that begins with padding.
+            assert (held[:used] == expert).all() and (held[used:] == -1).all()
+            if expert >= 0:
+                d[block] = product(codes[block], scales[block], values[expert], factors[expert]).to(
+                    d.dtype
+                )
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmopt.engine.kernels.moe import deep_gemm_experts, dispatch
+
+    monkeypatch.setenv(VARIABLE, "interpret")
+    Library.calls = 0
+    for module in (deep_gemm, deep_gemm_experts, dispatch):
+        monkeypatch.setattr(module, "package", lambda name: Backend(Library))
+
+
+def expert(number: int) -> Any:
+    g = torch.Generator().manual_seed(number)
+
+    def linear(out: int, inputs: int) -> Any:
+        weight = torch.randn(out, inputs, generator=g) * inputs**-0.5
+        kernel = deep_gemm.DeepGemmLinear(
+            round_to_fp8(weight, SCHEME, torch.float32), torch.bfloat16
+        )
+        return SimpleNamespace(kernel=kernel, bias=None, weight_bytes=kernel.weight_bytes)
+
+    gate_up, down = linear(2 * INNER, HIDDEN), linear(HIDDEN, INNER)
+    combine = gating("silu", RowKernelQuery(DEVICE, torch.bfloat16, INNER))
+
+    class Mlp(SimpleNamespace):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.kernel(x).chunk(2, dim=-1)
+            return down.kernel(combine(gate, up).contiguous())
+
+    return Mlp(gate_up=gate_up, down=down, combine=combine, weight_bytes=0)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (7, 2), (150, 2)])
+def test_they_are_the_sum_of_the_experts(tokens: int, top_k: int) -> None:
+    """No token is routed to the last expert; the first has more than one block of the largest batch."""
+    from llmopt.engine.kernels.moe.triton_experts import group_deep_gemm
+
+    experts = [expert(number) for number in range(COUNT)]
+    grouped = group_deep_gemm(experts, False)
+    assert grouped is not None and grouped.is_capturable
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
+    scores = torch.rand(tokens, COUNT - 1, generator=g)
+    scores[:, 0] += 1
+    weights, ids = scores.topk(top_k, dim=1)
+    got = grouped(x, weights, ids)
+    expected = LoopedExperts(experts, range(COUNT), COUNT, False)(x, weights, ids)
+    assert (got - expected).norm() / expected.norm() < 0.02
+    assert Library.calls == 2
+
+
+def test_it_says_why_it_does_not_serve() -> None:
+    reasons = dict(EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.bfloat16)).reasons)
+    assert reasons["deep-gemm-grouped"] == "it is a CUDA library"
+    some = ExpertsKernelQuery(DEVICE, torch.bfloat16, is_whole=False)
+    reasons = dict(EXPERTS.explain(some).reasons)
+    assert reasons["deep-gemm-grouped"] == "it needs all experts in one process"
+
+
+def test_other_experts_are_left_to_our_kernel() -> None:
+    from llmopt.engine.kernels.moe.triton_experts import group_deep_gemm
+
+    other = expert(1)
+    other.gate_up.kernel = None
+    assert group_deep_gemm([expert(0), other], False) is None
