@@ -25,7 +25,8 @@ from .cache.kv_cache import (
 )
 from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
 from .config.config import EngineConfig
-from .execution.draft_graphs import replay_draft
+from .execution.draft_graphs import replay_draft, replay_head
+from .execution.graph_setting import GraphSetting, capture_on
 from .execution.memory_profile import (
     PROFILE_BLOCKS,
     explaining_out_of_memory,
@@ -34,7 +35,7 @@ from .execution.memory_profile import (
     profile_run,
 )
 from .execution.model_runner import ModelRunner
-from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
+from .execution.step_graphs import StepGraphs, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
 from .execution.token_graphs import TokenGraphs, token_graph_sizes
 from .execution.warm_up import warm_up
@@ -59,8 +60,10 @@ from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.state_pool import StatePool
 from .scheduling.swap_space import SwapSpace
 from .speculation.draft_model import DraftModel
+from .speculation.eagle import EagleProposer
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
+from .tensor_parallel.followed_graphs import GraphSizes
 from .tensor_parallel.placement import bind_shard, machine
 from .tensor_parallel.workers import Workers, open_shards
 
@@ -198,7 +201,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
             _make_lora_slots(config, model)
     check_states(config, model.state_layouts)
     check_eviction(config, model)
-    draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
+    stored = stored_dtype(config.kv_cache_dtype, dtype)
+    draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype, stored)
     with explaining_out_of_memory("the vision tower", device):
         images = open_images(
             checkpoint,
@@ -305,15 +309,14 @@ def open_runner(
     sizes: Sequence[int] = (),
 ) -> ModelRunner:
     """The model runner on a KV cache; `sizes` are the batch sizes of decode steps to capture."""
-    capture, max_blocks = capture_on(loaded.device), limits.max_blocks(loaded.max_model_len)
-    placed = capture, loaded.device, loaded.dtype
-    cached = loaded.model, cache.layers, limits.block_size, max_blocks
     most = limits.max_num_batched_tokens if sizes else 0
     token_sizes = token_graph_sizes(loaded.device, most)
-    token_graphs = TokenGraphs(*cached, token_sizes, *placed)
+    setting = _graph_setting(loaded, limits, cache, sizes, token_sizes)
+    of_draft = sizes if loaded.device.type == "cuda" else ()
     if isinstance(proposer, DraftModel):
-        of_draft = sizes if loaded.device.type == "cuda" else ()
-        replay_draft(proposer, max_blocks, of_draft, token_sizes, *placed)
+        replay_draft(proposer, setting, of_draft, token_sizes)
+    elif isinstance(proposer, EagleProposer):
+        replay_head(proposer, setting, of_draft, token_sizes)
     return ModelRunner(
         loaded.model,
         cache,
@@ -321,13 +324,31 @@ def open_runner(
         loaded.dtype,
         loaded.eos_token_ids,
         proposer,
-        graphs=StepGraphs(*cached, sizes, *placed),
-        token_graphs=token_graphs,
+        graphs=StepGraphs(setting, sizes),
+        token_graphs=TokenGraphs(setting, token_sizes),
         by_rejection=config.speculation is not None
         and config.speculation.acceptance == "rejection",
         evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
         encoders=loaded.images.encoders,
     )
+
+
+def _graph_setting(
+    loaded: LoadedModel,
+    limits: SchedulerConfig,
+    cache: KvCache,
+    sizes: Sequence[int],
+    token_sizes: Sequence[int],
+) -> GraphSetting:
+    """How the model's steps are captured, by its workers as well."""
+    device, dtype, workers = loaded.device, loaded.dtype, loaded.workers
+    max_blocks = limits.max_blocks(loaded.max_model_len)
+    cached = loaded.model, cache.layers, limits.block_size, max_blocks
+    if workers is None or not sizes or not loaded.model.is_capturable:
+        return GraphSetting(*cached, device, dtype, capture_on(device))
+    workers.open_graphs(GraphSizes(tuple(sizes), tuple(token_sizes), max_blocks), dtype)
+    capture = capture_on(device, workers.group.silent)
+    return GraphSetting(*cached, device, dtype, capture, workers)
 
 
 def engine_memory(

@@ -26,7 +26,8 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
-from llmopt.engine.execution.step_graphs import CPU_SIZES, CUDA_SIZES, EagerGraph
+from llmopt.engine.execution.graph_setting import EagerGraph
+from llmopt.engine.execution.step_graphs import CPU_SIZES, CUDA_SIZES
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.recipes import MODELS
 
@@ -94,7 +95,7 @@ def stubbed_engine(loop: str, batch: int, context: int, steps: int) -> Engine:
     graphs._sizes = CPU_SIZES
     if loop == "gpu":
         graphs._sizes = tuple(size for size in CUDA_SIZES if size <= max(32, batch))
-        graphs._capture = EagerGraph
+        graphs._setting = replace(graphs._setting, capture=EagerGraph)
         graphs._static._arrays = None
         graphs._static._mirror.tables = graphs._static._mirror.tables.copy()
         engine._loop = DeviceAsyncLoop(runner)

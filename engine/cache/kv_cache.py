@@ -177,7 +177,6 @@ class KvCache:
             for part in self._parts
         ]
         self._ordered_copies = TorchBlockCopies(self._parts, self._on_host)
-        # Of their shape: a worker makes its cache before it knows how many blocks there are.
         block_bytes = (part.shape[1:].numel() * part.itemsize for part in self._parts)
         query = BlockCopiesKernelQuery(device.type, gcd(*block_bytes))
         self._copies = BLOCK_COPIES.select(query).run(self._parts, self._on_host)

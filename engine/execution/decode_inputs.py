@@ -7,7 +7,7 @@ entries and tokens that only the host knows is copied to a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class DecodeInputs:
         self._known: Sequence[int] = ()
         self._since = 0
         self._mirror = BlockTables(rows, max_blocks)
+        # What the other tensor-parallel ranks lack: rows, and width of their tables.
+        self._new_rows = self._new_width = 0
         self._arrays = None
         if device.type == "cpu":
             self._arrays = [tensor.numpy() for tensor in (*columns, self._tables)]
@@ -105,6 +107,30 @@ class DecodeInputs:
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
         return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
 
+    def clear(self) -> None:
+        """Make every row padding, whose tables stay."""
+        self._forget_batch()
+        self._columns.zero_()
+        self._columns[2].fill_(NULL_BLOCK * self._block_size)
+        self._columns[3].fill_(1)
+        self.adapter_slots.fill_(NO_SLOT)
+
+    def take_news(self) -> tuple[int, ...]:
+        """See `StaticInputs`: rows, and how wide the part of their tables is in which some changed."""
+        news = self._new_rows, self._new_width
+        self._new_width = 0
+        return news
+
+    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+        """See `StaticInputs`."""
+        rows, width = news
+        broadcast(self._columns)
+        if width:
+            tables = self._tables[:rows, :width]
+            packed_tables = tables.contiguous()
+            broadcast(packed_tables)
+            tables.copy_(packed_tables)
+
     def fill(
         self,
         inputs: StepInputs,
@@ -127,7 +153,7 @@ class DecodeInputs:
         assert group.counts is not None
         self._known, self._since = group.counts.num_held, 0
         self._filled[:rows] = [None] * rows
-        self._pad(rows, size)
+        self._pad(rows, size, tables.shape[1])
 
     def fill_runs(self, runs: Sequence[Run], size: int, adapter_slots: Sequence[int] = ()) -> None:
         """Write the values of a plain decode step."""
@@ -147,13 +173,14 @@ class DecodeInputs:
         ]
         self._evicted_spans[:rows] = 0
         adapters[:rows] = adapter_slots or NO_SLOT
+        width = max(starts) // block_size + 1
         for row, run in enumerate(runs):
             if run.block_ids != self._filled[row]:
                 held = run.block_ids[: run.start // block_size + 1]
                 tables[row, : len(held)] = held
                 # What was cut off here is written when the sequence reaches it.
                 self._filled[row] = run.block_ids if len(held) == len(run.block_ids) else None
-        self._pad(rows, size)
+        self._pad(rows, size, width)
 
     def fill_batch(
         self,
@@ -217,6 +244,7 @@ class DecodeInputs:
         np.add(positions, 1, out=lengths)
         self._mirror.take(batch.tables)
         places = positions // block_size
+        width = int(places.max()) + 1
         slots[:] = self._mirror.tables[np.arange(count), places]
         slots *= block_size
         slots += positions % block_size
@@ -225,10 +253,9 @@ class DecodeInputs:
             self._columns.numpy()[1:, :count] = values
         else:
             self._columns[1:, :count].copy_(to_device(values, self._device))
-            width = int(places.max()) + 1
             tables = np.ascontiguousarray(self._mirror.tables[:count, :width])
             self._tables[:count, :width].copy_(to_device(tables, self._device))
-        self._pad(count, size)
+        self._pad(count, size, width)
 
     def _go_on(self, rows: DecodeRows) -> None:
         assert self._arrays is not None
@@ -264,6 +291,7 @@ class DecodeInputs:
         for place in batch.beginning(rows.step):
             column = (batch.starts[place] + rows.step) // self._block_size
             begun.append((place, column, batch.tables[place][column]))
+            self._new_width = max(self._new_width, column + 1)
         return begun
 
     def _forget_batch(self) -> None:
@@ -271,7 +299,8 @@ class DecodeInputs:
             self._batch = None
             self._mirror.forget()
 
-    def _pad(self, rows: int, size: int) -> None:
+    def _pad(self, rows: int, size: int, width: int) -> None:
+        self._new_rows, self._new_width = size, max(self._new_width, width)
         if rows == size:
             return
         self._token_ids[rows:size] = 0

@@ -12,9 +12,9 @@ from ..kernels.common.launch import Launch, replay_launches
 from ..kernels.graphs.advance_step import AdvanceCall, native_advance
 from ..kernels.graphs.cpu_graph import CpuGraph, NotCapturable
 from ..kernels.sampling.argmax import argmax_rows
-from ..model.open import CausalModel
 from ..scheduling.step_plan import DecodeRows
 from .decode_inputs import DecodeInputs
+from .graph_setting import SteppedModel
 
 
 class DecodeForward(NamedTuple):
@@ -43,7 +43,7 @@ class DecodeStep:
     @torch.inference_mode()
     def __init__(
         self,
-        model: CausalModel,
+        model: SteppedModel,
         graph: CpuGraph,
         inputs: DecodeInputs,
         size: int,

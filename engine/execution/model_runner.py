@@ -22,10 +22,12 @@ from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler
 from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 from ..speculation.draft_model import DraftModel
+from ..speculation.eagle import EagleProposer
 from ..speculation.proposer import Proposer
+from .graph_setting import Forward
 from .image_rows import embedded_rows
 from .row_pooling import pooled_rows
-from .step_graphs import Forward, StepGraphs
+from .step_graphs import StepGraphs
 from .step_layout import StepLayout
 from .step_phases import UNTIMED, StepTimer
 from .step_result import LaunchedStep, SampledTokens, StepResult
@@ -107,7 +109,7 @@ class ModelRunner:
                 self._token_graphs.give_up()
             else:
                 self._token_graphs.capture_all(self._aux_hidden_state_layers)
-        if isinstance(self._proposer, DraftModel):
+        if isinstance(self._proposer, DraftModel | EagleProposer):
             self._proposer.capture_all()
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:

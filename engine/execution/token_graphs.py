@@ -10,23 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch
-from ..model.layers.attention import LayerCache, StepInputs
-from ..model.open import CausalModel
+from ..model.layers.attention import StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
-from .step_graphs import (
-    Capture,
-    Forward,
-    Graph,
-    slot_mask,
-    succeeds,
-    with_and_without_adapters,
-)
+from .graph_setting import Forward, Graph, GraphName, GraphSetting, succeeds
 
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of the captured steps, one of them padding: with more, the GPU is busy for longer than a launch."""
@@ -44,37 +37,33 @@ def is_plain(run: Run) -> bool:
     )
 
 
+class TokensKind(NamedTuple):
+    """What tells captured steps of several tokens apart; `adapters`: whether sequences may have some."""
+
+    size: int
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    adapters: bool = False
+
+
 class TokenGraphs:
     """Forward passes of steps of up to `sizes[-1] - 1` tokens.
 
     Args:
-        caches: the KV caches of the model's layers.
-        max_blocks: blocks of a sequence.
         sizes: tokens to capture, ascending; none: no step is captured.
     """
 
-    def __init__(
-        self,
-        model: CausalModel,
-        caches: Sequence[LayerCache],
-        block_size: int,
-        max_blocks: int,
-        sizes: Sequence[int],
-        capture: Capture,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._model, self._caches = model, caches
-        self._sizes = tuple(sizes) if model.captures_any_step else ()
-        self._block_size, self._dtype, self._capture = block_size, dtype, capture
-        self._graphs: dict[tuple[int, tuple[int, ...], bool], Graph] = {}
+    def __init__(self, setting: GraphSetting, sizes: Sequence[int]) -> None:
+        self._setting = setting
+        self._sizes = tuple(sizes) if setting.model.captures_any_step else ()
+        self._block_size, max_blocks = setting.block_size, setting.max_blocks
+        self._graphs: dict[TokensKind, Graph] = {}
         self._buffers: dict[int, Any] = {}
         if self._sizes:
             from ..kernels.attention.triton_static_metadata import StaticBuffer
 
             capacity = StaticBuffer.capacity(self._sizes[-1], max_blocks)
             # Shared: one step runs at a time.
-            memory = torch.zeros(capacity, dtype=torch.int64, device=device)
+            memory = torch.zeros(capacity, dtype=torch.int64, device=setting.device)
             self._buffers = {
                 size: StaticBuffer(size, max_blocks, memory, NULL_BLOCK) for size in self._sizes
             }
@@ -85,8 +74,8 @@ class TokenGraphs:
 
         def capture() -> None:
             for size in reversed(self._sizes):
-                for adapters in with_and_without_adapters(self._model):
-                    self._graph(size, aux_hidden_state_layers, adapters)
+                for adapters in self._setting.with_and_without_adapters:
+                    self.capture_padding(TokensKind(size, aux_hidden_state_layers, adapters))
 
         if not succeeds(capture, "steps of several tokens"):
             self.give_up()
@@ -95,6 +84,7 @@ class TokenGraphs:
         """Leave every step eager."""
         self._sizes = ()
         self._graphs.clear()
+        self._setting.give_up("tokens")
 
     def prepare(
         self,
@@ -117,10 +107,10 @@ class TokenGraphs:
         buffer.fill(*self._values(runs, adapter_slots))
         if fill_placeholders is not None:
             fill_placeholders(buffer.column(0)[:rows])
-        kind = size, aux_hidden_state_layers, bool(adapter_slots)
+        kind = TokensKind(size, aux_hidden_state_layers, bool(adapter_slots))
         graph = self._graphs.get(kind)
         if graph is None:
-            graph = self._graph(*kind)
+            graph = self.capture_padding(kind)
             # Its capture ran on a step of padding.
             buffer.fill(*self._values(runs, adapter_slots))
             if fill_placeholders is not None:
@@ -151,35 +141,33 @@ class TokenGraphs:
         adapters = [slot for slot, run in counted for _ in run.token_ids]
         return [token_ids, positions, slots, adapters], segments
 
-    def _graph(self, size: int, aux_hidden_state_layers: tuple[int, ...], adapters: bool) -> Graph:
+    def captured(self, kind: TokensKind) -> Graph:
+        """The graph of a kind, which was captured."""
+        return self._graphs[kind]
+
+    def static(self, kind: TokensKind) -> Any:
+        """The static inputs of the graphs of a kind."""
+        return self._buffers[kind.size]
+
+    def capture_padding(self, kind: TokensKind) -> Graph:
         """Capture a step of padding."""
-        buffer = self._buffers[size]
+        buffer = self._buffers[kind.size]
         buffer.fill([[]] * buffer.columns, ())
-        inputs: StepInputs
-
-        def call() -> torch.Tensor:
-            # As in `StepGraphs`: new for each call, and kept alive.
-            nonlocal inputs
-            inputs = self._inputs(buffer, aux_hidden_state_layers, adapters)
-            return self._model.forward(inputs, self._caches)
-
-        graph = self._graphs[size, aux_hidden_state_layers, adapters] = self._capture(call)
-        for cache in self._caches:
-            for part in cache.parts:
-                part[NULL_BLOCK].zero_()
+        inputs = partial(self._inputs, kind, buffer)
+        graph = self._graphs[kind] = self._setting.graph(GraphName("tokens", kind), buffer, inputs)
         return graph
 
-    def _inputs(
-        self, buffer: Any, aux_hidden_state_layers: tuple[int, ...], adapters: bool
-    ) -> StepInputs:
+    def _inputs(self, kind: TokensKind, buffer: Any) -> StepInputs:
         from ..kernels.attention.triton_static_metadata import StaticMetadata
 
         metadata = StaticMetadata(buffer, self._block_size)
-        batch = AttentionBatch([], None, self._block_size, self._dtype, metadata)
+        batch = AttentionBatch([], None, self._block_size, self._setting.dtype, metadata)
         token_ids, positions, slots, rows = map(buffer.column, range(buffer.columns))
         given = token_ids, positions, slots, batch
-        inputs = StepInputs(*given, aux_hidden_state_layers=aux_hidden_state_layers)
-        return replace(inputs, adapters=slot_mask(self._model, rows)) if adapters else inputs
+        inputs = StepInputs(*given, aux_hidden_state_layers=kind.aux_hidden_state_layers)
+        if not kind.adapters:
+            return inputs
+        return replace(inputs, adapters=self._setting.slot_mask(rows))
 
 
 def token_graph_sizes(device: torch.device, max_tokens: int) -> tuple[int, ...]:

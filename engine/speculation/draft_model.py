@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from ..base.transfer import HostCopy, packed
+from ..base.transfer import packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
 from ..model.open import CausalModel
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
+from .chain_expansion import draft_chains
 from .proposer import DraftTokens, SamplingRowOf, TargetStates
 from .rejection_sampler import DRAFT_STREAM
 
@@ -75,61 +76,40 @@ class DraftModel:
         runs = [_uncomputed_run(row) for row in rows]
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
         going = [row for row in rows if row.num_draft_tokens]
-        drafts = {row.sequence_id: _Draft() for row in going}
         at = [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
         states = self.forward(runs, None)
+        if not going:
+            return {}
         last = states if len(at) == len(states) else states.index_select(0, self._indices(at))
-        waits: list[Callable[[], None]] = []
-        while going:
-            tokens, wait = self._extend(going, drafts, self.model.logits(last), draw)
-            if any(row.params.reads_tokens for row in going):
-                wait()  # the next draft token depends on the values of these
-            else:
-                waits.append(wait)
-            left = [
-                (place, row)
-                for place, row in enumerate(going)
-                if len(drafts[row.sequence_id].tokens) < row.num_draft_tokens
-            ]
-            if len(left) < len(going):
-                tokens = tokens.index_select(0, self._indices([place for place, _ in left]))
-            going = [row for _, row in left]
-            if going:
-                runs = [drafts[row.sequence_id].last_run(row) for row in going]
-                last = self.forward(runs, tokens)
-        for wait in waits:
-            wait()
-        return {name: draft.tokens_and_tree() for name, draft in drafts.items()}
+        probabilities: dict[str, list[torch.Tensor]] = {row.sequence_id: [] for row in going}
 
-    def _extend(
-        self,
-        rows: Sequence[ScheduledRow],
-        drafts: Mapping[str, _Draft],
-        logits: torch.Tensor,
-        draw: SamplingRowOf,
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Sample the next draft token of each row: the tokens on the device, int64 [rows], and what waits for
-        them and puts them into the drafts, where 0 stands for them until then."""
-        sampling_rows = [draw(row, drafts[row.sequence_id].tokens) for row in rows]
-        if self._independent:
-            probabilities = self._sampler.distributions(logits, sampling_rows)
-            keys = [(sampling.seed, sampling.position) for sampling in sampling_rows]
-            tokens = self._sampler.chosen(probabilities, keys, DRAFT_STREAM)
-            for row, q in zip(rows, probabilities, strict=True):
-                drafts[row.sequence_id].probabilities.append(q)
-        else:
-            tokens = self._sampler.begin(logits, sampling_rows).tokens
-        on_host = HostCopy(tokens)
-        extended = [drafts[row.sequence_id].tokens for row in rows]
-        places = [len(draft) for draft in extended]
-        for draft in extended:
-            draft.append(0)
+        def choose(
+            rows: Sequence[ScheduledRow], chains: Sequence[list[int]], logits: torch.Tensor
+        ) -> torch.Tensor:
+            sampling = [draw(row, chain) for row, chain in zip(rows, chains, strict=True)]
+            if not self._independent:
+                return self._sampler.begin(logits, sampling).tokens
+            distributions = self._sampler.distributions(logits, sampling)
+            for row, q in zip(rows, distributions, strict=True):
+                probabilities[row.sequence_id].append(q)
+            keys = [(each.seed, each.position) for each in sampling]
+            return self._sampler.chosen(distributions, keys, DRAFT_STREAM)
 
-        def wait() -> None:
-            for draft, place, token in zip(extended, places, on_host.wait().tolist(), strict=True):
-                draft[place] = token
+        def follow(
+            rows: Sequence[ScheduledRow], chains: Sequence[list[int]], tokens: torch.Tensor, _: Any
+        ) -> torch.Tensor:
+            runs = [_last_run(row, chain) for row, chain in zip(rows, chains, strict=True)]
+            return self.model.logits(self.forward(runs, tokens))
 
-        return tokens, wait
+        drafts = draft_chains(going, self.model.logits(last), choose, follow)
+        return {
+            name: DraftTokens(
+                tuple(tokens),
+                Tree.chain(len(tokens)),
+                torch.stack(probabilities[name]) if self._independent else None,
+            )
+            for name, tokens in drafts.items()
+        }
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return packed([values], self._device)[0]
@@ -141,19 +121,9 @@ class DraftModel:
         return self.model.forward(inputs, self._cache.layers)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """Draft tokens of a row so far, and the distributions that they were sampled from."""
-
-    tokens: list[int] = field(default_factory=list)
-    probabilities: list[torch.Tensor] = field(default_factory=list)
-
-    def last_run(self, row: ScheduledRow) -> Run:
-        return Run(row.end + len(self.tokens) - 1, self.tokens[-1:], row.block_ids)
-
-    def tokens_and_tree(self) -> DraftTokens:
-        probabilities = torch.stack(self.probabilities) if self.probabilities else None
-        return DraftTokens(tuple(self.tokens), Tree.chain(len(self.tokens)), probabilities)
+def _last_run(row: ScheduledRow, chain: Sequence[int]) -> Run:
+    """The last draft token of a row."""
+    return Run(row.end + len(chain) - 1, chain[-1:], row.block_ids)
 
 
 def _uncomputed_run(row: ScheduledRow) -> Run:

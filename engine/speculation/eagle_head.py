@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.attention.dispatch import attention_kernels
+from ..kernels.attention.dispatch import (
+    attention_kernels,
+    reads_in_place,
+    takes_static_metadata,
+)
 from ..model.decoder.decoder import Decoder
 from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.layers.embedding import TokenEmbedding
@@ -132,7 +136,8 @@ class EagleHead:
     """The EAGLE draft head of a target.
 
     Keys and values of the pair (hidden state at t, token t + 1) are in slot t of the head's KV cache,
-    which is addressed by the target's block ids.
+    which is addressed by the target's block ids. `cache_dtype` is that of stored keys and values; None: the
+    head's.
     """
 
     def __init__(
@@ -143,8 +148,10 @@ class EagleHead:
         target: Decoder,
         max_model_len: int,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.kv_layouts: tuple[KvLayout, ...] = spec.kv_layouts
+        self.hidden_size = spec.shape.hidden_size
         self.aux_hidden_state_layers = weights.aux_hidden_state_layers
         self._weights = weights
         self._target = target
@@ -152,7 +159,19 @@ class EagleHead:
         self._rotary_embedding = RotaryEmbedding(
             [rope], spec.rotary_width, max_model_len, device, dtype, None
         )
-        self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
+        self._attend = attention_kernels(
+            device, dtype, layout.key_dim, layout.value_dim, cache_dtype
+        )
+
+    @property
+    def is_capturable(self) -> bool:
+        """See `Decoder`."""
+        return self._weights.mlp.is_capturable and reads_in_place(self._attend.causal)
+
+    @property
+    def captures_any_step(self) -> bool:
+        """See `Decoder`."""
+        return self.is_capturable and takes_static_metadata(self._attend.causal)
 
     @property
     def bytes_held(self) -> int:

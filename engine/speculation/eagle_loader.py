@@ -30,8 +30,9 @@ def load_eagle(
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> EagleHead:
-    """Load the EAGLE head of a checkpoint for `target`.
+    """Load the EAGLE head of a checkpoint for `target`; `cache_dtype` as for `open_model`.
 
     Raises:
         BadInput: a tensor is missing, a size differs from the target's, or the config is no EAGLE head's.
@@ -62,7 +63,7 @@ def load_eagle(
     load = _eagle3_weights if is_eagle3 else _eagle_weights
     weights = load(_Source(checkpoint, reader, loader, layer, spec, target, device))
     reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
-    return EagleHead(spec, rope, weights, target, max_model_len, dtype)
+    return EagleHead(spec, rope, weights, target, max_model_len, dtype, cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)

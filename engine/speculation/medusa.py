@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,6 +18,7 @@ from ..model.layers.projection import Projection
 from ..model.spec.spec import KvLayout
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
+from .chain_expansion import coupled_chains
 from .head_checkpoint import HeadsCheckpoint
 from .proposer import DraftTokens, SamplingRowOf, TargetStates
 from .tree_expansion import TreeExpansion, expand_trees
@@ -147,16 +149,36 @@ class MedusaProposer:
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        expansions = [
-            TreeExpansion(row, self._width)
+        known = [
+            row
             for row in rows
             if row.num_draft_tokens and (row.sequence_id, row.end - 1) in self._hidden
         ]
+        if self._width == 1:
+            return self._chains(known, draw)
+        expansions = [TreeExpansion(row, self._width) for row in known]
 
         def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
-            hidden = [self._hidden[tree.row.sequence_id, tree.row.end - 1] for tree in active]
-            by_row = self._heads[active[0].level](torch.stack(hidden))
+            hidden = self._last_hidden([tree.row for tree in active])
+            by_row = self._heads[active[0].level](hidden)
             of_nodes = [index for index, tree in enumerate(active) for _ in tree.frontier]
             return by_row.index_select(0, packed([of_nodes], by_row.device)[0])
 
         return expand_trees(expansions, self._sampler, draw, logits)
+
+    def _chains(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
+        if not rows:
+            return {}
+
+        def follow(
+            rows: Sequence[ScheduledRow], chains: Sequence[list[int]], *_: Any
+        ) -> torch.Tensor:
+            return self._heads[len(chains[0])](self._last_hidden(rows))
+
+        first = self._heads[0](self._last_hidden(rows))
+        return coupled_chains(rows, first, self._sampler, draw, follow)
+
+    def _last_hidden(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        return torch.stack([self._hidden[row.sequence_id, row.end - 1] for row in rows])

@@ -39,8 +39,11 @@ def open_draft(
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> Draft | None:
     """Load the draft model or heads that `options` name; None where they name none.
+
+    `cache_dtype` is that of stored keys and values, for which attention kernels are chosen.
 
     Raises:
         BadInput: they do not load, or their vocabulary, context or sizes are not the target's.
@@ -49,13 +52,15 @@ def open_draft(
         return None
     folder = resolve_model(str(options.draft_model))
     if options.method == "draft":
-        return _open_draft_model(folder, tokenizer, target, max_model_len, device, dtype)
+        return _open_draft_model(
+            folder, tokenizer, target, max_model_len, device, dtype, cache_dtype
+        )
     if not isinstance(target, Decoder):
         refuse({options.method, "transformers"})
         raise AssertionError("the compatibility table allows heads for decoders only")
     checkpoint = HeadsCheckpoint(folder)
     if options.method == "eagle":
-        return load_eagle(checkpoint, target, max_model_len, device, dtype)
+        return load_eagle(checkpoint, target, max_model_len, device, dtype, cache_dtype)
     sizes = target.spec.shape.hidden_size, target.vocab_size
     return load_medusa(checkpoint, *sizes, device, dtype)
 
@@ -67,6 +72,7 @@ def _open_draft_model(
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> CausalModel:
     try:
         draft_tokenizer = load_tokenizer(folder)
@@ -77,7 +83,9 @@ def _open_draft_model(
             f"draft model {folder}: its tokenizer is not that of the model, so its draft tokens mean "
             "nothing; choose a model of the same family"
         )
-    model, _ = open_model(open_checkpoint(folder), max_model_len, device, dtype)
+    model, _ = open_model(
+        open_checkpoint(folder), max_model_len, device, dtype, cache_dtype=cache_dtype
+    )
     if model.state_layouts:
         refuse({"draft", "states"}, f"draft model {folder}")
     if model.vocab_size != target.vocab_size:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,11 +20,15 @@ from ...quant.base.errors import BadInput
 from ...quant.open import open_checkpoint
 from ..base.topology import Topology
 from ..cache.kv_cache import KvCache
-from ..model.open import CheckedShard, open_model
+from ..execution.graph_setting import GraphName, GraphSetting, Replay, capture_on
+from ..model.layers.attention import StepInputs
+from ..model.open import CausalModel, CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
+from ..scheduling.step_plan import BlockCopies
 from ..scheduling.window import Window
 from .channel import Channel
+from .followed_graphs import FollowedGraphs, GraphSizes, warm_up
 from .placement import bind_shard, share_of
 
 
@@ -88,25 +92,68 @@ def work(channel: Channel) -> None:
             model.check_shards()
         except BadInput:  # which rank 0 finds too, and reports
             return
-    cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
+    channel.broadcast = group.broadcast
+    calls = _Calls(model, setup, group, channel)
     while True:
         call, argument = channel.receive()
-        if call == "cache":
-            num_blocks, block_size, dtype, on_host = argument
-            cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype, on_host)
-        elif call == "forward":
-            model.forward(argument, cache.layers)
-        elif call == "logits":
-            model.logits(argument)
-        elif call == "load_lora" and model.lora_bank is not None:
-            key, folder = argument
-            model.lora_bank.attach(key, model.lora_bank.read(folder))
-        elif call == "unload_lora" and model.lora_bank is not None:
-            model.lora_bank.detach(argument)
-        elif call == "copy":
-            cache.copy(argument)
-        else:
-            cache.copy_slots(argument)
+        getattr(calls, call)(argument)
+
+
+class _Calls:
+    """The calls that rank 0 broadcasts, by name, on this rank's shard; `cache` is the first."""
+
+    _cache: KvCache
+
+    def __init__(self, model: CausalModel, setup: Setup, group: Group, channel: Channel) -> None:
+        self._model, self._setup, self._group, self._channel = model, setup, group, channel
+        self._graphs: FollowedGraphs | None = None
+
+    def cache(self, sizes: tuple[int, int, torch.dtype, int]) -> None:
+        num_blocks, block_size, dtype, on_host = sizes
+        given = block_size, self._setup.device, dtype, on_host
+        self._graphs = None
+        self._cache = KvCache(self._model.kv_layouts, num_blocks, *given)
+
+    def forward(self, inputs: StepInputs) -> None:
+        self._model.forward(inputs, self._cache.layers)
+
+    def logits(self, hidden: torch.Tensor) -> None:
+        self._model.logits(hidden)
+
+    def graphs(self, sizes: GraphSizes) -> None:
+        device, dtype = self._setup.device, self._setup.dtype
+        cached = self._model, self._cache.layers, self._cache.block_size, sizes.max_blocks
+        capture = capture_on(device, self._group.silent)
+        setting = GraphSetting(*cached, device, dtype, capture, follows=True)
+        self._graphs = FollowedGraphs(setting, sizes, self._group)
+        warm_up(self._group, sizes, self._model.hidden_size, dtype)
+
+    def capture(self, name: GraphName) -> None:
+        assert self._graphs is not None
+        self._channel.send(self._graphs.capture(name))
+
+    def replay(self, step: Replay) -> None:
+        assert self._graphs is not None
+        self._graphs.replay(step)
+
+    def give_up(self, kind: str) -> None:
+        assert self._graphs is not None
+        self._graphs.give_up(kind)
+
+    def load_lora(self, adapter: tuple[str, Path]) -> None:
+        key, folder = adapter
+        assert self._model.lora_bank is not None
+        self._model.lora_bank.attach(key, self._model.lora_bank.read(folder))
+
+    def unload_lora(self, key: str) -> None:
+        assert self._model.lora_bank is not None
+        self._model.lora_bank.detach(key)
+
+    def copy(self, copies: BlockCopies) -> None:
+        self._cache.copy(copies)
+
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_slots(copies)
 
 
 def main() -> None:

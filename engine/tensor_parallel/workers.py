@@ -7,7 +7,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..model.open import CausalModel, CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
 from .channel import Channel, pack
+from .followed_graphs import GraphSizes, warm_up
 from .placement import machine
 from .worker import Loaded, Setup
 
@@ -45,6 +47,7 @@ class Workers:
         self._channels: list[Channel] = []
         self.loaded: list[Loaded] = []
         """Each worker's reply after loading."""
+        self._model: CausalModel | None = None
         self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
         for rank in range(1, setup.size):
             device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
@@ -72,10 +75,7 @@ class Workers:
             PeerLost: a worker has ended.
         """
         for channel in self._channels:
-            try:
-                loaded: Loaded = channel.receive()
-            except (EOFError, OSError) as error:
-                raise PeerLost(self._lost()) from error
+            loaded: Loaded = self._receive(channel)
             if loaded.refusal is not None:
                 raise BadInput(loaded.refusal)
             self.loaded.append(loaded)
@@ -85,19 +85,48 @@ class Workers:
     def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
         """From now on, broadcast every call of `model` and every copy in `cache` to the workers."""
         self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
+        self._model = model
         model.broadcast = cache.broadcast = self.broadcast
+
+    def open_graphs(self, sizes: GraphSizes, dtype: torch.dtype) -> None:
+        """Have the workers make `SharedGraph`s with this rank, on the cache that was attached."""
+        assert self._model is not None
+        self.broadcast("graphs", sizes)
+        warm_up(self.group, sizes, self._model.hidden_size, dtype)
+
+    def replies(self) -> list[str | None]:
+        """Each worker's reply to a capture; see `Ranks`."""
+        return [self._receive(channel) for channel in self._channels]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block, calls of the model are this rank's alone; see `Ranks`."""
+        assert self._model is not None
+        before, self._model.broadcast = self._model.broadcast, None
+        try:
+            yield
+        finally:
+            self._model.broadcast = before
 
     def broadcast(self, call: str, argument: Any) -> None:
         """Broadcast a call to all workers; raise `PeerLost` where one has ended."""
         self._send(self._channels, (call, argument))
 
     def _send(self, channels: Sequence[Channel], value: object) -> None:
-        message = pack(value)
+        content, on_device = pack(value)
         for channel in channels:
             try:
-                channel.send_packed(message)
+                channel.send_packed(content)
             except OSError as error:
                 raise PeerLost(self._lost()) from error
+        for tensor in on_device:
+            self.group.broadcast(tensor)
+
+    def _receive(self, channel: Channel) -> Any:
+        try:
+            return channel.receive()
+        except (EOFError, OSError) as error:
+            raise PeerLost(self._lost()) from error
 
     def _lost(self) -> str:
         return f"tensor parallel: {self._explanation() or 'a worker has closed its pipe'}"

@@ -80,7 +80,7 @@ def test_a_card_on_which_capturing_fails_is_told(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setenv(VARIABLE, "off")
-    monkeypatch.setattr("llmopt.engine.execution.step_graphs.CudaGraph", refuse)
+    monkeypatch.setattr("llmopt.engine.execution.graph_setting.CudaGraph", refuse)
     told = expectations(found("graphs", Card(), tmp_path))
     assert [each.met for each in told] == [True, False] * 2
     assert told[1].seen == "0"

@@ -6,7 +6,7 @@ the null block, and write to the last row of the step, which no sequence has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ class StaticBuffer:
     Attributes:
         size: tokens, the last of which is padding.
         max_blocks: of a sequence.
+        num_filled: numbers that the last step has.
     """
 
     size: int
@@ -58,6 +59,7 @@ class StaticBuffer:
     null_block: int
     kinds: dict[tuple[int, bool], _TileKind] = field(default_factory=dict)
     segments_filled: Sequence[Segment] = ()
+    num_filled: int = 0
 
     columns = 4
 
@@ -119,7 +121,16 @@ class StaticBuffer:
             numbers = self._numbers(kind, segments)
             host[kind.begin : kind.begin + len(numbers)] = numbers
         host[-1] = self.null_block
+        self.num_filled = len(host) + len(table)
         self._copy(0, np.concatenate([host, np.array(table, np.int64)]))
+
+    def take_news(self) -> tuple[int, ...]:
+        """What a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
+        return (self.num_filled,)
+
+    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+        """Broadcast so many numbers from rank 0 to all."""
+        broadcast(self.on_device[: news[0]])
 
     def _fields(self, segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
         """The segments [size + 1, 6], and the blocks that follow the table's first entry."""

@@ -17,6 +17,7 @@ Launch = tuple[Any, ctypes.Structure]
 
 class _LaunchCapture(threading.local):
     on_launch: Callable[[Launch], None] | None = None
+    on_call: Callable[[Callable[[], object]], None] | None = None
 
 
 _capture = _LaunchCapture()
@@ -33,14 +34,27 @@ def launch(function: Any, call: ctypes.Structure) -> int:
     return function(ctypes.byref(call))
 
 
+def call_or_capture(call: Callable[[], object]) -> None:
+    """Make a call that is neither a launch nor an operation of torch's, such as a collective; under
+    `capturing_launches` only report it."""
+    if _capture.on_call is not None:
+        _capture.on_call(call)
+    else:
+        call()
+
+
 @contextmanager
-def capturing_launches(on_launch: Callable[[Launch], None]) -> Iterator[None]:
-    """Within the block, report every launch of this thread to `on_launch` instead of running it."""
-    before, _capture.on_launch = _capture.on_launch, on_launch
+def capturing_launches(
+    on_launch: Callable[[Launch], None], on_call: Callable[[Callable[[], object]], None]
+) -> Iterator[None]:
+    """Within the block, report every launch of this thread to `on_launch` instead of running it, and other
+    calls to `on_call`."""
+    before = _capture.on_launch, _capture.on_call
+    _capture.on_launch, _capture.on_call = on_launch, on_call
     try:
         yield
     finally:
-        _capture.on_launch = before
+        _capture.on_launch, _capture.on_call = before
 
 
 class _Entry(ctypes.Structure):

@@ -1,9 +1,9 @@
 """CPU graphs: capture of a function of CPU tensors, and replay of it; the counterpart of CUDA graphs.
 
-Capture records every torch operation and every C-kernel launch in order. The kernels are not launched, so
-the result of a capture is meaningless. Replay launches the kernels from C and calls the torch operations
-again on the same tensors; no Python of the model runs. Inputs and results stay at the addresses of the
-capture: the caller copies new values into the captured input tensors.
+Capture records every torch operation, C-kernel launch and collective in order. Kernels and collectives do not
+run, so the result of a capture is meaningless. Replay launches the kernels from C and calls the rest again
+on the same tensors; no Python of the model runs. Inputs and results stay at the addresses of the capture: the
+caller copies new values into the captured input tensors.
 
 Shapes are static and control flow is frozen at capture. Data-dependent operations raise `NotCapturable`;
 Python that reads values past torch's dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
@@ -91,7 +91,7 @@ class CpuGraph:
         self._pool = pool
         self.is_native = True
         with (
-            capturing_launches(self._unflushed.append),
+            capturing_launches(self._unflushed.append, self._add_operation),
             _CaptureMode(self._capture_operation, pool),
         ):
             self.result = call()

@@ -177,12 +177,12 @@ class Decoder:
     def is_capturable(self) -> bool:
         """Whether steps can be captured into a graph: static shapes, no data-dependent control flow.
 
-        Requires no tensor-parallel workers, no MoE kernel that counts tokens per expert on the host, paged
-        attention that reads the blocks in place, and no constant state.
+        Requires no MoE kernel that counts tokens per expert on the host, paged attention that reads the
+        blocks in place, and no constant state.
         """
         same = all(layer.is_capturable for layer in self.weights.layers)
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
-        return same and self.broadcast is None and in_place and not self.state_layouts
+        return same and in_place and not self.state_layouts
 
     @property
     def captures_any_step(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import distributed
 
 from ....quant.base.errors import BadInput, Failure
+from ...kernels.common.launch import call_or_capture
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of rendezvous and collectives, after which a peer counts as dead."""
@@ -23,7 +25,8 @@ class PeerLost(Failure):
 class Group:
     """Collectives over the tensor-parallel ranks, after all have called `connect`.
 
-    gloo over the loopback interface on CPUs, NCCL on GPUs.
+    gloo over the loopback interface on CPUs, NCCL on GPUs, on the current stream: CPU and CUDA graphs capture
+    them.
 
     Raises:
         BadInput: this torch lacks the backend for the device.
@@ -40,7 +43,9 @@ class Group:
             raise BadInput(f"tensor_parallel_size = {size}: this torch has no {backend}")
         self.rank = rank
         self.size = size
+        self.device = device
         self._cuda = cuda
+        self._silent = False
         self._processes: Any = None
         self.explain: Callable[[], str | None] = lambda: None
         """Called for the reason when an operation fails."""
@@ -53,9 +58,26 @@ class Group:
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `part`, in place."""
-        part = part.contiguous()
-        self._run(lambda: self._processes.allreduce([part]).wait())
+        part, options = part.contiguous(), distributed.AllreduceOptions()
+        options.asyncOp = False
+        self._collect(lambda: self._processes.allreduce([part], options))
         return part
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values of a contiguous tensor, in place."""
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        self._collect(lambda: self._processes.broadcast([tensor], options))
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within the block, collectives do nothing: for the call that warms a capture up, whose values mean
+        nothing, and which must not wait for a rank on which it fails."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
 
     def all_gather_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """`[rows, width]` from all ranks' columns, split as by `Shard.vocabulary`; sent padded."""
@@ -65,7 +87,7 @@ class Group:
         padded = part.new_zeros(part.shape[0], widest)
         padded[:, : part.shape[1]] = part
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._run(lambda: self._processes.allgather([parts], [padded]).wait())
+        self._collect(lambda: self._processes.allgather([parts], [padded]))
         return torch.cat([p[:, :count] for p, count in zip(parts, counts, strict=True)], dim=1)
 
     def _rendezvous(self, store: Any) -> None:
@@ -80,9 +102,20 @@ class Group:
             options._timeout = TIMEOUT
         self._processes = kind(store, self.rank, self.size, options)
 
+    def _collect(self, collective: Callable[[], Any]) -> None:
+        """Run a collective; a capture records it instead."""
+        if not self._silent:
+            call_or_capture(lambda: self._run(lambda: _wait(collective())))
+
     def _run(self, operation: Callable[[], object]) -> None:
         try:
             operation()
         except RuntimeError as error:
             reason = self.explain() or (str(error).splitlines() or ["no answer"])[0]
             raise PeerLost(f"tensor parallel: {reason}") from error
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective: the host with gloo, the current stream with NCCL."""
+    if work is not None:
+        work.wait()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import step_graphs
+from llmopt.engine.execution.graph_setting import EagerGraph, Graph
 from llmopt.engine.kernels.attention.dispatch import AttentionKernels
 from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
@@ -24,15 +25,15 @@ RECORDS = native_attention().reason is None
 def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int]]:
     """Greedy tokens and their logprobs, and the sizes of the graphs that gave them."""
     used: set[int] = set()
-    graph_of = step_graphs.StepGraphs._captured
+    graph_of = step_graphs.StepGraphs.captured
 
-    def captured(self: Any, kind: Any) -> step_graphs.Graph:
+    def captured(self: Any, kind: Any) -> Graph:
         used.add(kind.size)
         return graph_of(self, kind)
 
     llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
-    with patch.object(step_graphs.StepGraphs, "_captured", captured):
+    with patch.object(step_graphs.StepGraphs, "captured", captured):
         results = llm.generate(PROMPTS, params)
     scored = [[one.logprob for one in result.logprobs or () if one] for result in results]
     return [list(r.token_ids) for r in results], scored, used
@@ -64,7 +65,7 @@ def test_rows_up_to_the_next_size_change_nothing(
     expected, near, _ = decoded(enforce_eager=True, **options)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", sizes)
     if capture == "called again":
-        monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: step_graphs.EagerGraph)
+        monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: EagerGraph)
     tokens, scored, used = decoded(**options)
     assert tokens == expected
     # torch's own GEMMs sum in another order where there are more rows.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.execution import step_graphs
+from llmopt.engine.execution import graph_setting, step_graphs
 from llmopt.engine.kernels.activations.quantized_activations import QuantizedActivations
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.model.layers.projection import Projection
@@ -65,9 +65,9 @@ def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     expected = tokens(tmp_path, enforce_eager=True)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", (3,))
     calls: list[int] = []
-    replay = step_graphs.EagerGraph.replay
+    replay = graph_setting.EagerGraph.replay
     monkeypatch.setattr(
-        step_graphs.EagerGraph, "replay", lambda self: calls.append(1) or replay(self)
+        graph_setting.EagerGraph, "replay", lambda self: calls.append(1) or replay(self)
     )
     assert tokens(tmp_path) == expected
     assert calls or DEVICE == "cuda"

@@ -15,6 +15,7 @@ import torch
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.kernels.attention.dispatch import attention_kernels
 from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow
 from llmopt.engine.speculation.proposer import DraftTokens, SamplingRowOf
@@ -387,3 +388,22 @@ def test_trained_heads_predict_better_than_chance(tmp_path: Path) -> None:
         assert tokens == expected
         if method is not None:
             assert llm.engine.stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft"])
+def test_attention_is_chosen_for_the_cache_that_it_reads(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the head and of the draft model: a kernel that takes no 8-bit caches may not serve one."""
+    chosen: list[Any] = []
+
+    def watched(*query: Any) -> Any:
+        chosen.append(query[4])
+        return attention_kernels(*query)
+
+    for module in ("speculation.eagle_head", "model.decoder.decoder"):
+        monkeypatch.setattr(f"llmopt.engine.{module}.attention_kernels", watched)
+    folder = write_eagle(tmp_path) if method == "eagle" else MODELS / "stories260K"
+    options: dict[str, Any] = {"speculation": SpeculationConfig(method, folder), "num_blocks": 9}
+    LLM("stories3M", device="cpu", kv_cache_dtype="int8", max_model_len=64, **options)
+    assert chosen == [torch.int8] * 2
