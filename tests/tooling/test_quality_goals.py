@@ -104,3 +104,15 @@ def test_markdown_has_every_row_and_every_error() -> None:
     assert "| int4 | gptqmodel gptq asym | 4.30 | 30.000 | 0.2 (0.18 to 0.22) | 75.0 % |" in text
     assert "Not run: int4 by gptqmodel awq asym: CUDA is not available" in text
     assert "ours not measured: no verdict" in text
+
+
+@pytest.mark.parametrize(
+    ("kl", "stored", "met"), [(1.9, 2.1, True), (2.1, 2.1, False), (1.0, 2.5, None)]
+)
+def test_lattice_codes_at_or_below_auto_rounds(kl: float, stored: float, met: bool | None) -> None:
+    rows = [
+        row("autoround", "autoround", 2.0, bits_per_weight=2.36, bits=2),
+        row("llmopt", "trellis", kl, bits_per_weight=stored, bits=2) | {"grid": "IQ2_XS"},
+    ]
+    found = [goal for goal in goals(rows) if goal.text.startswith("2 bits: auto-round")]
+    assert [goal.met for goal in found] == [met]

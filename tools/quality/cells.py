@@ -35,6 +35,7 @@ GGUF_TYPES = {
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
 TRELLIS_BESIDE = {"IQ4_XS": 4, "IQ3_S": 3, "IQ2_XS": 2}
 """Types of llama.cpp that trellis and lattice codes of fewer bits a weight are held against."""
+GPTAQ = {"asymmetric": None}  # where the command takes it by default
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -67,6 +68,10 @@ class Cell:
                 words.append(key)
             elif key == "solver":
                 words.append(value)
+            elif key == "target_bpw":
+                words.append(f"{value} bits")
+            elif key == "finetune_steps":
+                words.append("tuned")
             elif key == "rotations":
                 words += value
         return " ".join(words)
@@ -78,7 +83,7 @@ class Cell:
     @property
     def on_twin(self) -> bool:
         """Whether its blocks need the 768-wide twin: of 256 weights, or transforms of 128 channels."""
-        return self.is_gguf or self.grid in TRELLIS_BESIDE
+        return self.is_gguf or self.grid in GGUF_TYPES
 
 
 def cells() -> Iterator[Cell]:
@@ -108,9 +113,12 @@ def cells() -> Iterator[Cell]:
     for method in ("rtn", "gptq", "awq"):
         yield from _gguf("llmopt", method, imatrix=(True,))
     for grid, bits in TRELLIS_BESIDE.items():
-        yield Cell("llmopt", "trellis", grid, bits)
-        yield Cell("llmopt", "quip", grid, bits)
-        yield Cell("llmopt", "quip", f"int{bits}", bits)  # any width: of the model itself
+        yield Cell("llmopt", "trellis", grid, bits, GPTAQ)
+        yield Cell("llmopt", "trellis", grid, bits, GPTAQ | {"finetune_steps": 100})
+        yield Cell("llmopt", "quip", grid, bits, GPTAQ)
+        yield Cell("llmopt", "quip", f"int{bits}", bits, GPTAQ)  # any width: of the model itself
+        yield Cell("llmopt", "squeezellm", f"lookup{bits}", bits)
+    yield Cell("llmopt", "trellis", "IQ2_S", 2, GPTAQ | {"target_bpw": 2.5})
 
 
 def _four_bit_floats() -> Iterator[Cell]:

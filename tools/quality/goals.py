@@ -14,6 +14,10 @@ RECOVERED = {4: 0.70, 3: 0.60}
 MORE_BITS = 0.1
 """Bits per weight that our row may store beyond the peer's that it is held against."""
 
+LATTICES = ("trellis", "quip")
+APART = ("squeezellm",)
+"""Methods whose grid no package of the table writes: rows to read, without a goal."""
+
 DEFAULT_METHOD = str(next(f.default for f in fields(QuantizeRequest) if f.name == "method"))
 DEFAULT_ROTATIONS = ["R2"]  # and GPTAQ, see `quant/plan/defaults.py`
 DEFAULT_TIME = 3.0
@@ -38,8 +42,14 @@ class Goal:
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Every goal that the rows concern; rows with an error have no scores and are left out."""
     scored = [row for row in rows if "kl_nats" in row]
-    grids = list(dict.fromkeys(row["grid"] for row in sorted(scored, key=lambda r: -r["bits"])))
-    return [*(_beside_peers(scored, grid) for grid in grids), *_recovered(scored), _default(scored)]
+    ordered = sorted(scored, key=lambda row: -row["bits"])
+    grids = dict.fromkeys(row["grid"] for row in ordered if row["method"] not in APART)
+    return [
+        *(_beside_peers(scored, grid) for grid in grids),
+        *_recovered(scored),
+        *_lattices(scored),
+        _default(scored),
+    ]
 
 
 def exit_code(found: Sequence[Goal]) -> int:
@@ -90,6 +100,23 @@ def _recovered(rows: Sequence[Row]) -> Iterator[Goal]:
         yield Goal(f"{text}, {share:.1%} by {_words(ours)}", share >= least)
 
 
+def _lattices(rows: Sequence[Row]) -> Iterator[Goal]:
+    """Trellis or lattice codes of 2 and 3 bits beside auto-round's integers, at no more bits a weight."""
+    for bits in (3, 2):
+        mine = [row for row in rows if row["bits"] == bits]
+        peer = _best([row for row in mine if row["package"] == "autoround"])
+        codes = [row for row in mine if row["method"] in LATTICES]
+        if not codes:
+            continue
+        text = f"{bits} bits: auto-round {_words(peer) if peer else 'not measured'}"
+        most = peer["bits_per_weight"] if peer else 0.0
+        ours = _best([row for row in codes if row["bits_per_weight"] <= most])
+        if peer is None or ours is None:
+            yield Goal(f"{text}, ours not measured at as many bits", None)
+        else:
+            yield Goal(f"{text}, ours {_words(ours)}", ours["kl_nats"] <= peer["kl_nats"])
+
+
 def _default(rows: Sequence[Row]) -> Goal:
     """The default method is the one that wins at 4 bits within three times gptq's time."""
     mine = [row for row in rows if row["package"] == OURS and row["grid"] == "int4"]
@@ -118,6 +145,8 @@ def label(row: Row) -> str:
     words += options.get("rotations", ())
     if options.get("asymmetric"):
         words.append("GPTAQ")
+    if "finetune_steps" in options:
+        words.append("tuned")
     if "solver" in options:
         words.append(options["solver"])
     return " ".join(words)

@@ -4,7 +4,8 @@
         --calibration c4.jsonl --text wiki.test.raw --output docs/measured/cpu/quality-real.json
 
 The reference is SmolLM2-135M-Instruct made continuous (tools/continuous_model.py); GGUF mixes are of its
-768-wide twin. Rows gain one by one in the JSON file, and the same command goes on where it was stopped.
+768-wide twin. With `--plain FOLDER` it is another model of the Llama shape, as it is, for all cells, such as
+the bundled one. Rows gain one by one in the JSON file, and the same command goes on where it was stopped.
 Ends with 0 where every goal is met, 1 where one is missed, 3 where rows are missing.
 """
 
@@ -26,6 +27,8 @@ from llmopt.bench.quality.summary import FORMULAS
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.calibration import Calibration, load_calibration
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 
 from tools.continuous_model import make
 from tools.quality.cells import GROUP_SIZE, Cell, cells
@@ -87,12 +90,23 @@ class Session:
         path = self.given.models / f"{self.twin.name}-f32.gguf"
         if not path.exists():
             part = path.with_suffix(".partial")
-            write_float_gguf(self.twin, fetch_gguf(self.given.models), part)
+            write_float_gguf(self.twin, self._original_gguf(), part)
             part.replace(path)
         return path.resolve()
 
+    def _original_gguf(self) -> Path:
+        """A file whose tokenizer and shape llama.cpp takes for the model."""
+        if not self.given.plain:
+            return fetch_gguf(self.given.models)
+        folder = self.given.models / f"{self.twin.name}-Q8_0"
+        if not folder.exists():
+            quantize(
+                QuantizeRequest(self.twin, folder, method="rtn", gguf_type="Q8_0", format="gguf")
+            )
+        return next(folder.glob("*.gguf"))
+
     def _imatrix(self) -> Path:
-        path = self.given.models / f"imatrix-{self.calibration.sha256[:16]}.json"
+        path = self.given.models / f"imatrix-{self.twin.name}-{self.calibration.sha256[:16]}.json"
         if not path.exists():
             moments = second_moments(self.twin, self.calibration.token_ids)
             write_atomically(path, json.dumps(moments).encode())
@@ -155,7 +169,7 @@ def prepare(given: argparse.Namespace) -> Session:
     """The models, the calibration tokens (once, for all packages) and the passage."""
     import transformers
 
-    continuous, twin = make(given.models, 0)
+    continuous, twin = (given.plain, given.plain) if given.plain else make(given.models, 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(continuous, trust_remote_code=False)
     calibration = load_calibration(
         str(given.calibration),
@@ -261,6 +275,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", type=Path, required=True, help="folder of tools/real_model.py")
+    parser.add_argument("--plain", type=Path, help="another model, of the Llama shape")
     parser.add_argument("--environments", type=Path, help="folder with an environment a package")
     parser.add_argument("--install", action="store_true", help="make the environments first")
     parser.add_argument("--only", help="regular expression searched in the cells' names")
@@ -277,6 +292,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints that are scored")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, which gains rows")
     parser.add_argument("--docs", type=Path, help="Markdown file with the marks for the table")
+    parser.add_argument("--marks", default="real model table", help="which of its marks")
     return parser.parse_args(words)
 
 
@@ -291,7 +307,7 @@ def main(words: Sequence[str]) -> int:
     session = prepare(given)
     rows = fill(session)
     if given.docs:
-        write_between(given.docs, "real model table", markdown(record_of(session, rows)))
+        write_between(given.docs, given.marks, markdown(record_of(session, rows)))
     found = goals(rows)
     print("\n".join(goal.line for goal in found) or "no row yet: no verdict")
     return exit_code(found)

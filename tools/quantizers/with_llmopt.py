@@ -19,6 +19,8 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
     """The options of the request that say the grid."""
     if gguf_type := task.get("gguf_type"):
         return {"gguf_type": gguf_type, "format": "gguf"}
+    if "target_bpw" in task:
+        return {"target_bpw": task["target_bpw"]}
     if task["method"] in ("trellis", "quip"):
         return {"bits": task["bits"]}
     if "scheme" in task:
@@ -37,10 +39,7 @@ def main() -> None:
     options: dict[str, Any] = {"true_sequential": task["sequential"]}
     if task["method"] == "autoround":
         options["iters"] = task["iters"]
-    if "asymmetric" in task:
-        options["asymmetric"] = task["asymmetric"]
-    if "solver" in task:
-        options["solver"] = task["solver"]
+    options |= {key: task[key] for key in ("asymmetric", "solver", "finetune_steps") if key in task}
     request = QuantizeRequest(
         Path(task["model"]),
         Path(task["output"]),
