@@ -74,9 +74,9 @@ class _HeadSteps:
     lora_bank = None
 
     def __init__(
-        self, head: EagleHead, rows: int, device: torch.device, dtype: torch.dtype
+        self, head: EagleHead, vocab_size: int, rows: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._head = head
+        self._head, self.vocab_size = head, vocab_size
         self.is_capturable, self.captures_any_step = head.is_capturable, head.captures_any_step
         self.before = torch.zeros(rows, head.hidden_size, dtype=dtype, device=device)
         self.logits = head.logits
@@ -104,7 +104,8 @@ def replay_head(
     """As `replay_draft`, of an EAGLE head."""
     (cache,) = proposer.caches
     rows = max((*sizes, *token_sizes), default=0)
-    steps = _HeadSteps(proposer.head, rows, setting.device, setting.dtype)
+    vocab_size = setting.model.vocab_size
+    steps = _HeadSteps(proposer.head, vocab_size, rows, setting.device, setting.dtype)
     own = replace(setting, model=steps, caches=cache.layers, ranks=None)
     eager = proposer.forward
 

@@ -152,6 +152,9 @@ class SteppedModel(Protocol):
     lora_bank: AdapterBank | None
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def is_capturable(self) -> bool: ...
 
     @property

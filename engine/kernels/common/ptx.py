@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 import triton
+from triton import knobs
 
-HAS_PTX = not triton.knobs.runtime.interpret and torch.version.hip is None
+HAS_PTX = not knobs.runtime.interpret and torch.version.hip is None
 """Whether kernels are compiled, for a GPU that takes PTX, and not interpreted."""
 
 LOOKUP_REGISTERS = ",".join(["=r"] * 8 + ["r"] * 2)
