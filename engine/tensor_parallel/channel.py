@@ -78,7 +78,9 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         name, shape = str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
-        if obj.device.type == "cuda" and obj.numel():
+        if obj.device.type == "cuda":
+            if not obj.numel():
+                return name, shape, b""
             self.on_device.append(obj.detach().contiguous())
             return name, shape, None
         data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8)

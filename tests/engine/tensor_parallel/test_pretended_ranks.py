@@ -95,9 +95,10 @@ def test_a_capture_refused_by_rank_0_leaves_both_eager_and_in_step(
     reduce, count = Group.all_reduce, [0]
 
     def failing(self: Group, part: torch.Tensor) -> torch.Tensor:
-        count[0] += self._silent and self.rank == 0
-        if count[0] == 3:
-            raise torch.OutOfMemoryError("full")
+        if self._silent and self.rank == 0:
+            count[0] += 1
+            if count[0] == 3:
+                raise torch.OutOfMemoryError("full")
         return reduce(self, part)
 
     monkeypatch.setattr(Group, "all_reduce", failing)
