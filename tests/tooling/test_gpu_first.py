@@ -308,7 +308,7 @@ def test_a_batch_that_the_cache_does_not_hold_is_no_measurement() -> None:
     ours = Ours.__new__(Ours)
     ours.engine, ours._longest = cast(Any, Full()), 64
     with (
-        pytest.raises(RuntimeError, match="2 of 3 sequences fit into the KV cache"),
+        pytest.raises(RuntimeError, match="1 of 3 sequences do not fit into the KV cache"),
         ours.decoding(3, 8, 2),
     ):
         pass
@@ -361,20 +361,13 @@ def test_kernels_are_told_one_by_one_until_the_card_is_unusable(
     def lost(*_: Any) -> None:
         raise RuntimeError("CUDA error: illegal access")
 
-    told = []
+    told: list[Any] = []
     with pretended_cuda(Card()):
         monkeypatch.setattr(stages, "tested", two)
         monkeypatch.setattr(torch.cuda, "synchronize", lost)
         with pytest.raises(RuntimeError, match="illegal access"):
             told += stages.kernels(World("cuda", SMALL, tmp_path))
-    assert told == []
-    with pretended_cuda(Card()):
-        monkeypatch.setattr(torch.cuda, "synchronize", lost)
-        kernels = stages.kernels(World("cuda", SMALL, tmp_path))
-        first, second = next(kernels), next(kernels)
-        assert [each.met for each in expectations([first, second])] == [True, False]
-        with pytest.raises(RuntimeError, match="illegal access"):
-            next(kernels)
+    assert [each.met for each in expectations(told)] == [True, False]
 
 
 def test_a_run_with_triton_interpreted_leaves_a_file_and_a_page(tmp_path: Path) -> None:

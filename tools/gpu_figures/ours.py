@@ -100,8 +100,8 @@ class Ours:
                 step()
             for _ in range(self.WARM_STEPS):
                 step()
-            if (running := engine.stats.num_running) < batch:
-                raise RuntimeError(f"{running} of {batch} sequences fit into the KV cache")
+            if waiting := engine.stats.num_waiting:  # preempted; a short answer may have ended
+                raise RuntimeError(f"{waiting} of {batch} sequences do not fit into the KV cache")
             yield step
         finally:
             for index in range(batch):

@@ -35,7 +35,7 @@ GGUF_TYPES = {
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
 TRELLIS_BESIDE = {"IQ4_XS": 4, "IQ3_S": 3, "IQ2_XS": 2}
 """Types of llama.cpp that trellis and lattice codes of fewer bits a weight are held against."""
-GPTAQ = {"asymmetric": None}  # where the command takes it by default
+GPTAQ = {"asymmetric": True}  # which the command takes by default
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -116,7 +116,7 @@ def cells() -> Iterator[Cell]:
         yield Cell("llmopt", "trellis", grid, bits, GPTAQ)
         yield Cell("llmopt", "trellis", grid, bits, GPTAQ | {"finetune_steps": 100})
         yield Cell("llmopt", "quip", grid, bits, GPTAQ)
-        yield Cell("llmopt", "quip", f"int{bits}", bits, GPTAQ)  # any width: of the model itself
+        yield Cell("llmopt", "quip", f"e8p{bits}", bits, GPTAQ)  # any width: of the model itself
         yield Cell("llmopt", "squeezellm", f"lookup{bits}", bits)
     yield Cell("llmopt", "trellis", "IQ2_S", 2, GPTAQ | {"target_bpw": 2.5})
 

@@ -15,8 +15,8 @@ MORE_BITS = 0.1
 """Bits per weight that our row may store beyond the peer's that it is held against."""
 
 LATTICES = ("trellis", "quip")
-APART = ("squeezellm",)
-"""Methods whose grid no package of the table writes: rows to read, without a goal."""
+APART = ("lookup", "e8p")
+"""Grids, by their beginning, that no package of the table writes: rows to read, without a goal."""
 
 DEFAULT_METHOD = str(next(f.default for f in fields(QuantizeRequest) if f.name == "method"))
 DEFAULT_ROTATIONS = ["R2"]  # and GPTAQ, see `quant/plan/defaults.py`
@@ -43,7 +43,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     """Every goal that the rows concern; rows with an error have no scores and are left out."""
     scored = [row for row in rows if "kl_nats" in row]
     ordered = sorted(scored, key=lambda row: -row["bits"])
-    grids = dict.fromkeys(row["grid"] for row in ordered if row["method"] not in APART)
+    grids = dict.fromkeys(row["grid"] for row in ordered if not row["grid"].startswith(APART))
     return [
         *(_beside_peers(scored, grid) for grid in grids),
         *_recovered(scored),
@@ -145,6 +145,8 @@ def label(row: Row) -> str:
     words += options.get("rotations", ())
     if options.get("asymmetric"):
         words.append("GPTAQ")
+    if "target_bpw" in options:
+        words.append(f"{options['target_bpw']:g} bits")
     if "finetune_steps" in options:
         words.append("tuned")
     if "solver" in options:

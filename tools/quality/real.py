@@ -37,7 +37,7 @@ from tools.quality.environments import install, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
 from tools.quality.goals import exit_code, goals, markdown
 from tools.quality.marks import write_between
-from tools.quality.scoring import Scorer
+from tools.quality.scoring import Scorer, key_of
 from tools.real_model import fetch_gguf
 
 HELD_OUT = 0
@@ -87,7 +87,7 @@ class Session:
         return task
 
     def _float_gguf(self) -> Path:
-        path = self.given.models / f"{self.twin.name}-f32.gguf"
+        path = self.given.models / f"{key_of(self.twin)}-f32.gguf"
         if not path.exists():
             part = path.with_suffix(".partial")
             write_float_gguf(self.twin, self._original_gguf(), part)
@@ -98,7 +98,7 @@ class Session:
         """A file whose tokenizer and shape llama.cpp takes for the model."""
         if not self.given.plain:
             return fetch_gguf(self.given.models)
-        folder = self.given.models / f"{self.twin.name}-Q8_0"
+        folder = self.given.models / f"{key_of(self.twin)}-Q8_0"
         if not folder.exists():
             quantize(
                 QuantizeRequest(self.twin, folder, method="rtn", gguf_type="Q8_0", format="gguf")
@@ -106,7 +106,9 @@ class Session:
         return next(folder.glob("*.gguf"))
 
     def _imatrix(self) -> Path:
-        path = self.given.models / f"imatrix-{self.twin.name}-{self.calibration.sha256[:16]}.json"
+        path = (
+            self.given.models / f"imatrix-{key_of(self.twin)}-{self.calibration.sha256[:16]}.json"
+        )
         if not path.exists():
             moments = second_moments(self.twin, self.calibration.token_ids)
             write_atomically(path, json.dumps(moments).encode())
@@ -224,12 +226,13 @@ def kept_rows(path: Path, session: Session) -> list[dict[str, Any]]:
         return []
     record = json.loads(path.read_text(encoding="utf-8"))
     same = (
-        record["token_sha256"] == session.passage.sha256
+        record["model"] == session.continuous.name
+        and record["token_sha256"] == session.passage.sha256
         and record["calibration"]["sha256"] == session.calibration.sha256
     )
     if not same:
         raise BadInput(
-            f"{path} is of other calibration or evaluation tokens: name another --output"
+            f"{path} is of another model, or of other calibration or evaluation tokens: name another --output"
         )
     return record["rows"]
 

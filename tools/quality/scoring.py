@@ -6,6 +6,8 @@ run once.
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def load(folder: Path) -> Any:
     ).eval()
 
 
+@cache
+def key_of(folder: Path) -> str:
+    """Name and digest of a plain model, for files that are kept: two folders may have one name."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return f"{folder.name}-{digest.hexdigest()[:8]}"
+
+
 class Scorer:
     """Scores candidates on a passage beside one reference.
 
@@ -40,7 +51,7 @@ class Scorer:
     def __init__(self, folder: Path, passage: Passage, kept: Path) -> None:
         self.name = folder.name
         self._passage = passage
-        path = kept / f"{folder.name}-{passage.sha256[:16]}.safetensors"
+        path = kept / f"{key_of(folder)}-{passage.sha256[:16]}.safetensors"
         if not path.exists():
             model = load(folder)
             hidden = [self._run(model, window.token_ids) for window in passage.windows]

@@ -21,7 +21,7 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
         return {"gguf_type": gguf_type, "format": "gguf"}
     if "target_bpw" in task:
         return {"target_bpw": task["target_bpw"]}
-    if task["method"] in ("trellis", "quip"):
+    if task["method"] in ("trellis", "quip", "squeezellm"):
         return {"bits": task["bits"]}
     if "scheme" in task:
         return {}  # the method is the grid

@@ -68,7 +68,7 @@ class NativeTrellisLinear(NativeHadamardLinear):
         in_floats, bits = input_bits == FLOAT_BITS, weight.scheme.bits
         super().__init__(
             weight,
-            weight.trellis.contiguous() if in_floats else in_spans(weight.trellis, bits),
+            _in_memory(weight.trellis) if in_floats else in_spans(weight.trellis, bits),
             (weight.suh.float(), weight.svh.float()),
             native_trellis() if in_floats else native_trellis_integer(),
             "llmopt_trellis" if in_floats else "llmopt_trellis_integer",
@@ -76,6 +76,11 @@ class NativeTrellisLinear(NativeHadamardLinear):
             codebook=TRELLIS_CODEBOOKS.index(weight.scheme.codebook),
             input_bits=input_bits,
         )
+
+
+def _in_memory(trellis: torch.Tensor) -> torch.Tensor:
+    """A copy: a tensor of a checkpoint may lie in its mapped file, which can change."""
+    return trellis.clone(memory_format=torch.contiguous_format)
 
 
 def in_spans(trellis: torch.Tensor, bits: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_after_sigterm_it_is_not_ready_but_serves_until_the_delay_is_over(
                 with pytest.raises(httpx.ConnectError):
                     while True:
                         # A connection that nobody had accepted yet is reset with its listener.
-                        with contextlib.suppress(httpx.ReadError):
+                        with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
                             http.get("/ready")
                 ended.append(True)
                 assert [line for line in lines if line][-1] == "data: [DONE]"

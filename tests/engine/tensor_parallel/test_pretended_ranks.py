@@ -54,7 +54,10 @@ def served(
         # While the folder of the meeting point is there.
         with pretended_cuda(other):
             theirs = follow(other, wire.sent)
-    assert theirs.done == ours.done, "ranks that would wait for each other"
+    both = [[*side.done] for side in (ours, theirs)]
+    if card.captures != other.captures:  # what a graph that is dropped holds is never run
+        both = [[each for each in done if not each[2]] for done in both]
+    assert both[0] == both[1], "ranks that would wait for each other"
     return card, other, wire, begun
 
 
