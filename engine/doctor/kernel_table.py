@@ -73,7 +73,10 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         ),
         SAMPLING.explain(SamplingKernelQuery(device.type)),
         LINEAR.explain(LinearKernelQuery(device.type, dtype, 4096, 4096)),
-        EXPERTS.explain(ExpertsKernelQuery(device.type, dtype)),
+        *(
+            EXPERTS.explain(ExpertsKernelQuery(device.type, dtype, is_block_fp8=is_block_fp8))
+            for is_block_fp8 in (False, True)
+        ),
     ]
     for scheme, input_bits in SCHEMES:
         kernel_query = QuantizedLinearKernelQuery(

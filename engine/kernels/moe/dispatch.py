@@ -24,16 +24,18 @@ LOOP = "loop"
 @dataclass(frozen=True, slots=True)
 class ExpertsKernelQuery:
     """Kernel query of the experts: device and dtype; `is_whole`: all of the model's experts are local;
-    `is_gated`: they are gated MLPs."""
+    `is_gated`: they are gated MLPs; `is_block_fp8`: their linears are DeepGEMM's."""
 
     device: str
     dtype: torch.dtype
     is_whole: bool = True
     is_gated: bool = True
+    is_block_fp8: bool = False
 
     def __str__(self) -> str:
         which = "all experts" if self.is_whole else "some of the experts"
-        return f"{which} in {self.dtype} on {self.device}"
+        kind = " of block FP8" if self.is_block_fp8 else ""
+        return f"{which}{kind} in {self.dtype} on {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,11 @@ def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
     # Permutation, gate and sum are those of the Triton kernels.
     if (reason := _refuses_grouped(kernel_query)) is not None:
         return reason
-    return refuses_dtype(kernel_query.device, kernel_query.dtype) or package(DEEP_GEMM).reason
+    if (reason := refuses_dtype(kernel_query.device, kernel_query.dtype)) is not None:
+        return reason
+    return (
+        package(DEEP_GEMM).reason if kernel_query.is_block_fp8 else "it is for experts in block FP8"
+    )
 
 
 def _deep_gemm(

@@ -12,6 +12,7 @@ import torch
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp4 import Fp4Tensor
 from ...kernels.common.dispatch import Candidate
+from ...kernels.linear.deep_gemm import DeepGemmLinear
 from ...kernels.moe.dispatch import EXPERTS, LOOP
 from ...kernels.moe.experts import ExpertsKernel, RoutedExpert
 from ...kernels.moe.trial import experts_trial
@@ -107,13 +108,25 @@ def _choice(
     experts = spec.shape.experts
     assert experts is not None
     query = reader.experts_kernel_query(
-        is_whole=len(routed) == experts.count, is_gated=spec.shape.gated_mlp
+        is_whole=len(routed) == experts.count,
+        is_gated=spec.shape.gated_mlp,
+        is_block_fp8=_is_block_fp8(routed),
     )
     inputs = spec.expert_latent or spec.shape.hidden_size
     trial = partial(
         experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype
     )
     return EXPERTS.select(query, partial(trial, on_inputs=spec.router.on_inputs))
+
+
+def _is_block_fp8(routed: Sequence[GatedMlp | PlainMlp]) -> bool:
+    """Whether every linear is DeepGEMM's: its grouped GEMM takes their codes and scales as they are."""
+    return all(
+        isinstance(expert, GatedMlp)
+        and isinstance(expert.gate_up.kernel, DeepGemmLinear)
+        and isinstance(expert.down.kernel, DeepGemmLinear)
+        for expert in routed
+    )
 
 
 def _joined(

@@ -121,9 +121,11 @@ class CheckpointReader:
         """Kernel query for elementwise operations on rows of `size`."""
         return RowKernelQuery(self._device.type, self._dtype, size)
 
-    def experts_kernel_query(self, *, is_whole: bool, is_gated: bool) -> ExpertsKernelQuery:
+    def experts_kernel_query(
+        self, *, is_whole: bool, is_gated: bool, is_block_fp8: bool
+    ) -> ExpertsKernelQuery:
         """Kernel query for mixtures of experts; `is_whole`: this rank has all experts."""
-        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole, is_gated)
+        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole, is_gated, is_block_fp8)
 
     def drop_linears(self, prefix: str) -> None:
         """Drop the linears below `prefix`, which then support no LoRA."""

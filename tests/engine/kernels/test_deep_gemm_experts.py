@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.linear import deep_gemm
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
-from llmopt.engine.model.layers.mlp import gating
+from llmopt.engine.model.decoder import expert_loader
+from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.quant.base.scheme import Activations, FloatScheme
 from llmopt.quant.grids.float_grid import round_to_fp8
 
@@ -127,6 +129,28 @@ def test_it_says_why_it_does_not_serve() -> None:
     some = ExpertsKernelQuery(DEVICE, torch.bfloat16, is_whole=False)
     reasons = dict(EXPERTS.explain(some).reasons)
     assert reasons["deep-gemm-grouped"] == "it needs all experts in one process"
+
+
+def test_a_verdict_is_of_experts_in_block_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on other experts, where our kernel takes its place, would be one on our kernel."""
+    from llmopt.engine.kernels.moe import dispatch
+
+    monkeypatch.setattr(dispatch, "refuses_dtype", lambda *_: None)
+    bf16 = ExpertsKernelQuery(DEVICE, torch.bfloat16)
+    fp8 = replace(bf16, is_block_fp8=True)
+    assert EXPERTS.select(bf16).name == "triton-grouped"
+    reasons = dict(EXPERTS.explain(bf16).reasons)
+    assert reasons["deep-gemm-grouped"] == "it is for experts in block FP8"
+    assert EXPERTS.select(fp8).name == "deep-gemm-grouped"
+    assert str(fp8) != str(bf16)
+
+
+def test_a_loader_tells_experts_in_block_fp8_from_others() -> None:
+    each = expert(0)
+    in_fp8 = GatedMlp(each.gate_up, each.down, each.combine)
+    other = replace(in_fp8, down=cast(Any, SimpleNamespace(kernel=None)))
+    assert expert_loader._is_block_fp8([in_fp8] * 2)
+    assert not expert_loader._is_block_fp8([in_fp8, other])
 
 
 def test_other_experts_are_left_to_our_kernel() -> None:
