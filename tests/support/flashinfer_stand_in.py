@@ -261,6 +261,7 @@ class BatchMLA(_Wrapper):
         page_size: int, causal: bool, sm_scale: float, q_data_type: Any, kv_data_type: Any,
     ) -> None:  # fmt: skip
         assert causal and q_data_type is kv_data_type
+        assert 128 % num_heads == 0, "a query's heads lie in two tiles"
         self._shape = num_heads, head_dim_ckv, head_dim_kpe, page_size
         self._rule, self._dtype = {"sm_scale": sm_scale}, q_data_type
         self._counts = metadata.qo_indptr.diff().tolist()

@@ -3,8 +3,9 @@
 It reads our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits (its
 layout NHD), of any block size; and latents [blocks, block_size, 1, latent + rotated] (MLA). Its 8-bit caches
 have a scale for a tensor, ours for each token and head. What it does not have stays with our kernel: 8-bit
-caches, sinks, chunks, token trees, evicted spans behind sink tokens, captured steps of several tokens. How it
-splits the keys of a sequence depends on the batch, so its logits do too, in the last bits.
+caches, sinks, chunks, token trees, evicted spans behind sink tokens, captured steps of several tokens, latents
+with windows, soft caps or heads that do not divide 128. How it splits the keys of a sequence depends on the
+batch, so its logits do too, in the last bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ LATENT_DIMS = (576, 512)
 """Elements of DeepSeek's latents with their rotated part, and without."""
 LATENT_TILE, MOST_LATENT_TILES = 64, 15_000
 """Query heads of a tile, and what a plan of latents takes of them: 16,384 with those that it splits."""
+WIDEST_LATENT_TILE = 128
+"""Query heads of two tiles side by side. A plan refuses queries whose heads lie in two of these in part: its
+causal bound would lose their last key."""
 
 
 def refuses_flashinfer(device: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -70,6 +74,8 @@ def _serves_latents(
     if not shared or rule.window is not None or rule.softcap is not None:
         return False
     heads = queries.shape[1]
+    if WIDEST_LATENT_TILE % heads:
+        return False
     tiles = sum(-(-heads * (span.end - span.begin) // LATENT_TILE) for span in batch.spans)
     if batch.decode is not None:
         tiles += len(batch.decode.rows) * -(-heads // LATENT_TILE)
