@@ -171,16 +171,21 @@ def _attention(
     most: float,
     note: str,
 ) -> Check:
-    """A prefill chunk of 40 tokens after 101 cached ones, and decode tokens of three other sequences."""
+    """A prefill chunk of 40 tokens after 101 cached ones beside decode tokens of three other sequences, and
+    these alone."""
     keys, values = (_cache(random, device, dtype, stored) for _ in range(2))
     runs = [Run(101, [0] * 40, range(1, 10)), Run(319, [0], range(10, 30))]
     runs += [Run(0, [0], [30]), Run(70, [0], range(31, 36))]
     queries = random(43, HEADS, HEAD_DIM)
     rules = (AttentionRule(HEAD_DIM**-0.5), AttentionRule(HEAD_DIM**-0.5, window=50, softcap=30.0))
+    steps = (runs, queries), (runs[1:], queries[40:])
 
     def compute(attend: AttentionKernel) -> list[torch.Tensor]:
-        batch = step_inputs(runs, BLOCK_SIZE, device, dtype).batch
-        return [attend(queries, keys, values, batch, rule) for rule in rules]
+        outs = []
+        for step, rows in steps:
+            batch = step_inputs(step, BLOCK_SIZE, device, dtype).batch
+            outs += [attend(rows, keys, values, batch, rule) for rule in rules]
+        return outs
 
     query = AttentionKernelQuery(device.type, dtype, HEAD_DIM, HEAD_DIM)
     return Check(PAGED_ATTENTION, query, compute, most, note)

@@ -3,9 +3,9 @@
 It reads our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits (its
 layout NHD), of any block size; and latents [blocks, block_size, 1, latent + rotated] (MLA). Its 8-bit caches
 have a scale for a tensor, ours for each token and head. What it does not have stays with our kernel: 8-bit
-caches, sinks, chunks, token trees, evicted spans behind sink tokens, captured steps of several tokens, latents
-with windows, soft caps or heads that do not divide 128. How it splits the keys of a sequence depends on the
-batch, so its logits do too, in the last bits.
+caches, sinks, chunks, token trees, evicted spans behind sink tokens, captured steps of several tokens, and
+latents with windows, soft caps or heads that do not divide 128. How it splits the keys of a sequence depends
+on the batch, so its logits do too, in the last bits.
 """
 
 from __future__ import annotations

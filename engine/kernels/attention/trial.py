@@ -106,17 +106,27 @@ def attention_trial(
     """Causal attention of heads of one shape, over a cache of one dtype."""
     scale = key_dim**-0.5
     shape = device, dtype, key_dim, value_dim
-    world = _World(*shape, PREFILL + CACHED + sum(DECODED), stored)
-    batch = world.batch((PREFILL, CACHED), DECODED)
-    queries, sink_queries = (world.queries(PREFILL + len(DECODED)) for _ in range(2))
-    rules = (
-        (AttentionRule(scale), None),
-        (AttentionRule(scale, window=50, softcap=30.0), None),
-        (AttentionRule(scale, window=50, num_sink_tokens=4), sink_queries),
-    )
+    world = _World(*shape, PREFILL + CACHED + 2 * sum(DECODED), stored)
+    # Libraries have kernels of their own for decode alone, and for each kind of rule.
+    steps = [
+        (world.batch(prefill, DECODED), *(world.queries(tokens) for _ in range(2)))
+        for prefill, tokens in (((PREFILL, CACHED), PREFILL + len(DECODED)), (None, len(DECODED)))
+    ]
+    rules = [
+        AttentionRule(scale),
+        AttentionRule(scale, window=50),
+        AttentionRule(scale, softcap=30.0),
+        AttentionRule(scale, window=50, softcap=30.0),
+        AttentionRule(scale, window=50, num_sink_tokens=4),
+    ]
 
     def compute(attend: AttentionKernel) -> list[torch.Tensor]:
-        return [attend(queries, world.keys, world.values, batch, *rule) for rule in rules]
+        keys, values = world.keys, world.values
+        return [
+            attend(queries, keys, values, batch, rule, at_sinks if rule.num_sink_tokens else None)
+            for batch, queries, at_sinks in steps
+            for rule in rules
+        ]
 
     def calls(attend: AttentionKernel) -> list[Callable[[], object]]:
         many = _World(*shape, (TIMED_SEQUENCES + 1) * TIMED_TOKENS, stored)

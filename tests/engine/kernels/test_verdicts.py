@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -239,6 +240,20 @@ def test_trials_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMOPT_KERNEL_TRIALS", "off")
     assert device_verdicts.current_verdicts() is None
     assert operation(broken, square).select(Query()).name == "broken"
+
+
+def test_attention_is_tried_on_decode_alone_and_on_each_rule() -> None:
+    """A library takes another of its kernels for each of them."""
+    trial = attention_trial(torch.device("cpu"), torch.float32, 64, 64)
+    tried: list[tuple[bool, bool, bool]] = []
+
+    def seen(queries: Any, keys: Any, values: Any, batch: Any, rule: Any, *rest: Any) -> Any:
+        if not rule.num_sink_tokens:
+            tried.append((bool(batch.spans), rule.window is not None, rule.softcap is not None))
+        return attend_sdpa(queries, keys, values, batch, rule, *rest)
+
+    trial.compute(cast(Any, seen))
+    assert sorted(tried) == sorted(product((False, True), repeat=3))
 
 
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
