@@ -71,7 +71,7 @@ class _Wrapper:
 
     def _init(self, workspace: torch.Tensor, fixed: dict[str, Any] | None) -> None:
         assert workspace.dtype is torch.uint8 and workspace.numel() >= 128 << 20
-        self._device, self._fixed = workspace.device, fixed
+        self._device, self._fixed, self._bytes = workspace.device, fixed, workspace.numel()
         if fixed is not None:
             assert all(each.device == workspace.device for each in fixed.values())
             assert all(each.dtype is torch.int32 for each in fixed.values())
@@ -79,7 +79,7 @@ class _Wrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
-        assert int_workspace_buffer.numel() >= 8 << 20
+        assert int_workspace_buffer.numel() >= 1 << 20
 
     def _plan(self, **tables: torch.Tensor) -> None:
         assert not self._log.captured, "planned in a capture"
@@ -180,6 +180,13 @@ class BatchDecode(_Grouped):
         rule = {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
         self._plan_heads(heads, q_data_type, kv_data_type, sm_scale=sm_scale, **rule)
         _check_on_host(seq_lens)
+        if self._fixed is not None:
+            sequences, group = len(last_page_len), num_qo_heads // num_kv_heads
+            tile = 16 if group <= 16 else 64 if group <= 64 else 128
+            # Float32 partial results and their log-sum-exp, of every tile that the graph may have.
+            tiles = -(-sequences * group // tile) + sequences - 1
+            floats = num_qo_heads * tiles * tile * (head_dim + 1)
+            assert 4 * floats <= self._bytes, "Buffer overflow"
         assert torch.equal(seq_lens, (indptr.diff() - 1) * page_size + last_page_len)
         self._plan(indptr=indptr, indices=indices, last=last_page_len)
 

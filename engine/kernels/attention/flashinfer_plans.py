@@ -16,14 +16,15 @@ import torch
 
 from ...base.transfer import to_device
 from ..common.backends import package
+from ..common.gpu_limits import gpu_limits
 from .paged_attention import AttentionBatch
 from .paged_tensor import PagedTensor
 
 NAME = "flashinfer"
 WORKSPACE_BYTES = 128 << 20
-"""For the partial results of split keys: what FlashInfer recommends."""
-PLAN_BYTES = 8 << 20
-"""For a plan on the device: what FlashInfer allocates by default."""
+"""For the partial results of split keys: what FlashInfer recommends. It grows where a plan takes more."""
+PLAN_BYTES = 1 << 20
+"""For a graph's plan, on the device and pinned on the host: a few numbers for each tile."""
 
 
 class Shape(NamedTuple):
@@ -105,6 +106,23 @@ class _Fixed:
         self.lengths, self.indices = ints(sequences), indices
 
 
+def partial_bytes(shape: Shape, *, sequences: int, multiprocessors: int, is_decode: bool) -> int:
+    """The most that a plan takes for partial results: float32, of all query heads for each tile of rows.
+
+    As FlashInfer's scheduler: rows are the tokens' query heads of one KV head, and keys are split for two
+    programs a multiprocessor.
+
+    Args:
+        sequences: those of a captured step, each of which has tiles of its own; 0: a step that is eager.
+    """
+    group = shape.heads // shape.kv_heads
+    tile = 128 if group > 64 or not is_decode else 64 if group > 16 else 16
+    tiles = 2 * multiprocessors // shape.kv_heads
+    if sequences:
+        tiles = max(tiles, -(-sequences * group // tile) + sequences - 1)
+    return shape.heads * tiles * tile * (shape.value_dim + 1) * 4 + 4096
+
+
 class _Wrapper:
     """A wrapper of FlashInfer's that is planned and run; `owner` is what it was last planned for."""
 
@@ -135,6 +153,8 @@ class _Grouped(_Wrapper):
     """Grouped-query attention over keys and values apart (layout NHD)."""
 
     _wrapper: Any
+    _partial: torch.Tensor
+    """What a graph reads: the workspace may have grown since."""
 
     @property
     def _rule(self) -> dict[str, Any]:
@@ -156,6 +176,8 @@ class _Decode(_Grouped):
 
     def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
         super().__init__(shape)
+        sequences = 0 if fixed is None else len(fixed.lengths)
+        self._partial = workspace.partial_for(shape, sequences, is_decode=True)
         given: dict[str, Any] = {}
         if fixed is not None:
             given = {
@@ -166,10 +188,10 @@ class _Decode(_Grouped):
             }
         # "auto" may take a backend whose graphs cannot be planned again.
         self._wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace.partial, "NHD", use_tensor_cores=True, backend="fa2", **given
+            self._partial, "NHD", use_tensor_cores=True, backend="fa2", **given
         )
         if fixed is not None:
-            self._wrapper.reset_workspace_buffer(workspace.partial, workspace.plan_of(shape))
+            self._wrapper.reset_workspace_buffer(self._partial, workspace.plan_of(shape))
 
     def _plan(self, pages: Pages) -> None:
         shape = self.shape
@@ -184,7 +206,8 @@ class _Mixed(_Grouped):
     def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
         super().__init__(shape)
         assert fixed is None
-        self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace.partial, "NHD")
+        self._partial = workspace.partial_for(shape, 0, is_decode=False)
+        self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._partial, "NHD")
 
     def _plan(self, pages: Pages) -> None:
         shape = self.shape
@@ -237,7 +260,8 @@ class _Latent(_Wrapper):
 class Workspace:
     """What all plans on a device share, as one step runs at a time: memory, and the wrappers of eager steps.
 
-    Graphs share the memory of a plan where they have the same shape: each is planned before its replay.
+    Graphs of grouped queries share a plan's memory on the device where they have the same shape: each is
+    planned before its replay. Its pinned copy is each wrapper's own, and a wrapper of latents allocates both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -246,6 +270,18 @@ class Workspace:
         self._eager: dict[tuple[bool, Shape], _Wrapper] = {}
         self._plans: dict[Shape, torch.Tensor] = {}
         self._indices = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def partial_for(self, shape: Shape, sequences: int, *, is_decode: bool) -> torch.Tensor:
+        """The memory of partial results, grown where `partial_bytes` are more; who had it before keeps it."""
+        need = partial_bytes(
+            shape,
+            sequences=sequences,
+            multiprocessors=gpu_limits(self._device).multiprocessors,
+            is_decode=is_decode,
+        )
+        if len(self.partial) < need:
+            self.partial = self._bytes(need)
+        return self.partial
 
     def plan_of(self, shape: Shape) -> torch.Tensor:
         """The memory of a graph's plan."""

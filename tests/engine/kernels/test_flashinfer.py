@@ -13,6 +13,7 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import step_graphs
 from llmopt.engine.kernels.attention import dispatch, flashinfer, flashinfer_plans
+from llmopt.engine.kernels.attention.flashinfer_plans import Shape
 from llmopt.engine.kernels.attention.paged_attention import (
     AttentionRule,
     attend_reference,
@@ -75,6 +76,21 @@ def test_mixed_batches(rule: AttentionRule, log: Log) -> None:
         assert (log.plans, log.runs) == ([kind], [kind] * 2)
         log.plans.clear()
         log.runs.clear()
+
+
+def test_the_workspace_has_room_for_a_captured_step(log: Log) -> None:
+    """Of 64 heads at 256 sequences, more than the workspace has; the graph before keeps what it reads."""
+    shape = Shape(64, 64, 128, 128, 16, torch.float32, 1.0, None, None)
+    workspace = flashinfer_plans.Workspace(torch.device("cpu"))
+    least = workspace.partial
+    wrappers = []
+    for sequences in (1, 256):
+        counts = [1] * sequences
+        pages = flashinfer_plans.pages_of(counts, counts, torch.arange(256), range(sequences), 16)
+        wrappers.append(workspace.captured(shape, sequences, 256))
+        wrappers[-1].plan(pages, None)
+    assert workspace.partial is not least and wrappers[0]._partial is least
+    assert wrappers[1]._partial is workspace.partial
 
 
 @pytest.mark.parametrize("heads", [8, 20])
