@@ -116,8 +116,8 @@ def invariance(kernels: Sequence[Compiled]) -> dict[int, str]:
     first: dict[str, tuple[str, ...]] = {}
     found: dict[int, str] = {}
     for place, kernel in enumerate(kernels):
-        if kernel.name == "_gemm" and not kernel.error and kernel.variant["ROWS"] <= FEW_TOKENS:
-            kind = str({**kernel.variant, "ROWS": 0})
+        if kernel.name in GEMMS and not kernel.error and kernel.variant["ROWS"] <= FEW_TOKENS:
+            kind = str((kernel.name, {**kernel.variant, "ROWS": 0}))
             if first.setdefault(kind, kernel.matrix) != kernel.matrix:
                 found[place] = f"other matrix instructions than {first[kind]} of fewer rows"
     return found

@@ -129,8 +129,8 @@ def blocks(kind: str) -> QuantizedTensor:
 
 def experts() -> None:
     """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
-    from llmopt.engine.kernels.linear.triton_gemm import gemm, most_rows
-    from llmopt.engine.kernels.moe.triton_token_permutation import MIN_ROWS, permute_tokens
+    from llmopt.engine.kernels.moe.triton_experts import GroupedLinear
+    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
 
     floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
     packed = pack_weight(integers(4, 128, False), [])
@@ -138,11 +138,11 @@ def experts() -> None:
         assert weight is not None
         stacked = stack_packed_weights([weight, weight])
         assert stacked is not None
+        linear = GroupedLinear(stacked, None, None)
         for routing in (16, 400):
             x = torch.zeros(routing, weight.in_features, dtype=BF16)
             expert_ids = torch.arange(routing) % 2
-            parts = permute_tokens(expert_ids, 2, 1, (MIN_ROWS, most_rows(stacked)))
-            gemm(x, stacked, BF16, None, parts)
+            linear(x, BF16, permute_tokens(expert_ids, 2, 1, linear.rows_between))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

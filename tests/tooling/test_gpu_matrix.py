@@ -72,11 +72,12 @@ def test_what_a_decode_kernel_must_not_do(kernel: Compiled, fault: str) -> None:
     assert list(faults(kernel, ARCHITECTURES[89])) == [fault]
 
 
-def test_rows_of_a_decode_sized_batch_take_the_same_matrix_instruction() -> None:
+@pytest.mark.parametrize("name", ["_gemm", "_code_gemm"])
+def test_rows_of_a_decode_sized_batch_take_the_same_matrix_instruction(name: str) -> None:
     """Else a token's sums would follow what shares its batch; prefill, and other weights, may differ."""
 
     def gemm(rows: int, bits: int, matrix: str) -> Compiled:
-        return Compiled("_gemm", {"ROWS": rows, "BITS": bits}, matrix=(matrix,))
+        return Compiled(name, {"ROWS": rows, "BITS": bits}, matrix=(matrix,))
 
     kernels = [gemm(16, 4, "HMMA"), gemm(64, 4, "UTCHMMA"), gemm(128, 4, "UTCHMMA")]
     kernels += [gemm(16, 8, "UTCHMMA"), gemm(32, 8, "UTCHMMA")]
