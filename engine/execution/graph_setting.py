@@ -288,7 +288,7 @@ def capture_on(
     return called_once
 
 
-def succeeds(capture: Callable[[], None], steps: str) -> bool:
+def succeeds(capture: Callable[[], object], steps: str) -> bool:
     """Whether `capture` succeeds; of what fails unexpectedly, one warning line tells for which steps.
 
     Raises:

@@ -83,6 +83,7 @@ class StepGraphs:
         self._sizes, self.gave_up = (), True
         self._graphs.clear()
         self._plans.clear()
+        self._decode_steps.clear()
         self._setting.give_up("decode")
 
     def prepare(self, inputs: StepInputs, adapter_slots: Sequence[int] | None = ()) -> Forward:
@@ -102,7 +103,8 @@ class StepGraphs:
             return eager
         self._static.fill(inputs, group, rows, size, adapter_slots)
         aux = inputs.aux_hidden_state_layers
-        return self._replay(rows, DecodeKind(size, group.sink_length, aux, bool(adapter_slots)))
+        kind = DecodeKind(size, group.sink_length, aux, bool(adapter_slots))
+        return self._replay(rows, kind) or eager
 
     def prepare_decode(
         self, runs: Sequence[Run], adapter_slots: Sequence[int] = ()
@@ -138,6 +140,8 @@ class StepGraphs:
         with torch.inference_mode():
             self._static.fill_batch(rows, size, sampled, adapter_slots)
         graph = self.captured(kind)
+        if graph is None:
+            return None
         if not (is_whole and isinstance(graph, CpuGraph)):
             return DecodeForward(lambda: self._setting.logits(graph, count))
         capture: Any = self._setting.capture  # of a CPU, since the graph is
@@ -151,16 +155,21 @@ class StepGraphs:
         place = bisect_left(self._sizes, rows)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def _replay(self, rows: int, kind: DecodeKind) -> Forward:
+    def _replay(self, rows: int, kind: DecodeKind) -> Forward | None:
         graph = self.captured(kind)
+        if graph is None:
+            return None
         return Forward(lambda: graph.replay()[:rows], is_replay=True)
 
-    def captured(self, kind: DecodeKind) -> Graph:
-        """The graph of a kind, captured now if it was not, and planned for the static inputs."""
-        graph = self._graphs.get(kind) or self._graph(kind)
+    def captured(self, kind: DecodeKind) -> Graph | None:
+        """The graph of a kind, captured now if it was not, and planned for the static inputs; None: capturing
+        it failed, and every step is eager from now on."""
+        if kind not in self._graphs and not succeeds(lambda: self._graph(kind), "decode steps"):
+            self.give_up()
+            return None
         if plans := self._plans.get(kind):
             plans.renew(self._static.num_held(kind.size))
-        return graph
+        return self._graphs[kind]
 
     def capture_padding(self, kind: DecodeKind) -> None:
         """Capture a graph while the static inputs hold padding."""

@@ -110,7 +110,10 @@ class TokenGraphs:
         kind = TokensKind(size, aux_hidden_state_layers, bool(adapter_slots))
         graph = self._graphs.get(kind)
         if graph is None:
-            graph = self.capture_padding(kind)
+            if not succeeds(lambda: self.capture_padding(kind), "steps of several tokens"):
+                self.give_up()
+                return None
+            graph = self._graphs[kind]
             # Its capture ran on a step of padding.
             buffer.fill(*self._values(runs, adapter_slots))
             if fill_placeholders is not None:
@@ -149,13 +152,12 @@ class TokenGraphs:
         """The static inputs of the graphs of a kind."""
         return self._buffers[kind.size]
 
-    def capture_padding(self, kind: TokensKind) -> Graph:
+    def capture_padding(self, kind: TokensKind) -> None:
         """Capture a step of padding."""
         buffer = self._buffers[kind.size]
         buffer.fill([[]] * buffer.columns, ())
         inputs = partial(self._inputs, kind, buffer)
-        graph = self._graphs[kind] = self._setting.graph(GraphName("tokens", kind), buffer, inputs)
-        return graph
+        self._graphs[kind] = self._setting.graph(GraphName("tokens", kind), buffer, inputs)
 
     def _inputs(self, kind: TokensKind, buffer: Any) -> StepInputs:
         from ..kernels.attention.triton_static_metadata import StaticMetadata

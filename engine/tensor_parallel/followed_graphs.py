@@ -48,7 +48,9 @@ class FollowedGraphs:
         """Replay a graph on the inputs of rank 0."""
         graphs, key = self._graphs[step.name.kind], step.name.key
         graphs.static(key).share(step.news, self._broadcast)
-        hidden = graphs.captured(key).replay()
+        graph = graphs.captured(key)
+        assert graph is not None, "rank 0 replays what every rank has captured"
+        hidden = graph.replay()
         if step.num_logits:
             self._model.logits(hidden[: step.num_logits])
 

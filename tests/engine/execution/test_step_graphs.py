@@ -27,7 +27,7 @@ def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int
     used: set[int] = set()
     graph_of = step_graphs.StepGraphs.captured
 
-    def captured(self: Any, kind: Any) -> Graph:
+    def captured(self: Any, kind: Any) -> Graph | None:
         used.add(kind.size)
         return graph_of(self, kind)
 
@@ -86,6 +86,37 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert [list(one.token_ids) for one in llm.generate(PROMPTS, params)] == expected
     assert llm.engine.runner._graphs._graphs == captured
+
+
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["rows alone", "inputs"])
+def test_a_later_capture_that_fails_leaves_every_step_eager(
+    logprobs: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of sizes 5, 4, 2 and 1 at the start, and of 3 within a step, with inputs made of any kind."""
+    made: list[int] = []
+
+    def capture(call: Any) -> Graph:
+        made.append(len(made))
+        if len(made) > 4:
+            raise MemoryError("no memory for this graph")
+        return EagerGraph(call)
+
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=logprobs)
+
+    def tokens(**options: Any) -> list[tuple[int, ...]]:
+        llm = LLM("stories3M", device="cpu", dtype="float32", max_num_seqs=5, **options)
+        if logprobs is not None:
+            monkeypatch.setattr(llm.engine.runner, "_takes_batch", lambda *_: False)
+        return [
+            tuple(result.token_ids) for _ in "ab" for result in llm.generate(PROMPTS[:3], params)
+        ]
+
+    expected = tokens(enforce_eager=True)
+    monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: capture)
+    assert tokens() == expected
+    assert len(made) == 5
+    (line,) = [r.getMessage() for r in caplog.records if "graphs" in r.getMessage()]
+    assert "MemoryError: no memory for this graph" in line
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from llmopt import engine
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.execution import token_graphs
+from llmopt.engine.execution.graph_setting import GraphSetting
 from llmopt.engine.kernels.common.runtime import VARIABLE
 
 from ...support.model_families import save_model
@@ -62,3 +66,18 @@ def test_replayed_steps_change_no_token(
     assert tokens(tmp_path, **options) == expected
     assert any(size < 16 for size in sizes)
     assert len(sizes) > 1, "the steps went past the graphs"
+
+
+def test_a_later_capture_that_fails_leaves_every_step_eager(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise MemoryError("no memory for this graph")
+
+    model: Any = SimpleNamespace(captures_any_step=True)
+    setting = GraphSetting(model, (), 4, 3, torch.device("cpu"), torch.float32, refuse)
+    graphs = token_graphs.TokenGraphs(setting, (16,))
+    for _ in range(2):
+        assert graphs.prepare([Run(0, [5, 6, 7], [1])]) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "steps of several tokens run without graphs" in line and "no memory" in line

@@ -107,34 +107,38 @@ from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 made = CpuGraph.__init__
 def refuse(self, call, pool, count=[0]):
     count[0] += 1
-    if count[0] > 1:
+    if count[0] > GRAPHS:
         raise RuntimeError("no memory for this graph")
     made(self, call, pool)
 CpuGraph.__init__ = refuse
 """
 
 
+@pytest.mark.parametrize("rows", [3, 5], ids=["at the start", "within a step"])
 def test_a_capture_that_fails_on_one_rank_leaves_all_eager(
+    rows: int,
     expected: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rank 1 fails with its second graph, when both have one."""
+    """Rank 1 fails with its second graph, when both have one; or with that of 3 rows, behind 5, 4, 2, 1."""
     popen = workers.subprocess.Popen
 
     def refusing(command: list[str], **options: Any) -> Any:
         python, flag, code, *rest = command
-        return popen([python, flag, REFUSING + code, *rest], **options)
+        refuse = REFUSING.replace("GRAPHS", "1" if rows == 3 else "4")
+        return popen([python, flag, refuse + code, *rest], **options)
 
     monkeypatch.setattr(workers.subprocess, "Popen", refusing)
-    with opened("stories3M", **FEW) as (engine, sent):
+    with opened("stories3M", **{**FEW, "max_num_seqs": rows}) as (engine, sent):
+        assert tokens(engine) == expected
         (line,) = [r.getMessage() for r in caplog.records if "graphs" in r.getMessage()]
         assert line == (
             "decode steps run without graphs, as capturing them failed: CaptureFailed: worker 1: "
             "RuntimeError: no memory for this graph"
         )
-        assert tokens(engine) == expected
-        assert "replay" not in {call for call, _ in sent}
+        calls = [call for call, _ in sent]
+        assert calls.count("capture") == (rows == 5) and "replay" not in calls
 
 
 def test_a_capture_that_fails_on_rank_0_leaves_all_eager(
