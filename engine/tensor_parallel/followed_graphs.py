@@ -62,6 +62,8 @@ class FollowedGraphs:
 def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dtype) -> None:
     """All-reduce as many numbers as captured steps will: NCCL connects an algorithm when it is first used,
     which no capture may do. Every rank calls it."""
-    rows = {*sizes.sizes, *sizes.token_sizes}
+    rows = sorted({*sizes.sizes, *sizes.token_sizes})
+    for count in rows:  # the sums of squares of a `ShardedNorm`
+        group.all_reduce(torch.zeros(count, 1, dtype=torch.float32, device=group.device))
     for count in sorted({1, *(size * (width or 1) for size in rows)}):
         group.all_reduce(torch.zeros(count, dtype=dtype, device=group.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +27,7 @@ class Group:
     """Collectives over the tensor-parallel ranks, after all have called `connect`.
 
     gloo over the loopback interface on CPUs, NCCL on GPUs, on the current stream: CPU and CUDA graphs capture
-    them.
+    them. What fails in a CUDA capture is raised as it is.
 
     Raises:
         BadInput: this torch lacks the backend for the device.
@@ -92,6 +93,9 @@ class Group:
 
     def _rendezvous(self, store: Any) -> None:
         if self._cuda:
+            # NCCL would register the buffers of a captured collective, for which (with NVLS) ranks exchange
+            # messages on the host: a capture would wait for a rank on which it failed.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             options: Any = distributed.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
             kind: Any = distributed.ProcessGroupNCCL
@@ -111,6 +115,8 @@ class Group:
         try:
             operation()
         except RuntimeError as error:
+            if self._cuda and torch.cuda.is_current_stream_capturing():
+                raise  # of this device, such as out of memory: a capture waits for no peer
             reason = self.explain() or (str(error).splitlines() or ["no answer"])[0]
             raise PeerLost(f"tensor parallel: {reason}") from error
 

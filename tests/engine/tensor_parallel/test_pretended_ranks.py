@@ -13,7 +13,7 @@ from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretended_cuda.card import Card
-from ...support.pretended_cuda.ranks import Wire, follow, workers_apart
+from ...support.pretended_cuda.ranks import Collectives, Wire, follow, workers_apart
 from ...support.pretended_cuda.runtime import pretended_cuda
 from ...support.pretended_cuda.world import GREEDY, SAMPLED, engine_on
 
@@ -80,12 +80,40 @@ def test_both_ranks_replay_without_a_fault(mode: str, llama: Path) -> None:
     assert max(map(len, wire.sent[begun:])) < 8000
 
 
+def test_norms_of_sharded_heads_are_captured(tmp_path: Path) -> None:
+    """Each is an all-reduce of one float32 a row, of which no projection has as few."""
+    save_model(tmp_path, *FAMILIES["olmo-2"])
+    card, other, _, _ = served(tmp_path)
+    assert card.faults() == other.faults() == []
+    assert card.captures == other.captures == GRAPHS
+
+
 def test_a_capture_refused_by_rank_1_leaves_both_eager_and_in_step(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card, other, _, _ = served(llama, (None, "OutOfMemoryError: full"))
     assert "CaptureFailed: worker 1: OutOfMemoryError: full" in caplog.text
     assert card.captures == 2
+    assert not any(entry.kind == "replay" for each in (card, other) for entry in each.log)
+
+
+def test_memory_that_does_not_suffice_for_a_captured_collective_ends_no_engine(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add, count = Collectives._add, [0]
+
+    def failing(self: Collectives, *given: Any) -> None:
+        add(self, *given)
+        captured = self.card.capturing and self.card.current == 0
+        count[0] += captured
+        if captured and count[0] == 6:  # the last of a step of three layers
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Collectives, "_add", failing)
+    card, other, _, _ = served(llama)
+    assert "decode steps run without graphs, as capturing them failed: OutOfMemoryError: full" in (
+        caplog.text
+    )
     assert not any(entry.kind == "replay" for each in (card, other) for entry in each.log)
 
 
