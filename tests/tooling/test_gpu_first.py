@@ -291,13 +291,17 @@ def test_a_batch_that_the_cache_does_not_hold_is_no_measurement() -> None:
     """It would be preempted, and its steps would be those of fewer sequences."""
 
     class Full:
-        vocab_size, stats = 16, SimpleNamespace(num_running=2)
+        vocab_size = 16
 
         def __init__(self) -> None:
             self.names: list[str] = []
 
         def add_request(self, name: str, *_: Any) -> None:
             self.names.append(name)
+
+        @property
+        def stats(self) -> Any:
+            return SimpleNamespace(num_waiting=max(0, len(self.names) - 2))
 
         def step(self) -> list[Any]:
             return [SimpleNamespace(request_id=name) for name in self.names]
