@@ -7,6 +7,7 @@ What it stages itself is pinned too: the next plan waits until the device has re
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ def partial_bytes(shape: Shape, *, sequences: int, multiprocessors: int, is_deco
     return shape.heads * tiles * tile * (shape.value_dim + 1) * 4 + 4096
 
 
-class _Wrapper:
+class _Wrapper(ABC):
     """A wrapper of FlashInfer's that is planned and run; `owner` is what it was last planned for."""
 
     def __init__(self, shape: Shape) -> None:
@@ -141,12 +142,12 @@ class _Wrapper:
             self._read = torch.cuda.Event()
             self._read.record()
 
-    def _plan(self, pages: Pages) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _plan(self, pages: Pages) -> None: ...
 
+    @abstractmethod
     def run(self, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor) -> torch.Tensor:
         """Attention of queries [tokens, heads, head_dim], in the order of the plan's sequences."""
-        raise NotImplementedError
 
 
 class _Grouped(_Wrapper):
