@@ -15,7 +15,15 @@ REAL := build/real
 ARM_TESTS := $(addprefix tests/engine/kernels/test_native_,linear.py lookup.py attention.py layer.py experts.py argmax.py rows.py) \
 	$(addprefix tests/engine/kernels/test_,trellis_linear.py e8p_linear.py) tests/quant/trellis/test_viterbi.py
 
-.PHONY: demo test test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy install owners clean
+LOWEST := build/lowest
+LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/tracking \
+	$(addprefix tests/bench/workloads/test_,conversations.py image_workloads.py workload_freeze.py workload_kinds.py workloads.py) \
+	$(addprefix tests/engine/server/,test_protection.py test_chat_api.py test_messages_api.py test_page.py test_server_metrics.py \
+	test_serve_command.py test_structured_api.py observability pooling) tests/engine/deploy/test_deploy.py \
+	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
+	tests/quant/formats/test_formats.py
+
+.PHONY: demo test test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -23,11 +31,15 @@ demo: $(INSTALLED)
 
 # The models of the tests are too small for a second thread to pay; a second process does. What measures the
 # machine comes first, alone.
-test test-arm nightly: export OMP_NUM_THREADS = 1
+test test-levels test-arm nightly: export OMP_NUM_THREADS = 1
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m alone
 	$(VENV)/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --durations 20
+
+# What depends on the processor, at its lower instruction levels (AVX2 alone, ...) and without a C compiler.
+test-levels: $(INSTALLED)
+	$(VENV)/bin/python -m tools.instruction_levels $(LEVELS)
 
 # The C kernels' tests on aarch64 (NEON, DotProd, I8MM) in an emulator, by the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user. Without them every test is skipped and says so.
@@ -72,6 +84,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python tools/check_words.py
+	$(VENV)/bin/python tools/large_files.py
 	$(VENV)/bin/pyright
 
 # What `llmopt deploy` writes, by hadolint, promtool, systemd-analyze, haproxy and Kubernetes' schemas: those that
@@ -84,6 +97,20 @@ lint-deploy: $(INSTALLED)
 owners: $(INSTALLED)
 	$(VENV)/bin/python tools/owners.py --environments $(VENV)/owners --install
 	$(VENV)/bin/python tools/vllm_rules.py --python $(VENV)/owners/vllm/bin/python
+
+# What an install takes on Linux and macOS with each Python and build of torch, by metadata alone; asks the index.
+resolve: $(INSTALLED)
+	$(VENV)/bin/python tools/resolve.py
+
+# The product's first lines, the server and the files of others, with every dependency at its lower bound.
+lowest: export OMP_NUM_THREADS = 1
+lowest: $(LOWEST)/installed
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --durations 5 $(LOWEST_TESTS)
+
+$(LOWEST)/installed: pyproject.toml constraints.txt tools/install.py tools/lowest.py
+	rm -rf $(LOWEST)
+	$(PYTHON) tools/lowest.py $(LOWEST)
+	touch $@
 
 install: $(INSTALLED)
 

@@ -30,14 +30,18 @@ def main() -> None:
         sys.exit("usage: python3 tools/install.py FOLDER")
     if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this may have any Python
         sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}")
-    folder = Path(sys.argv[1]).resolve()
+    install(Path(sys.argv[1]).resolve())
+
+
+def install(folder: Path, extras: str = "dev") -> None:
+    """The project, editable, in an environment in the folder."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True, symlinks=True)
     print("installing llmopt and what it needs: a few minutes the first time", flush=True)
     if not cuda_is_welcome() and not has_torch(python):
         install_cpu_torch(python)
-    if reason := pip_install(python, "--editable", f"{ROOT}[dev]"):
+    if reason := pip_install(python, "--editable", f"{ROOT}[{extras}]"):
         sys.exit(f"error: pip could not install the project: {reason}")
     link_sources(folder / "links" / "llmopt")
 

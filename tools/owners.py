@@ -25,7 +25,7 @@ from typing import Any
 
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 

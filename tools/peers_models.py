@@ -16,7 +16,7 @@ import transformers
 from llmopt.quant.gguf.container import GgufFile, TensorInfo, TensorToWrite, write_gguf
 from llmopt.quant.gguf.mix_rules import has_more_bits
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from safetensors.torch import save_file
 
 from tools.quality.speed_models import SHAPES as LLAMAS

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.recipes import DATA
 from safetensors.torch import save_file
 from torch import nn
