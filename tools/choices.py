@@ -5,7 +5,8 @@
 
 Each row quantizes the same checkpoint in this process, dequantizes what was written, and scores it beside the
 plain model as tools/quality_table.py does; `float` rows quantize nothing: a rotated checkpoint as
-it is stored. Rows are kept in the JSON file, and the same command goes on where it was stopped.
+it is stored. Rows are kept in the JSON file, and the same command goes on where it was stopped. What the
+plain model says is kept below build/.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from tools.quality.scoring import Scorer
 GROUP_SIZE = 64
 BOTH = ("R1", "R2")
 FLOAT = "float"
+REFERENCES = Path(__file__).resolve().parents[1] / "build" / "references"
+"""The plain model's hidden states: a hundred megabytes, no record, and made again where they lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,7 @@ def main() -> int:
     rows: dict[str, dict[str, Any]] = {}
     if given.output.exists():
         rows = {row["name"]: row for row in json.loads(given.output.read_text())["rows"]}
-    scorer = Scorer(given.model, passage, given.output.parent / "references")
+    scorer = Scorer(given.model, passage, REFERENCES)
     for choice in choices():
         if not re.search(given.only, choice.name) or choice.name in rows:
             continue

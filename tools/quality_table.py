@@ -38,7 +38,7 @@ from llmopt.quant.methods.base import MethodOptions, SchemeOptions
 from llmopt.quant.methods.options import TRANSFORMED
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 

@@ -16,7 +16,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.calibration import load_calibration
 from llmopt.quant.calibration.sources import STORIES
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from safetensors.torch import save_file
 
 SHAPES: dict[str, dict[str, int]] = {
