@@ -100,6 +100,19 @@ def parallel_start() -> ParallelStart:
     return ParallelStart(ctypes.cast(pool.llmopt_pool_run, ctypes.c_void_p).value, "a pool")
 
 
+def compiler_command() -> list[str]:
+    """The C compiler, by its full path, and the options that `CC` gives it.
+
+    Raises:
+        BuildFailed: there is none.
+    """
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    executable = shutil.which(compiler[0])
+    if executable is None:
+        raise BuildFailed(f"there is no C compiler ({compiler[0]})")
+    return [executable, *compiler[1:]]
+
+
 def open_library(file: Path) -> ctypes.CDLL:
     """Load a compiled library. (The tests of another machine's code run it in an emulator instead.)"""
     return ctypes.CDLL(str(file))
@@ -111,12 +124,8 @@ def compiled(source: Path, options: tuple[str, ...]) -> Path:
     Raises:
         BuildFailed: there is no compiler, or it fails, or there is nowhere to write.
     """
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    executable = shutil.which(compiler[0])
-    if executable is None:
-        raise BuildFailed(f"there is no C compiler ({compiler[0]})")
     more = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
-    command = [executable, *compiler[1:], *OPTIONS, *options, *more]
+    command = [*compiler_command(), *OPTIONS, *options, *more]
     name = f"{source.stem}-{_fingerprint(source, [*command, *LIBRARIES])}.so"
     for choose_folder in (cache_folder, _private_folder):
         try:
@@ -183,7 +192,7 @@ def _fingerprint(source: Path, command: list[str]) -> str:
     for file in (source, *sorted(_included(source) - {source})):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     digest.update("\0".join(command).encode())
-    digest.update(_version(command[0]))
+    digest.update(compiler_version(command[0]))
     return digest.hexdigest()[:20]
 
 
@@ -200,7 +209,12 @@ def _included(source: Path) -> set[Path]:
 
 
 @lru_cache
-def _version(compiler: str) -> bytes:
+def compiler_version(compiler: str) -> bytes:
+    """Ask a compiler for its `--version`.
+
+    Raises:
+        BuildFailed: it does not run.
+    """
     try:
         return subprocess.run(
             [compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=False

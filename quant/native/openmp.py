@@ -8,8 +8,6 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from ..base.openmp_spins import OPENMP_SPINS_ARE_BOUNDED
 
 MOST_SPINS = 10_000
@@ -19,6 +17,8 @@ MOST_SPINS = 10_000
 @lru_cache(maxsize=1)
 def openmp_start() -> int | None:
     """Address of `GOMP_parallel` in the OpenMP runtime that torch has loaded; None if there is none."""
+    import torch  # the C kernels are compiled without it
+
     if not torch.backends.openmp.is_available():
         return None
     try:

@@ -3,7 +3,7 @@
 Each operation has candidates in order of preference. A candidate either supports a kernel query (device,
 dtype, shape, scheme) or gives the reason why not; the first that does is selected, and if none does, the
 error lists every reason. On a CUDA device a candidate must also have earned its place there (`verdicts.py`).
-`llmopt doctor` prints the same table for this machine.
+`llmopt doctor --all` prints the same table for this machine.
 """
 
 from __future__ import annotations

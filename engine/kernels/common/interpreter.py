@@ -1,4 +1,4 @@
-"""Fixes of five bugs in the interpreter of Triton 3.6."""
+"""Fixes of bugs in the interpreter of Triton: four that 3.7.1 has as well, and of 3.6 the ranges'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def patch_interpreter() -> bool:
     subtract = builder.create_fsub
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
-        # NumPy 2.4 no longer converts one-element arrays to int; the interpreter's scalars are such arrays.
+        # NumPy 2.4 no longer converts one-element arrays to int; Triton 3.6's scalars are such arrays.
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

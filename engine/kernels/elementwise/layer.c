@@ -46,9 +46,11 @@ typedef struct {
     void *heads;           /* [rows][stride]: queries, keys, values of `dim` each; rotated in place */
     const void *cos, *sin; /* [rows][width] */
     const int64_t *slots;  /* [rows], the slot mapping */
-    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], as `heads` or int8; NULL: no cache write */
+    /* [slots][key_stride] and [value_stride], as `heads`, int8 or bfloat16; NULL: no cache write */
+    uint8_t *keys, *values;
     float *key_scales, *value_scales; /* [slots][kv_heads], of an int8 cache; else NULL */
-    int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
+    int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16;
+    int64_t cache_is_bf16, threads;
     atomic_long next;
     atomic_int failed;
 } RopeAndCacheCall;
@@ -213,6 +215,13 @@ INLINE void write_quantized(const RopeAndCacheCall *c, int64_t at, const int is_
     }
 }
 
+/* Writes the vectors of a slot as bfloat16; their elements fill whole vectors where `heads` are wider. */
+INLINE void write_bf16(const RopeAndCacheCall *c, int64_t at, const int is_bf16, uint16_t *to) {
+    int64_t size = c->kv_heads * c->dim;
+    if (is_bf16) memcpy(to, (const uint16_t *)c->heads + at, (size_t)size * 2);
+    else for (int64_t i = 0; i < size; i += LANES) store(to, i, load(c->heads, at + i, 0), 1);
+}
+
 INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int is_bf16, float *values) {
     (void)values;
     int64_t half = c->width / 2, angle = row * c->width, begin = row * c->stride;
@@ -235,10 +244,15 @@ INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int
                         c->value_scales + slot * c->kv_heads);
         return;
     }
-    int64_t width = is_bf16 ? 2 : 4, bytes = c->kv_heads * c->dim * width;
-    const uint8_t *first = (const uint8_t *)c->heads + new_keys * width;
-    memcpy(c->keys + slot * c->key_stride * width, first, (size_t)bytes);
-    memcpy(c->values + slot * c->value_stride * width, first + bytes, (size_t)bytes);
+    int64_t size = c->kv_heads * c->dim;
+    if (c->cache_is_bf16) {
+        write_bf16(c, new_keys, is_bf16, (uint16_t *)c->keys + slot * c->key_stride);
+        write_bf16(c, new_keys + size, is_bf16, (uint16_t *)c->values + slot * c->value_stride);
+        return;
+    }
+    const float *first = (const float *)c->heads + new_keys;
+    memcpy((float *)c->keys + slot * c->key_stride, first, (size_t)size * 4);
+    memcpy((float *)c->values + slot * c->value_stride, first + size, (size_t)size * 4);
 }
 
 /* The worker of a thread; `codes`: whether the output is quantized, which takes a row of workspace. */

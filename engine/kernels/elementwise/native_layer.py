@@ -62,7 +62,7 @@ _Gate = _struct(
 _RopeAndCache = _struct(
     "_RopeAndCache",
     "heads cos sin slots keys values key_scales value_scales",
-    "rows stride queries kv_heads dim width key_stride value_stride is_bf16 threads",
+    "rows stride queries kv_heads dim width key_stride value_stride is_bf16 cache_is_bf16 threads",
 )
 
 
@@ -195,7 +195,7 @@ class NativeGate:
 
 
 class NativeRopeAndCache:
-    """RoPE of queries and keys in place, and the KV-cache write: fused unless of another float type."""
+    """RoPE of queries and keys in place, and the KV-cache write: fused unless in fp8 or wider."""
 
     def __init__(self) -> None:
         library = native_layer().library
@@ -217,7 +217,8 @@ class NativeRopeAndCache:
             norms.apply(stacked, num_heads)
         rows, heads, dim = stacked.shape
         kv_heads = (heads - num_heads) // 2
-        written = {stacked.dtype} if dim % CHANNELS else {stacked.dtype, torch.int8}
+        converted = () if dim % CHANNELS else (torch.int8, torch.bfloat16)
+        written = {stacked.dtype, *converted}
         is_fused = all(
             p.codes.dtype in written and p.codes[0, 0].is_contiguous() for p in (keys, values)
         )
@@ -239,6 +240,7 @@ class NativeRopeAndCache:
             keys.codes.stride(1),
             values.codes.stride(1),
             stacked.dtype is torch.bfloat16,
+            keys.codes.dtype is torch.bfloat16,
             _threads(stacked.numel()),
         )
         _run(self._function, call)

@@ -16,13 +16,14 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import E8pScheme
 from llmopt.quant.e8p.codebook import points, residual_points
 from llmopt.quant.e8p.search import RESIDUAL_STEPS
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.e8p import E8pTensor
 from llmopt.quant.trellis.hadamard import whole_width
 
 from ...support.format_support import make
+from ...support.native_paths import native_paths
 
-NATIVE = [path.name for path in PATHS if path.needs <= processor_flags()]
+NATIVE = native_paths()
 # Odd factors 3, 9 and 7; inputs and outputs that fill no block of 128, no 16; every code of E8P.
 SHAPES = [(200, 96), (64, 576), (1536, 224), (256, 2048)]
 

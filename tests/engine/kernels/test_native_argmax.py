@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from llmopt.engine.kernels.sampling.argmax import argmax_rows, native_argmax
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+from ...support.native_paths import native_paths
+
+HERE = native_paths()
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON, and a compiler")
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced."""
     monkeypatch.setenv(VARIABLE, request.param)

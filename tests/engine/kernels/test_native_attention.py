@@ -13,15 +13,16 @@ from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
 from llmopt.engine.scheduling.tree import Tree
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 
 from ...support.attention_world import STORED, World, rules
+from ...support.native_paths import native_paths
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
+HERE = native_paths()
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON, and a compiler")
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced; the test runs on it and on no other."""
     monkeypatch.setenv(VARIABLE, request.param)

@@ -13,11 +13,12 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, IntScheme
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 
+from ...support.native_paths import native_paths
 from ...support.quantized_world import random_model, write_checkpoint
 
-HERE = ["off", *(path.name for path in PATHS if path.needs <= processor_flags())]
+HERE = ["off", *native_paths()]
 PROMPTS = [[3 + (7 * i + 11 * j) % 500 for j in range(3 + 5 * i)] for i in range(6)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SCHEMES = {

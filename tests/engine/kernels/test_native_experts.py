@@ -23,17 +23,18 @@ from llmopt.quant.base.scheme import (
     Scheme,
 )
 from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.gguf import GgufTensor
 
+from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+HERE = native_paths()
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON, and a compiler")
 HIDDEN, INNER, COUNT = 256, 288, 6
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced; the test runs on it and on no other."""
     monkeypatch.setenv(VARIABLE, request.param)

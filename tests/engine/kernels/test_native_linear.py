@@ -43,7 +43,7 @@ from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.ggml.codes import LAYOUTS, block_codes_torch
 from llmopt.quant.ggml.lattice_tables import LATTICES
 from llmopt.quant.native.build import Native
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.quant.tensors.integer import IntTensor
@@ -51,14 +51,15 @@ from llmopt.quant.tensors.lookup import LookupTensor
 from llmopt.quant.tensors.vectorwise import VectorwiseTensor
 from torch.nn import functional
 
+from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized
 
 INT8 = Activations("int8")
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
+HERE = native_paths()
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON, and a compiler")
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced; the test runs on it and on no other."""
     monkeypatch.setenv(VARIABLE, request.param)

@@ -11,19 +11,20 @@ from llmopt.engine.kernels.linear.lookup import native_lookup
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
 from llmopt.quant.base.scheme import GgufScheme, IntScheme, Scheme
 from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 
+from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
-pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON")
+HERE = native_paths()
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want AVX2 or NEON, and a compiler")
 BLOCKS = [GgufScheme(kind) for kind in WHOLE_BLOCKS + TABLE_BLOCKS]
 INTEGERS = [IntScheme(bits, 32, symmetric) for bits in (3, 4, 8) for symmetric in (True, False)]
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced."""
     monkeypatch.setenv(VARIABLE, request.param)

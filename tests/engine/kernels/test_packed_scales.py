@@ -24,13 +24,14 @@ from llmopt.quant.base.scheme import (
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.ggml.lattice_tables import LATTICES
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 
+from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+HERE = native_paths()
 NARROWED = [Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4"), GgufScheme("MXFP4"), GgufScheme("Q2_K")]
 OFFSET_KINDS = [None, torch.uint8, torch.float16, torch.int8]
 OUT, INPUTS = 256, 768
@@ -57,7 +58,7 @@ FORMAT_SCHEMES: list[tuple[str, Scheme]] = [
 ]
 
 
-@pytest.fixture(params=HERE or ["none"])
+@pytest.fixture(params=HERE or ["off"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced."""
     monkeypatch.setenv(VARIABLE, request.param)

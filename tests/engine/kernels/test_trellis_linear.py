@@ -19,14 +19,15 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import TRELLIS_CODEBOOKS, TrellisScheme
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.trellis import TrellisTensor
 from llmopt.quant.trellis.codebook import codebook
 from llmopt.quant.trellis.tiles import from_sequences, unpack_states
 
 from ...support.format_support import trellis_tensor
+from ...support.native_paths import native_paths
 
-NATIVE = [path.name for path in PATHS if path.needs <= processor_flags()]
+NATIVE = native_paths()
 SCHEMES = [
     *(TrellisScheme(bits) for bits in range(1, 9)),
     *(TrellisScheme(3, name) for name in TRELLIS_CODEBOOKS[:2]),

@@ -6,15 +6,17 @@ import pytest
 import torch
 from llmopt.quant.base.scheme import GGUF_BLOCKS
 from llmopt.quant.ggml.codes import LAYOUTS, block_codes, block_codes_torch, native_codes
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+from ...support.native_paths import native_paths
+
+HERE = native_paths()
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("path", HERE or ["none"])
+@pytest.mark.parametrize("path", HERE or ["off"])
 def test_codes_are_those_of_torch(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, path if HERE else "off")
+    monkeypatch.setenv(VARIABLE, path)
     if native_codes().library is None:
         pytest.skip(str(native_codes().reason))
     generator = torch.Generator().manual_seed(0)

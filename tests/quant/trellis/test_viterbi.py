@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.trellis import viterbi
 from llmopt.quant.trellis.codebook import codebook
 from llmopt.quant.trellis.viterbi import native_viterbi, nearest_states, torch_search, values_of
 
-NATIVE = [path.name for path in PATHS if path.needs <= processor_flags()]
+from ...support.native_paths import native_paths
+
+NATIVE = native_paths()
 
 
 def normal(count: int, length: int, seed: int = 0) -> torch.Tensor:
