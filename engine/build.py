@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..quant.model.models import resolve_model
+from ..quant.models import resolve_model
 from ..quant.open import open_checkpoint
 from ..quant.tokenizer.load import load_tokenizer
 from .base.device import choose_device, choose_dtype, enter_device
@@ -18,6 +18,7 @@ from .base.end_tokens import end_token_ids
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
+    check_fits_memory,
     choose_num_blocks,
     choose_num_host_blocks,
     kv_block_bytes,
@@ -88,6 +89,8 @@ class LoadedModel:
     """The loaded weights, and what follows from the checkpoint and the device alone.
 
     Attributes:
+        folder: of the checkpoint, or its GGUF file.
+        config: the checkpoint's `config.json`, or what a GGUF file has for it.
         model: the target model, or the first of its tensor-parallel shards.
         workers: hold the other shards, if there are any.
         draft: the weights of the draft-token proposer, if it has any.
@@ -97,6 +100,7 @@ class LoadedModel:
     """
 
     folder: Path
+    config: dict[str, Any]
     device: torch.device
     dtype: torch.dtype
     tokenizer: Any
@@ -201,7 +205,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             _make_lora_slots(config, model)
     check_states(config, model.state_layouts)
     check_eviction(config, model)
-    stored = stored_dtype(config.kv_cache_dtype, dtype)
+    stored = stored_dtype(config, device, dtype)
     draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype, stored)
     with explaining_out_of_memory("the vision tower", device):
         images = open_images(
@@ -215,7 +219,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     method = (checkpoint.quantization_config or {}).get("quant_method")
     return LoadedModel(
-        folder,
+        checkpoint.path,
+        checkpoint.config,
         device,
         dtype,
         tokenizer,
@@ -272,7 +277,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConf
 
 def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> CacheLayout:
     """How keys and values are stored, and the number of blocks of the swap space."""
-    dtype = stored_dtype(config.kv_cache_dtype, loaded.dtype)
+    dtype = stored_dtype(config, loaded.device, loaded.dtype)
     layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
     num_host_blocks = choose_num_host_blocks(config, layouts, block_size, dtype)
     return CacheLayout(layouts, block_size, dtype, num_host_blocks)
@@ -392,6 +397,8 @@ def _sizes(
             layout.dtype,
             lambda: budget().less("states", slots.num_bytes),
         )
+    block_bytes = kv_block_bytes(layout.layouts, layout.dtype, layout.block_size)
+    check_fits_memory(num_blocks * block_bytes * config.tensor_parallel_size, loaded.device)
     return slots, num_blocks
 
 

@@ -47,7 +47,7 @@ class Engine:
         parts = build_engine(config)
         loaded = parts.loaded
         self.config = config
-        self.folder = loaded.folder
+        self.folder, self.model_config = loaded.folder, loaded.config
         self.device, self.dtype = loaded.device, loaded.dtype
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.activation_bits = loaded.activation_bits

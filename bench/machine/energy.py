@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .nvml import Nvml
+from ...engine.base.nvml import Nvml
 
 POWERCAP = Path("/sys/class/powercap")
 

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str, Any]:
     """`llmopt.memory`: bytes held by the engine, checkpoint size, and peak resident bytes of the process; the
     peak is None where other models share the process."""
+    checkpoint = open_checkpoint(model)
+    text = checkpoint.text_config
     return {
         "weight_bytes": engine.memory.weight_bytes,
-        "checkpoint_bytes": open_checkpoint(model).weight_bytes,
+        "checkpoint_bytes": checkpoint.weight_bytes,
+        "checkpoint_dtype": text.get("dtype") or text.get("torch_dtype"),
         "kv_cache_bytes": engine.memory.kv_cache_bytes,
         "state_bytes": engine.memory.state_bytes,
         "kv_cache": {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.base.host import cpu_model
+from ...engine.base.nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
 from .machine_state import SYS, governors
-from .nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
 
 CPUINFO = Path("/proc/cpuinfo")
 

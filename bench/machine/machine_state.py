@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
+from ...engine.base.nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
 
 SYS = Path("/sys")
 

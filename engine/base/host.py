@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
-from .topology import SYSFS, read_topology
+from .topology import SYSFS, cgroup_memory_bytes, read_topology
 
 
 def usable_cores(root: Path = SYSFS) -> int:
@@ -23,15 +24,15 @@ def thread_limit() -> int | None:
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be allocated without swapping."""
-    try:
+def available_memory_bytes(root: Path = SYSFS) -> int:
+    """Memory that can be allocated without swapping, within the cgroup's limit. `root`: where sysfs is."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+                free = int(line.split()[1]) * 1024
+    left = cgroup_memory_bytes(root)
+    return free if left is None else min(free, left)
 
 
 def give_back_freed_memory() -> None:

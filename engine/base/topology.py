@@ -125,6 +125,33 @@ def cgroup_quota(root: Path = SYSFS) -> int | None:
     return max(1, int(words[0]) // int(words[1]))
 
 
+def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
+    """Memory left within the cgroup's limit (version 2 or 1), file pages that it can drop included; None
+    without one."""
+    folder = root / "fs/cgroup"
+    limit, used = (_text(folder / f"memory.{name}") for name in ("max", "current"))
+    if not limit:
+        folder /= "memory"
+        names = ("limit_in_bytes", "usage_in_bytes")
+        limit, used = (_text(folder / f"memory.{name}") for name in names)
+    if not limit.isdigit() or not used.isdigit():
+        return None  # "max", or no cgroup
+    counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    dropped = counts.get("total_inactive_file", counts.get("inactive_file", "0"))
+    return max(0, int(limit) - int(used) + int(dropped))
+
+
+def cache_bytes(root: Path = SYSFS) -> dict[str, int]:
+    """The data caches that one of the CPUs reads through, by level: `L1` to `L3`; empty where the system
+    does not say."""
+    found: dict[str, int] = {}
+    for folder in sorted(root.glob("devices/system/cpu/cpu0/cache/index[0-9]")):
+        size = _text(folder / "size")
+        if _text(folder / "type") in ("Data", "Unified") and size.removesuffix("K").isdigit():
+            found[f"L{_text(folder / 'level')}"] = int(size.removesuffix("K")) * 1024
+    return found
+
+
 def parse_cpus(text: str) -> list[int]:
     """The numbers of a list such as `0-3,8`, as the kernel writes it."""
     numbers: list[int] = []

@@ -39,9 +39,15 @@ _STORED = {
 _MOST_EMPTY_BLOCKS = 2**16
 
 
-def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
-    """The dtype that an `EngineConfig.kv_cache_dtype` names; "auto" is the compute dtype `computed`."""
-    return _STORED.get(name, computed)
+def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values; "auto" is the compute dtype `computed`.
+
+    A CPU that computes in float32 by default, for want of bfloat16 instructions, stores bfloat16 by default:
+    it takes half the memory, and what it rounds is a hundredth of what 8-bit activations do.
+    """
+    if device.type == "cpu" and config.dtype == "auto":
+        computed = torch.bfloat16
+    return _STORED.get(config.kv_cache_dtype, computed)
 
 
 def check_stored_dtype(dtype: torch.dtype, device: torch.device) -> None:
@@ -120,6 +126,19 @@ def choose_num_blocks(
     return size_cache(layers, request, budget).num_blocks + 1
 
 
+def check_fits_memory(num_bytes: int, device: torch.device) -> None:
+    """Check a KV cache against a CPU's free memory, which its pages take only as they are written.
+
+    Raises:
+        BadInput: it is larger.
+    """
+    if device.type == "cpu" and num_bytes > (free := available_memory_bytes()):
+        raise BadInput(
+            f"a KV cache of {format_gib(num_bytes)}: {format_gib(free)} of memory is free; lower "
+            "kv_cache_memory_bytes or num_blocks"
+        )
+
+
 def choose_num_host_blocks(
     config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype
 ) -> int:
@@ -147,6 +166,9 @@ def choose_num_host_blocks(
 class KvCache:
     """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
 
+    On a CPU the pages of a block are committed as it is first written: attention reads what was written, and
+    the null block.
+
     `num_host_blocks` blocks on the host are the swap space of preempted sequences; `states` are beside the
     blocks, for a model with constant state.
     """
@@ -162,7 +184,7 @@ class KvCache:
         states: StateCache | None = None,
     ) -> None:
         self.layers = [
-            LayerCache.zeros(layout, num_blocks, block_size, device, dtype, index)
+            LayerCache.empty(layout, num_blocks, block_size, device, dtype, index)
             for index, layout in enumerate(layouts)
         ]
         self.num_host_blocks = num_host_blocks
@@ -183,6 +205,9 @@ class KvCache:
         self.block_size = block_size
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for part in self._parts)
+        # A GPU commits all of it anyway, and libraries' kernels there may weigh, with 0, what lies behind a
+        # sequence's end.
+        self._zero(num_blocks if device.type != "cpu" else NULL_BLOCK + 1)
         self.broadcast: Callable[[str, Any], None] | None = None
         """Broadcasts every copy to the tensor-parallel workers, which hold other heads of the same blocks."""
 
@@ -214,8 +239,12 @@ class KvCache:
 
     def zero_null_block(self) -> None:
         """Clear what steps without requests wrote: padding in a table is read, with weight 0."""
+        self._zero(NULL_BLOCK + 1)
+
+    def _zero(self, num_blocks: int) -> None:
+        """Clear the first blocks, the null block among them; a cache without blocks has nothing to clear."""
         for part in self._parts:
-            part[NULL_BLOCK].zero_()
+            part[:num_blocks].zero_()
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy single slots (source, destination), numbered over all blocks; all reads come first."""

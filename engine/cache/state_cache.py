@@ -10,6 +10,7 @@ from ..base.transfer import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
 from ..model.layers.state import StateLayout
+from ..scheduling.request import NULL_SLOT
 from ..scheduling.step_plan import Copies
 
 
@@ -34,7 +35,9 @@ class StateCache:
     def __init__(
         self, layouts: Sequence[StateLayout], num_slots: int, device: torch.device
     ) -> None:
-        self.tensors = tuple(layout.zeros(num_slots + 1, device) for layout in layouts)
+        self.tensors = tuple(layout.empty(num_slots + 1, device) for layout in layouts)
+        for tensor in self.tensors:
+            tensor[NULL_SLOT].zero_()
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def copy(self, copies: Copies) -> None:

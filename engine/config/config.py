@@ -60,8 +60,8 @@ class EngineConfig:
     kv_cache_dtype: str = field(
         default="auto",
         metadata=option(
-            "Data type of the KV cache: auto (as --dtype), bfloat16, float32, fp8 (e4m3) or int8; the last "
-            "two with a scale for each token and KV head.",
+            "Data type of the KV cache: auto (as --dtype; with that auto too, bfloat16 on a CPU), bfloat16, "
+            "float32, fp8 (e4m3) or int8; the last two with a scale for each token and KV head.",
             limit=one_of(*KV_CACHE_DTYPES),
         ),
     )

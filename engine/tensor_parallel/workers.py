@@ -154,8 +154,8 @@ def open_shards(
         BadInput: as `open_model`, or the model cannot be sharded to `tensor_parallel_size`.
         PeerLost: a worker ended while loading.
     """
-    size, folder = config.tensor_parallel_size, checkpoint.folder
-    stored = stored_dtype(config.kv_cache_dtype, dtype)
+    size, folder = config.tensor_parallel_size, checkpoint.path
+    stored = stored_dtype(config, device, dtype)
     check_stored_dtype(stored, device)  # before kernels are tried with it
     bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -9,11 +10,16 @@ from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 
+from .unwritten_memory import fill_with_nan
+
 STORED = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
 
 class World:
-    """Sequences over shuffled blocks: `lengths[i]` tokens so far, of which `news[i]` are in the batch."""
+    """Sequences over shuffled blocks: `lengths[i]` tokens so far, of which `news[i]` are in the batch.
+
+    On a CPU slots of no token are NaN, but for the null block's.
+    """
 
     def __init__(
         self,
@@ -39,7 +45,14 @@ class World:
 
         def filled(dim: int) -> PagedTensor:
             tensor = PagedTensor.zeros(num_blocks, block_size, kv_heads, dim, self.device, stored)
-            slots = torch.arange(num_blocks * block_size, device=self.device)
+            if device == "cpu":  # as in the engine, elsewhere all is written
+                fill_with_nan(tensor)
+            of_sequences = [
+                block * block_size + slot
+                for blocks, length in zip(self.tables, lengths, strict=True)
+                for block, slot in islice(product(blocks, range(block_size)), length)
+            ]
+            slots = torch.tensor([*range(block_size), *of_sequences], device=self.device)
             x = torch.randn(len(slots), kv_heads, dim, generator=g)
             tensor.write(x.to(self.device), slots)
             return tensor

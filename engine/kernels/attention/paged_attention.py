@@ -192,6 +192,15 @@ class AttentionBatch:
             self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
         return self._masks[key]
 
+    @cached_property
+    def decode_unwritten(self) -> torch.Tensor:
+        """Slots of the decode tables behind their tokens, bool [sequences, width * block_size, 1, 1]."""
+        group = self.decode
+        assert group is not None
+        width = group.block_ids.numel() // group.rows.numel() * self.block_size
+        num_held = (group.lengths - group.evicted_spans)[:, None]
+        return (torch.arange(width, device=num_held.device) >= num_held)[..., None, None]
+
     def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
         """Additive mask of the tokens of span `index`: 0 or -inf, [tokens, num_held]."""
         key = (index, rule.window, rule.num_sink_tokens, rule.chunk, rule.bidirectional)
@@ -356,6 +365,8 @@ def attend_sdpa(
         count = decode.rows.numel()
         k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
         v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
+        for held in (k, v):  # what is not written may be NaN, and is with weight 0
+            held.masked_fill_(batch.decode_unwritten, 0)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
         first = (
             None if sink_queries is None else sink_queries.index_select(0, decode.rows).view_as(q)

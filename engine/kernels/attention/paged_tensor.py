@@ -31,6 +31,21 @@ class PagedTensor:
     scales: torch.Tensor | None = None
 
     @classmethod
+    def empty(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Uninitialised blocks: a CPU commits their pages as they are first written."""
+        shape = (num_blocks, block_size, num_heads)
+        scales = torch.empty(shape, device=device) if dtype in LARGEST_CODE else None
+        return cls(torch.empty(*shape, dim, device=device, dtype=dtype), scales)
+
+    @classmethod
     def zeros(
         cls,
         num_blocks: int,
@@ -40,10 +55,11 @@ class PagedTensor:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Self:
-        # Zeros, not empty: padding reads the null block, and a stray NaN there would spread.
-        shape = (num_blocks, block_size, num_heads)
-        scales = torch.zeros(shape, device=device) if dtype in LARGEST_CODE else None
-        return cls(torch.zeros(*shape, dim, device=device, dtype=dtype), scales)
+        """Blocks of zeros, all of them written."""
+        paged = cls.empty(num_blocks, block_size, num_heads, dim, device, dtype)
+        for part in paged.parts:
+            part.zero_()
+        return paged
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ class LayerCache:
     index: int = 0
 
     @classmethod
-    def zeros(
+    def empty(
         cls,
         layout: KvLayout,
         num_blocks: int,
@@ -53,12 +53,12 @@ class LayerCache:
         dtype: torch.dtype,
         index: int = 0,
     ) -> LayerCache:
-        """A zeroed cache with elements of `dtype`."""
+        """An uninitialised cache with elements of `dtype`."""
         shape = (num_blocks, layout.entries(block_size), layout.num_heads)
-        keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
+        keys = PagedTensor.empty(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
             return cls(keys, keys.first_elements(layout.value_dim), True, index)
-        values = PagedTensor.zeros(*shape, layout.value_dim, device, dtype)
+        values = PagedTensor.empty(*shape, layout.value_dim, device, dtype)
         return cls(keys, values, index=index)
 
     @property
@@ -67,7 +67,7 @@ class LayerCache:
         return self.keys.parts if self.values_in_keys else (*self.keys.parts, *self.values.parts)
 
 
-NO_CACHE = LayerCache.zeros(KvLayout(1, 0, 0), 1, 1, torch.device("cpu"), torch.float32)
+NO_CACHE = LayerCache.empty(KvLayout(1, 0, 0), 1, 1, torch.device("cpu"), torch.float32)
 """Of a layer without keys and values."""
 
 

@@ -27,9 +27,9 @@ class StateLayout:
         """Bytes of one sequence."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def zeros(self, num_slots: int, device: torch.device) -> torch.Tensor:
-        """The tensor for `num_slots` state slots, [slots, *shape]."""
-        return torch.zeros((num_slots, *self.shape), dtype=self.dtype, device=device)
+    def empty(self, num_slots: int, device: torch.device) -> torch.Tensor:
+        """The tensor for `num_slots` state slots, [slots, *shape], uninitialised."""
+        return torch.empty((num_slots, *self.shape), dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

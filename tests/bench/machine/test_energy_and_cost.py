@@ -10,8 +10,8 @@ import pytest
 from llmopt.bench.machine.energy import EnergyMeter, Reading, read_rapl
 from llmopt.bench.machine.machine_load import CpuTimes, machine_busy_seconds, other_load
 from llmopt.bench.machine.machine_state import cpu_clocks, governors, machine_state, temperatures
-from llmopt.bench.machine.nvml import CLOCK_SM, Nvml
 from llmopt.bench.metrics.cost import cost_part
+from llmopt.engine.base.nvml import CLOCK_SM, Nvml
 
 
 def powercap(root: Path, **joules: float) -> Path:
@@ -59,6 +59,9 @@ class FakeNvml:
             "nvmlDeviceGetClockInfo": lambda _, which, out: _set(out, 1410 + which),
             "nvmlDeviceGetEnforcedPowerLimit": lambda _, out: _set(out, 350_000),
             "nvmlSystemGetDriverVersion": lambda out, _: _text(out, b"580.1"),
+            "nvmlDeviceGetCount_v2": lambda out: _set(out, 1),
+            "nvmlDeviceGetName": lambda _, out, __: _text(out, b"NVIDIA H200"),
+            "nvmlDeviceGetMemoryInfo": lambda _, out: setattr(out._obj, "total", 2**37) or 0,
         }[name]
 
     def _energy(self, _: Any, out: Any) -> int:
@@ -93,6 +96,7 @@ def test_nvml_readings_that_are_not_there_are_none() -> None:
     card = Nvml(0, FakeNvml())
     assert card.temperature_celsius() is None and card.clock_mhz(CLOCK_SM) == 1411
     assert card.power_limit_watts() == 350 and card.driver() == "580.1"
+    assert (card.count(), card.name(), card.memory_bytes()) == (1, "NVIDIA H200", 2**37)
     with pytest.raises(OSError, match="no GPU 1"):
         Nvml(1, FakeNvml())
 

@@ -23,7 +23,7 @@ from llmopt.recipes import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-LOOK_UPS = ("aten::embedding", "aten::index", "aten::index_select")
+LOOK_UPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::new_empty")
 RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu" / "rooflines.json"
 
 
@@ -67,7 +67,7 @@ class TensorsRead(TorchDispatchMode):
         taken = [memory_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = [(memory_of(x)[0], x) for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         is_view = any(name in dict(taken) for name, _ in given)
-        # A view reads nothing, and a look-up reads rows, not the table.
+        # A view reads nothing, and a look-up reads rows, not the table; C's makes its output by new_empty.
         if not is_view and func.overloadpacket._qualified_op_name not in LOOK_UPS:
             self.read |= {name: size for name, size in taken if name not in self._made}
         self._made |= {name: x for name, x in given if name not in dict(taken)}

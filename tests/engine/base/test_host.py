@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from llmopt.engine.base.host import usable_cores
+from llmopt.engine.base.host import available_memory_bytes, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,55 @@ def test_a_thread_count_that_is_no_number_is_ignored(
     free = usable_cores()
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert usable_cores() == free
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "3000000", "memory.current": "1000000"}, 2000000),
+        (
+            {
+                "memory.max": "3000000",
+                "memory.current": "2900000",
+                "memory.stat": "anon 5\ninactive_file 600000\nactive_file 7",
+            },
+            700000,
+        ),
+        ({"memory.max": "3000000", "memory.current": "3000000"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "3000000",
+                "memory/memory.usage_in_bytes": "2000000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50000",
+            },
+            1050000,
+        ),
+    ],
+)
+def test_free_memory_is_what_the_cgroup_has_left(
+    tmp_path: Path, files: dict[str, str], free: int
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert available_memory_bytes(tmp_path) == free
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"memory.max": "max", "memory.current": "1000"},
+        {
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+            "memory/memory.usage_in_bytes": "1000",
+        },
+        {},
+    ],
+)
+def test_without_a_limit_free_memory_is_the_machines(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert available_memory_bytes(tmp_path) > 2**28

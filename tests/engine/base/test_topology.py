@@ -8,6 +8,7 @@ import pytest
 from llmopt.engine.base.host import usable_cores
 from llmopt.engine.base.topology import (
     Placement,
+    cache_bytes,
     cgroup_quota,
     parse_cpus,
     place,
@@ -113,6 +114,16 @@ def test_slow_cores_are_not_waited_for(tmp_path: Path) -> None:
         write(root, {f"devices/system/cpu/cpu{cpu}/cpu_capacity": capacity})
     topology = read_topology(root, EVERY)
     assert [cpu.number for cpu in topology.cores] == [4, 5]
+
+
+def test_data_caches_by_level(tmp_path: Path) -> None:
+    caches = [(1, "Data", 48), (1, "Instruction", 32), (2, "Unified", 1280), (3, "Unified", 49152)]
+    for index, (level, kind, size) in enumerate(caches):
+        folder = f"devices/system/cpu/cpu0/cache/index{index}"
+        facts = {"level": level, "type": kind, "size": f"{size}K"}
+        write(tmp_path, {f"{folder}/{name}": fact for name, fact in facts.items()})
+    assert cache_bytes(tmp_path) == {"L1": 48 * 1024, "L2": 1280 * 1024, "L3": 49152 * 1024}
+    assert cache_bytes(tmp_path / "none") == {}
 
 
 def test_a_system_without_sysfs(tmp_path: Path) -> None:

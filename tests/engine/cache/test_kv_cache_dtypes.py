@@ -1,4 +1,4 @@
-"""8-bit KV cache: stored values, attention over them, and memory."""
+"""KV caches narrower than the arithmetic: stored values, attention over them, and memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.engine import build
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.cache.kv_cache import KvCache
+from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.attention import paged_attention as pa
@@ -15,11 +16,12 @@ from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
 from llmopt.engine.model.spec.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.native.processor import VARIABLE
 from llmopt.recipes import DATA, MODELS
 
 from ...engine.kernels.test_kernels import RULES, attention_case
 from ...support.model_families import ADAPTED, FAMILIES, save_model
+from ...support.native_paths import native_paths
 
 MODEL = MODELS / "stories3M"
 NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -114,7 +116,7 @@ def test_attention_over_codes_is_attention_over_what_they_mean(dtype, rule):
     assert 0 < (got - exact).abs().max() < worst
 
 
-@pytest.mark.parametrize("kv", NARROW)
+@pytest.mark.parametrize("kv", [*NARROW, "bfloat16"])
 def test_greedy_tokens_depend_on_nothing_but_the_prompt(prompts, kv):
     expected = run(engine(kv, enable_prefix_caching=False, max_num_seqs=1), prompts)
     for options in (
@@ -138,7 +140,7 @@ def test_a_fork_copies_codes_and_scales(prompts, kv):
     assert run(engine(kv, block_size=16), [prompt], n=3) == [alone] * 3
 
 
-HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+HERE = native_paths()
 
 
 @pytest.mark.parametrize("path", ["off", *(name for name in HERE if name != "avx512vnni")])
@@ -170,7 +172,7 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
     assert (wide - own).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("kv", NARROW)
+@pytest.mark.parametrize("kv", [*NARROW, "bfloat16"])
 @pytest.mark.parametrize(
     "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "arcee", "bloom-alibi"]
 )
@@ -188,7 +190,7 @@ def test_every_kind_of_attention_runs_over_codes(tmp_path, family, kv):
     }
     exact = engine("auto", **options).prompt_logits(tokens)
     narrow = engine(kv, **options).prompt_logits(tokens)
-    limit = 0.15 if kv == "int8" else 0.4
+    limit = {"bfloat16": 0.05, "int8": 0.15, "fp8": 0.4}[kv]
     assert 0 < (narrow - exact).norm() / exact.norm() < limit
 
 
@@ -206,6 +208,29 @@ def test_memory_counts_every_byte(kv, token_bytes):
     assert sum(part.untyped_storage().nbytes() for part in held) == 11 * 16 * token_bytes
     given = engine(kv, dtype="bfloat16", block_size=16, kv_cache_memory_bytes=10**6)
     assert given.stats.kv_blocks_total == 10**6 // (16 * token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "stored"),
+    [
+        ({}, "cpu", torch.bfloat16),
+        ({"dtype": "float32"}, "cpu", torch.float32),
+        ({"kv_cache_dtype": "float32"}, "cpu", torch.float32),
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "cpu", torch.bfloat16),
+        ({"kv_cache_dtype": "int8"}, "cpu", torch.int8),
+        ({}, "mps", torch.float32),
+    ],
+)
+def test_a_cpu_that_computes_in_float32_stores_16_bits_unless_told(options, device, stored):
+    config = EngineConfig(MODEL, **options)
+    assert stored_dtype(config, torch.device(device), torch.float32) is stored
+
+
+def test_a_plain_start_on_a_cpu_without_bfloat16_takes_half_of_float32(monkeypatch):
+    monkeypatch.setattr(build, "choose_dtype", lambda name, device: torch.float32)
+    built = engine("auto", dtype="auto", block_size=16, num_blocks=10)
+    assert (built.dtype, built.stats.kv_dtype) == (torch.float32, "bfloat16")
+    assert built.memory.kv_bytes_per_token == 2560
 
 
 def test_slots_that_hold_nothing_are_counted():
@@ -227,8 +252,8 @@ def test_a_latent_has_one_scale():
     layout = KvLayout(1, 24, 16, values_in_keys=True)
     cache = KvCache([layout], 3, 4, CPU, torch.int8)
     assert cache.num_bytes == 3 * 4 * (24 + 4)
-    x = torch.randn(2, 1, 24, generator=torch.Generator().manual_seed(0))
-    cache.layers[0].keys.write(x, torch.tensor([4, 5]))
+    x = torch.randn(4, 1, 24, generator=torch.Generator().manual_seed(0))
+    cache.layers[0].keys.write(x, torch.tensor([4, 5, 6, 7]))
     both = cache.layers[0]
     keys = both.keys.read(torch.tensor([1]), torch.float32)
     assert torch.equal(both.values.read(torch.tensor([1]), torch.float32), keys[..., :16])
@@ -239,3 +264,10 @@ def test_a_latent_has_one_scale():
 def test_an_unknown_type_is_refused():
     with pytest.raises(BadInput, match=r"kv_cache_dtype 'int4': choose auto, bfloat16"):
         EngineConfig(MODEL, kv_cache_dtype="int4")
+
+
+def test_a_cache_beyond_the_free_memory_is_refused():
+    with pytest.raises(
+        BadInput, match=r"a KV cache of 1,048,576.*: .* is free; lower kv_cache_mem"
+    ):
+        engine("auto", kv_cache_memory_bytes=2**50)

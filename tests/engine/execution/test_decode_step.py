@@ -93,8 +93,9 @@ def test_steps_in_one_call_sample_what_eager_ones_do(
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_logits_of_all_captured_sizes_share_their_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """The graphs' memory grows with the vocabulary by the largest step's logits, whatever sizes were served."""
     pools: list[GraphMemoryPool] = []
@@ -106,12 +107,13 @@ def test_the_logits_of_all_captured_sizes_share_their_memory(
 
     monkeypatch.setattr(GraphMemoryPool, "__init__", watched)
     held = []
-    for vocab in (512, 1024):
+    # Wider than the layers' widest result, of 2 x 320 columns: in float32, narrower logits fit into its buffer.
+    for vocab in (1024, 1536):
         folder = tmp_path / str(vocab)
         model = random_model(vocab_size=vocab)
         write_checkpoint(folder, model, "compressed-tensors", IntScheme(4, 32, True), head=True)
         config: Any = {"device": "cpu", "num_threads": 1, "block_size": 4, "max_num_seqs": MOST}
-        engine = Engine(EngineConfig(folder, **config))
+        engine = Engine(EngineConfig(folder, dtype=dtype, **config))
         tokens = {name: ramp(engine, name, 0.0) for name in ("first", "again")}
         ramp(engine, "sampled", 0.8)
         assert tokens["first"] == tokens["again"]

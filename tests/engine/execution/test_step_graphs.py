@@ -20,6 +20,9 @@ from ...support.quantized_world import random_model, write_checkpoint
 
 PROMPTS = [[1] + [5 + (7 * i + 3 * j) % 400 for i in range(3 + j)] for j in range(9)]
 RECORDS = native_attention().reason is None
+needs_captures = pytest.mark.skipif(
+    not RECORDS, reason="a CPU captures steps of C kernels, which need a compiler"
+)
 
 
 def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int]]:
@@ -88,6 +91,7 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
     assert llm.engine.runner._graphs._graphs == captured
 
 
+@needs_captures
 @pytest.mark.parametrize("logprobs", [None, 0], ids=["rows alone", "inputs"])
 def test_a_later_capture_that_fails_leaves_every_step_eager(
     logprobs: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -119,6 +123,7 @@ def test_a_later_capture_that_fails_leaves_every_step_eager(
     assert "MemoryError: no memory for this graph" in line
 
 
+@needs_captures
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_the_null_block_holds_numbers_once_all_is_captured(kv_cache_dtype: str) -> None:
     """Block tables are padded with it, and zero times NaN is NaN."""

@@ -133,7 +133,8 @@ def test_a_request_that_ends_before_the_copy_leaves_no_copy():
 @pytest.mark.parametrize("in_keys", [False, True])
 def test_a_block_comes_back_as_it_went(name, in_keys):
     layouts = [KvLayout(2, 8, 4 if in_keys else 8, in_keys)] * 3
-    dtype = stored_dtype(name, torch.float32)
+    config = EngineConfig(dtype="float32", kv_cache_dtype=name)
+    dtype = stored_dtype(config, torch.device("cpu"), torch.float32)
     cache = KvCache(layouts, 5, 4, torch.device("cpu"), dtype, num_host_blocks=3)
     parts = [part for layer in cache.layers for part in layer.parts]
     for part in parts:

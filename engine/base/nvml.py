@@ -1,4 +1,4 @@
-"""NVML readings (energy, clocks, temperature, power limit) through ctypes.
+"""NVML readings (name, memory, energy, clocks, temperature, power limit) through ctypes. No torch.
 
 Names, units and codes: NVIDIA NVML API reference. A reading is None where the library or the card does
 not support it.
@@ -9,10 +9,17 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 TEMPERATURE_GPU = 0
 CLOCK_SM, CLOCK_MEMORY = 1, 2
-VERSION_LENGTH = 80
+VERSION_LENGTH, NAME_LENGTH = 80, 96
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 class Nvml:
@@ -26,13 +33,31 @@ class Nvml:
     """
 
     def __init__(self, index: int = 0, library: Any = None) -> None:
-        self._library = library or ctypes.CDLL("libnvidia-ml.so.1")
+        self._library = library or ctypes.CDLL(LIBRARY)
         self._device = ctypes.c_void_p()
         if self._library.nvmlInit_v2() != SUCCESS:
             raise OSError("NVML is installed but does not start (is the driver loaded?)")
         code = self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device))
         if code != SUCCESS:
             raise OSError(f"NVML knows no GPU {index} (code {code})")
+
+    def count(self) -> int:
+        """GPUs of this machine."""
+        value = ctypes.c_uint()
+        code = self._library.nvmlDeviceGetCount_v2(ctypes.byref(value))
+        return value.value if code == SUCCESS else 1
+
+    def name(self) -> str | None:
+        text = ctypes.create_string_buffer(NAME_LENGTH)
+        if self._library.nvmlDeviceGetName(self._device, text, NAME_LENGTH) != SUCCESS:
+            return None
+        return text.value.decode(errors="replace")
+
+    def memory_bytes(self) -> int | None:
+        """All memory of the card; None where it shares the machine's."""
+        memory = _Memory()
+        code = self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory))
+        return memory.total if code == SUCCESS else None
 
     def energy_joules(self) -> float | None:
         """Energy since the driver was loaded (Volta and later)."""
