@@ -1,4 +1,4 @@
-"""Survey of model types: `python tools/model_survey.py [TYPE...] [--docs] [--output FILE]`.
+"""Survey of model types: `python tools/model_survey.py [TYPE...] [--columns NAME] [--docs] [--output FILE]`.
 
 A tiny random checkpoint of every decoder-only causal and image-text type of the installed transformers
 (`tools/survey/types.json`, where each exclusion has its reason) goes through each column. A type that
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
@@ -52,15 +53,26 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, help="JSON of the verdicts: those of other types stay"
     )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        choices=[column.name for column in COLUMNS],
+        metavar="NAME",
+        help="only these columns: the verdicts of the others stay those of --output",
+    )
     parser.add_argument("--docs", action="store_true", help=f"write the table into {DOCUMENT.name}")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     listed = surveyed_types()
-    results = read_results(options.output) if options.types and options.output else {}
+    columns = [c for c in COLUMNS if c.name in (options.columns or [c.name])]
+    partly = bool(options.types or options.columns) and options.output
+    results = read_results(options.output) if partly else {}
     for model_type in options.types or listed:
-        results[model_type] = survey(model_type, listed.get(model_type, {}))
+        before = results.get(model_type, {}) if options.columns else {}
+        wanted = columns if before else COLUMNS
+        results[model_type] = before | survey(model_type, listed.get(model_type, {}), wanted)
         says = ", ".join(f"{k} {v.outcome} {v.detail}" for k, v in results[model_type].items())
         print(f"{model_type}: {says}", flush=True)
         if options.output:
@@ -90,16 +102,18 @@ def write_results(path: Path, results: Results) -> None:
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def survey(model_type: str, changes: dict[str, object]) -> dict[str, Verdict]:
-    """The verdict of every column for one type."""
+def survey(
+    model_type: str, changes: dict[str, object], columns: Sequence[Column] = COLUMNS
+) -> dict[str, Verdict]:
+    """The verdict of each of the columns for one type."""
     with tempfile.TemporaryDirectory() as folder:
         case = Case(model_type, changes, Path(folder))
         try:
             _ = case.raw, case.model
         except Exception as error:  # transformers may fail to build in any way
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return {column.name: Verdict("missed", reason[:160]) for column in COLUMNS}
-        return {column.name: _verdict(column, case) for column in COLUMNS}
+            return {column.name: Verdict("missed", reason[:160]) for column in columns}
+        return {column.name: _verdict(column, case) for column in columns}
 
 
 def _verdict(column: Column, case: Case) -> Verdict:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Literal
 
 from ..base.errors import BadInput
-from .base import MethodOptions, SchemeOptions
+from .settings import MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
 TRANSFORMED = ("trellis", "quip")
 """Methods of codes between transforms: they have GPTQ's error feedback built in, and scales to be tuned."""
+ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
+SMOOTHING = ("awq", "smoothquant")  # round what they smoothed by the solver themselves
 _KNOBS = {  # field of `MethodOptions`: its flag, and the methods or the solver that read it
     "damp": ("--damp", "gptq", *TRANSFORMED),
     "asymmetric": ("--asymmetric-calibration", "gptq", *TRANSFORMED),
@@ -38,6 +41,24 @@ def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: 
     return bits
 
 
+def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:
+    """The solver of a method: with `auto` the one that is best for it.
+
+    AWQ's scales and GPTQ's feedback add up: each lowers the error that the other leaves. Without calibration
+    there is no feedback, so methods that need none stay with the nearest.
+    """
+    if asked == "gptq":
+        return "gptq"
+    return "gptq" if asked == "auto" and method == "awq" else "nearest"
+
+
+def refuse_solver(method: str, solver: str) -> None:
+    """Raises BadInput where the method chooses its codes itself, and not by `solver`."""
+    if solver != "nearest" and method not in ("gptq", *ROUNDING, *SMOOTHING):
+        known = ", ".join((*ROUNDING, *SMOOTHING))
+        raise BadInput(f"--solver {solver}: method {method} chooses its codes itself; use {known}")
+
+
 def refuse_knobs(method: str, options: MethodOptions) -> None:
     """Raises BadInput naming a non-default hyperparameter of another method."""
     usual = MethodOptions()
@@ -47,7 +68,7 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
         raise BadInput(f"--ranges {options.ranges}: method {method} has ranges of its own")
     for name, (option, *owners) in _KNOBS.items():
         owned = {method, options.solver} & {*owners}
-        if not owned and getattr(options, name) != getattr(usual, name):
+        if not owned and getattr(options, name) not in (None, getattr(usual, name)):
             raise BadInput(f"{option} belongs to method {owners[0]}, not to {method}")
     if method in TRANSFORMED and not options.finetune_steps:
         for name in ("lr", "batch_size"):

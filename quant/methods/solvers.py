@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from .base import LayerProblem, LayerResult, Method, SchemeOptions
 from .gptq import Gptq
+from .options import SMOOTHING, refuse_solver
 
-_ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
 _SOLVING = ("gptq", "autoround")  # are solvers themselves
-_SMOOTHING = ("awq", "smoothquant")  # round what they smoothed by the solver themselves
-
-
-def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:
-    """The solver of a method: with `auto` the one that is best for it.
-
-    AWQ's scales and GPTQ's feedback add up: each lowers the error that the other leaves. Without calibration
-    there is no feedback, so methods that need none stay with the nearest.
-    """
-    if asked == "gptq":
-        return "gptq"
-    return "gptq" if asked == "auto" and method == "awq" else "nearest"
 
 
 def solver_name(method: str, solver: str) -> str:
-    """What chooses a method's codes: `nearest`, `gptq` or `autoround`; `solver` is what `solver_of` says."""
+    """Name the solver of a method's codes: `nearest`, `gptq` or `autoround`; `solver` is of `solver_of`."""
     return method if method in _SOLVING else solver
 
 
@@ -35,17 +22,13 @@ def with_solver(method: Method, solver: str) -> Method:
     """The method with its codes chosen by `solver`: `nearest` or `gptq`.
 
     Raises:
-        BadInput: the method chooses its codes itself.
+        BadInput: see `refuse_solver`.
     """
+    refuse_solver(method.name, solver)
     if solver == "nearest" or method.name == "gptq":
         return method
-    if method.name in _SMOOTHING:
+    if method.name in SMOOTHING:
         return SolvedGrid(method, method)
-    if method.name not in _ROUNDING:
-        known = ", ".join((*_ROUNDING, *_SMOOTHING))
-        raise BadInput(
-            f"--solver {solver}: method {method.name} chooses its codes itself; use {known}"
-        )
     return SolvedGrid(method, Gptq())
 
 

@@ -18,6 +18,15 @@ LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _Gate = Callable[[torch.Tensor], torch.Tensor]
 
 
+_TOKENS = "routed_tokens"
+
+
+def routed_tokens(expert: nn.Module) -> torch.Tensor | None:
+    """For each row of an expert's present input the number of its token, int64, -1: of none; None: it is no
+    expert, or not taken apart here."""
+    return getattr(expert, _TOKENS, None)
+
+
 class _Expert(nn.Module):
     """One gated MLP; `combine` concatenates gate and up as the fused module expects."""
 
@@ -66,6 +75,7 @@ class SplitExperts(nn.ModuleList):
         for number, expert in enumerate(self):
             tokens, slots = torch.where(top_k_index == number)
             if tokens.numel():
+                setattr(expert, _TOKENS, tokens)
                 weighted = expert(hidden_states[tokens]) * top_k_weights[tokens, slots, None]
                 outputs.index_add_(0, tokens, weighted.to(outputs.dtype))
         return outputs
@@ -73,9 +83,19 @@ class SplitExperts(nn.ModuleList):
 
 def split_experts(fused: Any, leaves: tuple[str, str, str], config: Any) -> nn.Module:
     """The experts of a fused module apart: transformers' own such module where it has one (Llama 4)."""
-    if (kind := sequential_experts(fused)) is not None:
-        return kind(config)
-    return SplitExperts(fused, leaves)
+    if (kind := sequential_experts(fused)) is None:
+        return SplitExperts(fused, leaves)
+    experts = kind(config)
+    for expert in experts:
+        expert.register_forward_pre_hook(_tell_tokens)
+    return experts
+
+
+def _tell_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    """Keep the tokens of an expert that is given all; the rows of those not routed to it are zero."""
+    sent = inputs[0].any(dim=-1)
+    numbers = torch.arange(len(sent), device=sent.device)
+    setattr(expert, _TOKENS, torch.where(sent, numbers, -1))
 
 
 def sequential_experts(module: nn.Module) -> Any:

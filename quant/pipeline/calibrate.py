@@ -53,7 +53,7 @@ def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Ca
     usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
     wanted = usual if request.num_samples is None else request.num_samples
     asked = wanted // 8 if request.held_out is None else request.held_out
-    tokenizer = load_tokenizer(plan.checkpoint.folder, trust_remote_code=request.trust_remote_code)
+    tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=request.trust_remote_code)
     cut = _Cut(
         num_samples=wanted,
         seq_len=plan.seq_len,

@@ -35,7 +35,7 @@ _COPIES = {
 }
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
-_CROSS = 4  # cross terms of a layer's inputs and a shifted weight, in Gram matrices of the widest
+_SHIFT = 3  # the shift of a weight by its input's cross term, in Gram matrices of the widest
 # Activations kept for the gradients of a layer, in hidden states and widest activations of a token; measured.
 _SAVED_HIDDEN, _SAVED_WIDEST = 24, 8
 _GRADIENT_LIBRARY_BYTES = 16 * 2**20  # code of torch's backward pass
@@ -98,8 +98,7 @@ def estimate_memory(
         parts.append((_head(plan), _moments))
     moments = []
     for layer, moments_of in parts:
-        cross = max((layer.square(name) for name in layer.chosen), default=0)
-        cross *= _CROSS * bool(plan.options.asymmetric)
+        cross = layer.cross if plan.options.asymmetric else 0
         kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
         for grams, codes, work, running in moments_of(layer, _solver(plan), held_out):
@@ -182,6 +181,12 @@ class _Layer:
     def grams(self) -> int:
         """Bytes of the Gram matrices of all inputs."""
         return self.routers + sum(self.square(group[0]) for group in self.family.shared_inputs)
+
+    @property
+    def cross(self) -> int:
+        """Bytes of the cross terms of all inputs, each expert's its own, and of the shift of one weight."""
+        shift = _SHIFT * max((self.square(name) for name in self.chosen), default=0)
+        return self.grams - self.routers + shift
 
 
 def _decoder_layer(plan: Plan, index: int) -> _Layer:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
+from ..base.kv_cache import INT8_CACHE
 from ..base.progress import Progress, Silent
 from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration, no_calibration
@@ -17,15 +18,13 @@ from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
 from ..plan.defaults import with_defaults
 from ..plan.plan import Plan, QuantizeRequest, make_plan
-from ..stream.kv_scales import INT8_CACHE
+from ..request.names import AUTO
+from ..request.request import AUTO_METHOD, searches
 from ..stream.layer_stream import LayerStream
 from .calibrate import calibration_of
 from .sensitivity import mixed_plan, search_of
 from .session import Session
 from .stages import of_images
-
-AUTO, AUTO_METHOD = "auto", "gptq"
-TRELLIS = "trellis"  # whose widths are chosen under a target too
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
@@ -39,7 +38,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     request = with_defaults(request)
     plan = make_plan(_planned(request))
     if not request.errors:
-        _check_data_free(request, plan)
+        _check_data_free(plan)
     feeds_back = plan.method.sequential or plan.options.solver == "gptq"
     staged = feeds_back and plan.options.true_sequential
     if plan.options.asymmetric and (request.stats is not None or not staged):
@@ -80,7 +79,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(measured))
-    if _searches(request):
+    if searches(request):
         plan = _searched(request, plan, stream, calibration, statistics, measured, progress)
     facts = measured | {
         "errors": request.errors,
@@ -145,56 +144,31 @@ def _searched(
     return mixed_plan(search, folder, stream, *checked, progress)
 
 
-def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
-    """Raises BadInput for `--no-errors` where something else needs the calibration data."""
+def _check_data_free(plan: Plan) -> None:
+    """Raises BadInput for `--no-errors` where a scheme needs the calibration data; see `request.request`."""
     activations = [scheme.activations for scheme in plan.schemes.values()]
-    needs = {
-        f"method {request.method} is calibrated": plan.method.needs_statistics
-        or _searches(request),
-        "static activation scales are measured": any(a and not a.dynamic for a in activations),
-        "--kv-cache scales are measured": plan.kv_cache is not None,
-        "--stats are measured": request.stats is not None,
-        "--revert-worse compares errors": request.revert_worse,
-        f"{request.imatrix} is measured": request.imatrix is not None
-        and not request.imatrix.exists(),
-    }
-    for reason, holds in needs.items():
-        if holds:
-            raise BadInput(f"--no-errors: {reason}: leave one of them out")
+    if any(a and not a.dynamic for a in activations):
+        raise BadInput("--no-errors: static activation scales are measured: leave one of them out")
 
 
 def statistics_path(request: QuantizeRequest) -> Path | None:
     """The statistics folder: `request.stats`, or beside the output where widths are searched."""
-    if request.stats is None and _searches(request):
+    if request.stats is None and searches(request):
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats
 
 
-def _searches(request: QuantizeRequest) -> bool:
-    """Whether the widths of the linears are searched, under a target."""
-    return request.method == AUTO or (request.target_bpw, request.target_bytes) != (None, None)
-
-
 def _planned(request: QuantizeRequest) -> QuantizeRequest:
-    """The request itself; for `auto`, the base request whose bits and groups are varied.
-
-    Raises:
-        BadInput: a target without a method that has one, `auto` without one, or options that it decides.
-    """
-    if not _searches(request):
+    """The request itself; for `auto`, the base request whose bits and groups are varied."""
+    if request.method != AUTO:
         return request
-    if request.method not in (AUTO, TRELLIS):
-        raise BadInput("--target-bpw and --target-size belong to --method auto and trellis")
-    if [request.target_bpw, request.target_bytes].count(None) != 1:
-        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
-    if request.bits is not None or request.overrides:
-        raise BadInput(
-            f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "
-            "--override out"
-        )
-    if request.method == TRELLIS:
-        return request
-    return replace(request, method=AUTO_METHOD, format=request.format or "compressed-tensors")
+    return replace(
+        request,
+        method=AUTO_METHOD,
+        format=request.format or "compressed-tensors",
+        target_bpw=None,
+        target_bytes=None,
+    )
 
 
 def _digest(facts: dict[str, Any]) -> str:
@@ -202,8 +176,8 @@ def _digest(facts: dict[str, Any]) -> str:
 
 
 def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of the config and of every weight file."""
-    hashes = {"config.json": sha256_of((checkpoint.folder / "config.json").read_bytes())}
-    for shard in sorted(set(checkpoint.shard_of.values())):
-        hashes[shard] = sha256_of_file(checkpoint.folder / shard)
-    return hashes
+    """Digests of the config, which a GGUF file need not have beside it, and of every weight file."""
+    config = "config.json"
+    names = [config] if (checkpoint.folder / config).is_file() else []
+    names += sorted(set(checkpoint.shard_of.values()))
+    return {name: sha256_of_file(checkpoint.folder / name) for name in names}

@@ -30,22 +30,6 @@ from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
 
 OTHER_SHARD = "model-other.safetensors"
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-_COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
 
 
 def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
@@ -107,15 +91,15 @@ def _write_format(
         )
     else:
         _write_index(folder, plan, shards)
-    for path in _files_to_copy(plan.checkpoint.folder):
-        write_atomically(folder / path.name, path.read_bytes())
+    for file_name, content in plan.checkpoint.companions().items():
+        write_atomically(folder / file_name, content)
     config = dict(plan.checkpoint.config)
     config["quantization_config"] = completed_config(
         quantization_config(plan, weight_format), folder
     )
     write_atomically(folder / "config.json", to_json(config))
-    for file_name, content in config_files(config["quantization_config"]).items():
-        write_atomically(folder / file_name, to_json(content))
+    for file_name, facts in config_files(config["quantization_config"]).items():
+        write_atomically(folder / file_name, to_json(facts))
 
     modules = with_parts(plan, [module for written in shards for module in written["modules"]])
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
@@ -203,10 +187,3 @@ def _write_other_tensors(folder: Path, plan: Plan) -> tuple[dict[str, str], int]
     write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
     plan.checkpoint.release()
     return dict.fromkeys(layout, OTHER_SHARD), sum(map(entry_bytes, layout.values()))
-
-
-def _files_to_copy(source: Path) -> list[Path]:
-    paths: list[Path] = [source / name for name in _COPIED]
-    for pattern in _COPIED_PATTERNS:
-        paths += sorted(source.glob(pattern))
-    return [path for path in paths if path.is_file()]

@@ -28,37 +28,46 @@ class RotatedCheckpoint(Checkpoint):
     """
 
     def __init__(self, plain: Checkpoint, targets: RotationMap, seed: int):
-        super().__init__(plain.folder, trust_remote_code=plain.trust_remote_code)
+        self._plain = plain
+        self.folder, self.path = plain.folder, plain.path
+        self.trust_remote_code = plain.trust_remote_code
+        self.config, self.shard_of = plain.config, plain.shard_of
+        self.source_type, self.source_tokenizer = plain.source_type, plain.source_tokenizer
+        self.notes = plain.notes
         self._targets, self._seed = targets, seed
         self._embedding: torch.Tensor | None = None
         self._head_turns: dict[tuple[int, int], torch.Tensor] = {}
         self._untied = bool(targets.hidden) and targets.tied
         if self._untied:
             self.shard_of = {**self.shard_of, targets.head: self.shard_of[targets.embedding]}
-            size = self.weight_bytes - super().weight_bytes
-            self.notes = (
+            size = self.weight_bytes - plain.weight_bytes
+            self.notes += (
                 f"note: R1 parts the output projection from the embedding: {size / 2**20:.0f} MiB more",
             )
         if targets.hidden:
             self.config = {**self.config, "tie_word_embeddings": False}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return super().shape(self._origin(name))
+        return self._plain.shape(self._origin(name))
 
     def dtype_name(self, name: str) -> str:
-        return super().dtype_name(self._origin(name))
+        return self._plain.dtype_name(self._origin(name))
+
+    def companions(self) -> dict[str, bytes]:
+        return self._plain.companions()
 
     def release(self) -> None:
-        super().release()
+        self._plain.release()
         self._embedding = None
 
     @property
     def weight_bytes(self) -> int:
         if not self._untied:
-            return super().weight_bytes
+            return self._plain.weight_bytes
         rows, width = self.shape(self._targets.head)
         return (
-            super().weight_bytes + rows * width * super().tensor(self._targets.embedding).itemsize
+            self._plain.weight_bytes
+            + rows * width * self._plain.tensor(self._targets.embedding).itemsize
         )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -75,7 +84,7 @@ class RotatedCheckpoint(Checkpoint):
         if not self._targets.hidden:
             return 0
         rows, width = self.shape(self._targets.embedding)
-        return rows * width * super().tensor(self._targets.embedding).itemsize
+        return rows * width * self._plain.tensor(self._targets.embedding).itemsize
 
     def _origin(self, name: str) -> str:
         return self._targets.embedding if self._untied and name == self._targets.head else name
@@ -83,7 +92,7 @@ class RotatedCheckpoint(Checkpoint):
     def _turned(self, name: str) -> torch.Tensor:
         import torch
 
-        targets, stored = self._targets, super().tensor(self._origin(name))
+        targets, stored = self._targets, self._plain.tensor(self._origin(name))
         if name in targets.norms:
             return torch.full_like(stored, 1 - targets.norms[name])
         if targets.hidden and name in (
@@ -109,7 +118,7 @@ class RotatedCheckpoint(Checkpoint):
         result = stored.to(torch.float64 if stored.dtype == torch.float64 else torch.float32)
         if name in targets.readers:
             norm = targets.readers[name]
-            result = result * (super().tensor(norm).to(result.dtype) + targets.norms[norm])
+            result = result * (self._plain.tensor(norm).to(result.dtype) + targets.norms[norm])
         if reads:
             result = self._stream_turn.columns(result)
         if written:
@@ -134,7 +143,7 @@ class RotatedCheckpoint(Checkpoint):
 
         loudness = torch.zeros(self._targets.hidden, dtype=torch.float64)
         for norm, offset in self._targets.norms.items():
-            scales = (super().tensor(norm).to(torch.float64) + offset).abs()
+            scales = (self._plain.tensor(norm).to(torch.float64) + offset).abs()
             loudness += (scales + _LEAST_SCALE * scales.mean()).log()
         return block_rotation(loudness, 2 * self._seed * _LAYERS)
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..base.errors import BadInput
-
-# The largest magnitude of each KV-cache dtype whose scales servers read from a checkpoint. vLLM refuses a
-# stored int8 scheme (`validate_kv_cache_scheme`) and measures its int8 scales itself, per token and head.
-LARGEST = {"fp8": 448.0}
-INT8_CACHE = "int8"
-KvStrategy = Literal["tensor", "attn_head"]  # as compressed-tensors calls them
+from ..base.kv_cache import LARGEST, KvStrategy
 
 
 @dataclass(slots=True)

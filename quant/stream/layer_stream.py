@@ -20,13 +20,14 @@ from ..base.errors import BadInput
 from ..base.memory import temporaries_kept
 from ..calibration.image_inputs import Images, first_with_images
 from ..methods.base import InputStatistics
-from ..methods.expert_statistics import routers_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
+from ..model.experts import routed_tokens
 from ..model.families import Family
 from .chain import Chain, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules
 from .forward import Call
+from .input_rows import InputRows, paired
 from .nested import with_tensors
 from .outcome import outcome_of
 from .replay import Replay
@@ -313,7 +314,7 @@ class LayerStream:
     ) -> dict[str, InputStatistics]:
         """`remeasure` beside the float model, batch by batch: only one batch's inputs are held.
 
-        An expert has no cross term: the two models route other tokens to it.
+        The cross term of an expert is that of the tokens which both models route to it.
         """
         family, before = self.family(index), self.weights(index, replaced)
         groups = [*family.shared_inputs, *((router,) for router in family.routers)]
@@ -324,6 +325,7 @@ class LayerStream:
             for name in first
         }
         for rows in self._batches(states) if self._walk.called(index) else ():
+            num_tokens = states.token_ids[rows].numel()
             with finals.pass_floats(rows, family.linears, first):
                 wanted = self._inputs(index, floats, rows, records)
             self.substitute(index, replaced)
@@ -333,19 +335,21 @@ class LayerStream:
             finally:
                 self.substitute(index, before)
             for name, inputs in seen.items():
-                records[name].add(inputs)
-                if not routers_of(family, (name,)) and name in wanted:
-                    records[name].add_cross(inputs, wanted[name])
+                records[name].add(inputs.rows)
+                pair = paired(inputs, wanted[name], num_tokens) if name in wanted else None
+                if pair is not None:
+                    records[name].add_cross(*pair)
         return {name: records[key] for key, members in first.items() for name in members}
 
     def _inputs(
         self, index: int, states: States, rows: slice, only: Collection[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, InputRows]:
         """What a batch gives the named linears of a loaded layer as inputs, in their GEMM's dtype."""
-        seen: dict[str, torch.Tensor] = {}
+        seen: dict[str, InputRows] = {}
         handles = [
             self._module(index, name).register_forward_pre_hook(
-                _keeping_inputs(name, seen, len(only), self.compute), with_kwargs=True
+                _keeping_inputs(name, seen, len(only), self.compute, self._parent(index, name)),
+                with_kwargs=True,
             )
             for name in only
         ]
@@ -406,8 +410,14 @@ class LayerStream:
 
     def _module(self, index: int, name: str) -> Any:
         """The module of a linear, norm or router."""
-        path = self._meta_model.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
-        return self._layers[index].get_submodule(path)
+        return self._layers[index].get_submodule(self._path(index, name))
+
+    def _parent(self, index: int, name: str) -> nn.Module:
+        """The module that holds a linear, such as an expert."""
+        return self._layers[index].get_submodule(self._path(index, name).rpartition(".")[0])
+
+    def _path(self, index: int, name: str) -> str:
+        return self._meta_model.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
 
 
 def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
@@ -433,12 +443,13 @@ class _EarlyExit(Exception):
 
 
 def _keeping_inputs(
-    name: str, seen: dict[str, torch.Tensor], number: int, compute: torch.dtype
+    name: str, seen: dict[str, InputRows], number: int, compute: torch.dtype, parent: nn.Module
 ) -> Callable[..., None]:
     """A forward pre-hook that keeps a module's input, and ends the pass once all of `number` are kept."""
 
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
-        seen[name] = (inputs[0] if inputs else next(iter(named.values()))).to(compute)
+        rows = (inputs[0] if inputs else next(iter(named.values()))).to(compute)
+        seen[name] = InputRows(rows, routed_tokens(parent))
         if len(seen) == number:
             raise _EarlyExit
 

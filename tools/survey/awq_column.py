@@ -39,9 +39,7 @@ class AwqColumn:
             folds, folded = _folded(checkpoint, architecture, case.folder / "awq-folded")
         except BadInput as error:
             return Verdict("refused", str(error).replace(str(case.folder), "")[:160])
-        if not folds:
-            return Verdict("missed", "no pair can be folded")
-        change = _distance(loaded(case, checkpoint.folder), loaded(case, folded))
+        change = _distance(loaded(case, checkpoint.folder), loaded(case, folded)) if folds else 0.0
         if not change < SAME:
             return Verdict("wrong", f"{folds} folds change the logits by {change:.1e}")
         made = quantized(case, "awq")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.auto import auto_class
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts_apart import (
@@ -88,6 +89,8 @@ def _leave_ones(model: Any) -> None:
 def _quantize(case: Case, method: str) -> Quantized:
     folder, output = source(case), case.folder / f"quantized-{method}"
     options: dict[str, Any] = {"errors": False} if method == "rtn" else {"held_out": 0}
+    # What the command leaves to the method: its solver, its targets and its rotations.
+    options |= {"rotations": None, "options": MethodOptions(asymmetric=None)}
     refused = ""
     for grid in GRIDS:
         request = QuantizeRequest(
