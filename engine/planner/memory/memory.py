@@ -7,6 +7,7 @@ All bytes are per rank: one GPU of a tensor-parallel group of `tp`, in one of `p
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -177,10 +178,17 @@ class Deployment:
     def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens whose KV caches fit concurrently, in every stage."""
         return min(
-            max(0, self._budget(stage.weight_bytes, memory_bytes, reserve))
-            // self._stage_kv(stage, context, reserve)
-            for stage in self.stages
+            self._stage_sequences(stage, memory_bytes, reserve, context) for stage in self.stages
         )
+
+    def _stage_sequences(
+        self, stage: Stage, memory_bytes: int, reserve: Reserve, context: int
+    ) -> int:
+        budget = self._budget(stage.weight_bytes, memory_bytes, reserve)
+        per_sequence = self._stage_kv(stage, context, reserve)
+        if not per_sequence:  # MLP layers alone: the stage limits no sequence once its weights fit
+            return sys.maxsize if budget >= 0 else 0
+        return max(0, budget) // per_sequence
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""

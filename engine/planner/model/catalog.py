@@ -1,4 +1,4 @@
-"""Model lookup: the bundled table, an alias, a config file, a checkpoint folder, or a hub id."""
+"""Model lookup: the bundled table, an alias, a config file, a checkpoint folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ....quant.model.checkpoint import read_json
+from ....quant.base.scheme import GGUF_BLOCKS
+from ....quant.model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
 from ....recipes import MODELS as BUNDLED
 from ..probe.answers import probed
 from .config_check import check_depth
@@ -118,14 +119,16 @@ def shape_of(
 
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
-    """Look up a model: a folder or a config.json, a table name, an alias, a bundled checkpoint, or a hub
-    id. Only a hub id uses the network. Code of a checkpoint is run only with `trust_remote_code`.
+    """Look up a model: a folder, a config.json or a GGUF file, a table name, an alias, a bundled checkpoint,
+    or a hub id. Only a hub id uses the network. Code of a checkpoint is run only with `trust_remote_code`.
 
     Raises:
         BadInput: no model of that name (close matches are named), an unsupported config, or a failed
             download.
     """
     path = Path(name).expanduser()
+    if path.exists() and (file := gguf_file_of(path)) is not None:
+        return _from_gguf(file, trust_remote_code)
     if path.is_dir():
         return _from_file(path / "config.json", path.name, trust_remote_code)
     if path.is_file():
@@ -141,7 +144,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
         return PlannedModel(key, shape, entry["config"], entry["source"], note)
     if (BUNDLED / name / "config.json").is_file():
         return _from_file(BUNDLED / name / "config.json", name, trust_remote_code)
-    if _HUB_ID.fullmatch(name) and not name.endswith(".json"):
+    if _HUB_ID.fullmatch(name) and not name.endswith((".json", GGUF_SUFFIX)):
         return _from_hub(name, _unknown(name, [*models, *aliases]), trust_remote_code)
     raise BadInput(_unknown(name, [*models, *aliases]))
 
@@ -168,9 +171,26 @@ def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
     return PlannedModel(name, shape, config, str(path), stored_bytes=stored)
 
 
+def _from_gguf(path: Path, trust_remote_code: bool) -> PlannedModel:
+    """A model of a GGUF file: the config of its keys, and the bytes of its tensors by its header."""
+    from ....quant.gguf.architecture import stored_config
+    from ....quant.gguf.container import GgufFile
+
+    file = GgufFile(path)
+    config = stored_config(file)
+    shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
+    types = {t.name: t.type for t in file.tensors.values() if t.type in GGUF_BLOCKS}
+    if types:
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
+    stored = sum(tensor.nbytes for tensor in file.tensors.values())
+    return PlannedModel(path.stem, shape, config, str(path), stored_bytes=stored)
+
+
 def _unknown(name: str, known: list[str]) -> str:
-    if name.endswith(".json") or name.startswith((".", "/", "~")):
-        return f"no model at {name}: give a folder with a config.json, or the path of one"
+    if name.endswith((".json", GGUF_SUFFIX)) or name.startswith((".", "/", "~")):
+        return (
+            f"no model at {name}: give a folder with a config.json, the path of one, or a GGUF file"
+        )
     close = get_close_matches(name.lower().rsplit("/", 1)[-1], known, n=4, cutoff=0.5)
     hint = f"close: {', '.join(close)}" if close else f"known: {', '.join(known)}"
-    return f"no model {name!r} in the bundled table ({hint}); a folder or a config.json works too"
+    return f"no model {name!r} in the bundled table ({hint}); a folder, config.json or GGUF file works too"

@@ -6,7 +6,7 @@
                   and the state is padded to that page; layers in groups of one size, a smaller one padded;
                   indexer keys in fp8 with a float32 scale per 128
     llama.cpp     windows and steps as for other models; the state in float32
-    transformers  what was measured
+    transformers  what was measured, cached positions included
 
 vLLM's rule is that of `HybridAttentionMambaModelConfig` (vllm/model_executor/models/config.py) without
 prefix caching of states: one page per sequence and state layer.
@@ -72,7 +72,8 @@ def _transformers(shape: ProbedShape, tokens: int, element: Element, knobs: Cach
     def held(t: CachedTensor) -> int:
         return t.entries(tokens) if shape.frees_windows else tokens // t.stride
 
-    return _sum(shape.growing, element, held) + state
+    positions = sum(t.num_bytes(tokens) for t in shape.positions)
+    return _sum(shape.growing, element, held) + state + positions
 
 
 def _vllm(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:

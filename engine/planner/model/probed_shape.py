@@ -80,18 +80,33 @@ class ProbedShape(ModelShape):
 
     @property
     def layer_tensors(self) -> tuple[CachedTensor, ...]:
-        """The cached tensors of this stage on one rank: heads are split, at least one on each."""
+        """The cached tensors of this stage on one rank: heads are split, at least one on each. A stage whose
+        layers share the keys and values of an earlier stage holds a copy of them."""
         here = self.measured.cache
         if self.stage is not None:
-            here = tuple(t for t in here if t.layer in self.stage)
+            held = {*self.stage, *self._layers_shared_with(self.stage)}
+            here = tuple(t for t in here if t.layer in held)
         if self.ranks == 1:
             return here
         return tuple(replace(t, **_share(t, self.ranks)) for t in here)
 
+    def _layers_shared_with(self, stage: range) -> set[int]:
+        """Layers whose keys and values the KV-sharing layers of a stage read: of each window the last that
+        caches its own."""
+        first_shared = self.num_layers - self.measured.num_shared_layers
+        if stage.stop <= first_shared:
+            return set()
+        return set({t.window: t.layer for t in self.measured.cache if t.law == "growing"}.values())
+
     @property
     def growing(self) -> tuple[CachedTensor, ...]:
-        """Cached tensors that grow with the sequence."""
-        return tuple(t for t in self.layer_tensors if t.law == "growing")
+        """Cached keys, values and latents, which grow with the sequence."""
+        return tuple(t for t in self.layer_tensors if t.law == "growing" and t.is_float)
+
+    @property
+    def positions(self) -> tuple[CachedTensor, ...]:
+        """Cached positions (Qwen4): transformers alone keeps them, engines know a token's position."""
+        return tuple(t for t in self.layer_tensors if t.law == "growing" and not t.is_float)
 
     @property
     def state_bytes(self) -> int:
@@ -201,9 +216,7 @@ def is_indexer(tensor: CachedTensor) -> bool:
 
 
 def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction:
-    """Bytes of one entry: floating-point elements in the KV dtype, others in their own."""
-    if not tensor.is_float:
-        return Fraction(tensor.heads * tensor.width * tensor.element_bytes)
+    """Bytes of one entry in the KV dtype."""
     return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
 
 

@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.base.scheme import GgufScheme
 from .shapes import ModelShape, Role, Tensor
 
 UNQUANTIZED_BYTES = 2
@@ -212,6 +213,8 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return _modelopt(stored)
     if method == "exl3":
         return _exl3(stored)
+    if method == "gguf":
+        return _gguf(stored)
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
@@ -242,6 +245,17 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
         bytes_per_tensor=record,
         roles=roles,
     )
+
+
+def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
+    """The blocks that most tensors are in."""
+    types = list((stored.get("types") or {}).values())
+    if not types:
+        raise BadInput("the checkpoint's quantization_config has no types: give --weights")
+    scheme = GgufScheme(max(sorted(set(types)), key=types.count))
+    weights, num_bytes = scheme.block
+    scale_bits = 8 * num_bytes - scheme.bits * weights
+    return WeightRecipe(scheme.type, scheme.bits, group_size=weights, scale_bits=scale_bits)
 
 
 def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:

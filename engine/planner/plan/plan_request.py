@@ -9,7 +9,6 @@ from ....quant.base.errors import BadInput
 from ...base.units import parse_bytes, parse_size, parse_tokens
 from ...config.config import EngineConfig
 from ..device.devices import Device, choose_devices
-from ..device.host import host_dtype
 from ..device.money import Prices
 from ..device.speed import Efficiency
 from ..images.image_load import image_load
@@ -76,7 +75,7 @@ def plan_for(ask: PlanRequest) -> Plan:
     workload = Workload(
         model.shape.max_context if ask.context is None else parse_tokens(ask.context),
         ask.sequences,
-        kv_dtype(ask.kv_dtype or (host_dtype() if on_cpu else "bf16")).name,
+        kv_dtype(ask.kv_dtype or "bf16").name,
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),

@@ -15,7 +15,6 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.planner.device.host import host_dtype
 from llmopt.engine.planner.memory.cache_size import (
     CacheRequest,
     KvCacheBudget,
@@ -78,10 +77,6 @@ def test_planned_tokens_are_those_that_the_engine_allocates(
     assert plan["engine_cache"]["kv_tokens"] == built.stats.kv_blocks_total * size
     assert plan["engine_cache"]["kv_bytes"] == built.memory.kv_cache_bytes
     assert plan["max_concurrent_sequences"] <= built.scheduler.config.max_num_seqs
-
-
-def test_the_host_computes_in_what_the_engine_chooses() -> None:
-    assert host_dtype() == DTYPES[engine().dtype]
 
 
 def test_the_rule_takes_the_smaller_of_budget_and_demand() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.cache.kv_cache import kv_block_bytes
+from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.planner.model.catalog import shape_of, table_configs
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.model.families import current_names, has_table_rule
@@ -15,16 +18,18 @@ from llmopt.engine.planner.model.kv_dtypes import kv_dtype
 from llmopt.engine.planner.model.probed_shape import ProbedShape
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.probe import answers
+from llmopt.engine.planner.probe.cache_growth import cache_shapes
 from llmopt.engine.planner.probe.data_free import DataFreeMode
 from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.planner.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.open import open_checkpoint
 
 from tools.survey.case import Case, surveyed_types, unlisted_types
 from tools.survey.plan_column import PlanColumn
 
-# One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution, and
-# a cache that is filled and not handed out.
+# One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution, a cache
+# that is filled and not handed out, and positions.
 MECHANISMS = (
     "qwen3_next",
     "mamba2",
@@ -34,6 +39,7 @@ MECHANISMS = (
     "granite4_vision",
     "lfm2",
     "nemotron_h",
+    "qwen4_exp_text",
 )
 # A table model of each family: the rest is held by `tools/model_survey.py` and the family's tiny models.
 ORACLE_OF = (
@@ -115,6 +121,36 @@ TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+def test_positions_in_a_cache_are_no_keys(tmp_path: Path) -> None:
+    """Qwen4's indexer keeps three int64 positions of a token in transformers' cache: 24 bytes beside keys, values
+    and indexer keys of 160. The engine derives them, and pages the 160."""
+    case = Case("qwen4_exp_text", surveyed_types()["qwen4_exp_text"], tmp_path)
+    with torch.no_grad():
+        small, large = (
+            cache_shapes(case.model(input_ids=torch.zeros(1, n).long()).past_key_values)
+            for n in (8, 9)
+        )
+    # Of the module: bytes of bfloat16 that a ninth token adds, and of int64.
+    grown = {p: prod(large[p][0]) - prod(small[p][0]) for p in large}
+    in_floats, in_integers = (
+        sum(count * size for path, count in grown.items() if large[path][2] is is_float)
+        for is_float, size in ((True, 2), (False, 8))
+    )
+    assert (in_floats, in_integers) == (160, 24)
+    shape = ProbedShape.from_facts(probe(case.raw), case.raw)
+    assert shape.kv_bytes_per_token(2) == in_floats
+    assert shape.indexer_elements == 16
+    nine, eight = (
+        {name: rule.kv_bytes(shape, n, 2, CacheKnobs(block_size=1)) for name, rule in RULES.items()}
+        for n in (9, 8)
+    )
+    assert nine["llmopt"] - eight["llmopt"] == in_floats
+    assert nine["transformers"] - eight["transformers"] == in_floats + in_integers
+    case.model.save_pretrained(tmp_path)
+    model = TransformersModel(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
+    assert kv_block_bytes(model.kv_layouts, torch.bfloat16, 1) == in_floats
 
 
 def _must_not_run(*_: object, **__: object) -> ProbedModel:
