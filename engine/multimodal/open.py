@@ -103,7 +103,7 @@ def open_images(
         BadInput: weights of the tower that are broken.
     """
     folder = checkpoint.folder
-    text_alone = ImageSupport(reason=f"{folder} is a model of text alone")
+    text_alone = ImageSupport(reason=f"{checkpoint.path} is a model of text alone")
     if not isinstance(checkpoint.config.get("vision_config"), dict):
         return text_alone
     # Imported here: transformers' modules take seconds that a model of text alone need not wait for.

@@ -196,8 +196,8 @@ class TransformersModel:
         expected: torch.Tensor,
     ) -> bool:
         """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
-        caches = [LayerCache.zeros(layout, 4, 4, self._device, self._dtype) for layout in layouts]
-        held = tuple(state.zeros(2, self._device) for state in states)
+        caches = [LayerCache.empty(layout, 4, 4, self._device, self._dtype) for layout in layouts]
+        held = tuple(state.empty(2, self._device) for state in states)
         split = 4
         first = self._step(tokens, [(0, split, [2])], held)
         second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)

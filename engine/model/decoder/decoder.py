@@ -202,7 +202,8 @@ class Decoder:
             self._rotary_embedding.of(positions),
             self._rotary_embedding.of_sink_queries(cache_positions),
         )
-        hidden = self.weights.embedding(inputs.token_ids)
+        token_ids = self._embedded_ids(inputs.token_ids)
+        hidden = self.weights.embedding(token_ids)
         if self._scale != 1.0:
             hidden = hidden * self._scale
         if inputs.embedded is not None:
@@ -210,7 +211,7 @@ class Decoder:
         per_layer = self.weights.per_layer
         per_layer_inputs = None
         if per_layer is not None:
-            per_layer_inputs = per_layer(self._per_layer_ids(inputs), hidden)
+            per_layer_inputs = per_layer(token_ids, hidden)
         states = NO_STEP_STATES
         if inputs.states.tensors:
             states = StepStates.of(inputs.states, inputs.batch)
@@ -253,12 +254,15 @@ class Decoder:
             [normed, *(aux_hidden[index] for index in inputs.aux_hidden_state_layers)], dim=-1
         )
 
-    def _per_layer_ids(self, inputs: StepInputs) -> torch.Tensor:
-        """Token ids, int64 [tokens], whose per-layer embeddings a step takes."""
-        pad, embedded = self.spec.per_layer_pad, inputs.embedded
-        if pad is None or embedded is None:
-            return inputs.token_ids
-        return inputs.token_ids.index_fill(0, embedded.rows, pad)
+    def _embedded_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int64 [tokens], with the padding token in place of placeholders."""
+        spec = self.spec
+        if not spec.placeholders:
+            return token_ids
+        is_placeholder = torch.zeros_like(token_ids, dtype=torch.bool)
+        for token in spec.placeholders:
+            is_placeholder = is_placeholder | (token_ids == token)
+        return token_ids.masked_fill(is_placeholder, spec.placeholder_pad)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

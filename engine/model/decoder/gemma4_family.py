@@ -48,7 +48,8 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "layers": sizes,
         "value_norm": True,
         "per_layer_width": width,
-        "per_layer_pad": config["pad_token_id"],
+        "placeholder_pad": config["pad_token_id"] or 0,
+        "placeholders": config["placeholder_token_ids"],
         "per_layer_vocab": config["vocab_size_per_layer_input"] if width else 0,
     }
 

@@ -163,7 +163,8 @@ class ModelSpec:
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
-        per_layer_pad: the token whose row the placeholder tokens of images take; None: each its own.
+        placeholders, placeholder_pad: tokens of images, video and audio that are embedded as the padding
+            token is, also where a text or the model itself has one (Gemma 4).
         altup: alternating updates of several residual streams; None: there is one.
         mlp_beside_experts: layers have an MLP and experts that read the same residual, each between norms of
             its own (Gemma 4).
@@ -203,7 +204,8 @@ class ModelSpec:
     mlp_beside_experts: bool = False
     per_layer_width: int = 0
     per_layer_vocab: int = 0
-    per_layer_pad: int | None = None
+    placeholders: tuple[int, ...] = ()
+    placeholder_pad: int = 0
     altup: AltUpSpec | None = None
     expert_latent: int = 0
     parallel: bool = False

@@ -8,11 +8,14 @@ from typing import Any
 from ....quant.base.errors import BadInput
 from .spec import NotCovered
 
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a checkpoint's text model, with every default of its class and the usual field names.
 
-    A multimodal checkpoint's `tie_word_embeddings` is the outer one: transformers reads no other.
+    A multimodal checkpoint's `tie_word_embeddings` is the outer one: transformers reads no other. Its
+    placeholder tokens are `placeholder_token_ids`; a text model has none.
 
     Raises:
         NotCovered: the installed transformers does not know the type.
@@ -33,6 +36,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         config.setdefault(usual, getattr(inner, name, None))
     if (tied := getattr(outer, "tie_word_embeddings", None)) is not None:
         config["tie_word_embeddings"] = tied
+    placeholders = () if outer is inner else (getattr(outer, name, None) for name in _PLACEHOLDERS)
+    config["placeholder_token_ids"] = tuple(token for token in placeholders if token is not None)
     _check_attention(config)
     return {**config, "dtype": config.get("dtype") or raw.get("dtype") or raw.get("torch_dtype")}
 

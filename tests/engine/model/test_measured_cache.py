@@ -38,7 +38,7 @@ def test_any_object_is_measured_filled_and_written_back():
     (paged,), (state,) = tensors.paged, tensors.states
     assert isinstance(paged, TokenTensor) and (paged.axis, paged.shape) == (2, (1, 2, 3))
     assert isinstance(state, StateTensor) and len(state.places) == 2
-    pages = [LayerCache.zeros(paged.layout, 4, 4, CPU, torch.float32)]
+    pages = [LayerCache.empty(paged.layout, 4, 4, CPU, torch.float32)]
     slot = [torch.zeros(1, 4)]
     table, of_tokens = torch.tensor([2, 1]), torch.tensor([8, 9, 10, 11, 4])
     tensors.store(Cache(5), pages, of_tokens, slot, 4, 5)
@@ -63,8 +63,8 @@ def test_what_positions_tell_is_made_anew_and_tuples_are_filled():
 
     tensors = measured_cache(cache_of, MambaConfig(num_hidden_layers=1))
     assert len(tensors.paged) == 1 and len(tensors.positions) == 2
-    pages = [LayerCache.zeros(tensors.paged[0].layout, 4, 4, CPU, torch.float32)]
-    slot = [layout.zeros(1, CPU)[0] for layout in tensors.state_layouts]
+    pages = [LayerCache.empty(tensors.paged[0].layout, 4, 4, CPU, torch.float32)]
+    slot = [layout.empty(1, CPU)[0] for layout in tensors.state_layouts]
     table, of_tokens = torch.tensor([2, 1]), torch.tensor([8, 9, 10, 11, 4])
     tensors.store(cache_of(5, None), pages, of_tokens, slot, 4, 5)
     filled = tensors.load(pages, table, slot, 4, 5)
@@ -87,7 +87,7 @@ def test_a_window_reads_what_it_sees_of_paged_entries(length):
     tensors = measured_cache(cache_of, None)
     assert [tensor.window for tensor in tensors.paged] == [window - 1, window - 1, 0, 0]
     assert not tensors.states
-    pages = [LayerCache.zeros(layout, 9, 4, CPU, torch.float32) for layout in tensors.kv_layouts]
+    pages = [LayerCache.empty(layout, 9, 4, CPU, torch.float32) for layout in tensors.kv_layouts]
     written = cache_of(length, tensors.load(pages, torch.tensor([]), [], 4, 0))
     tensors.store(written, pages, torch.arange(4, 4 + length), [], 4, length)
     filled = tensors.load(pages, torch.arange(1, 9), [], 4, length)
