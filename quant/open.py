@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .gguf.checkpoint import GgufCheckpoint
+from .gguf.checkpoint import DequantizedGguf, GgufCheckpoint
 from .model.checkpoint import Checkpoint, gguf_file_of
 
 
@@ -20,4 +20,16 @@ def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Che
     file = gguf_file_of(Path(path))
     if file is not None:
         return GgufCheckpoint(file)
+    return Checkpoint(path, trust_remote_code=trust_remote_code)
+
+
+def open_plain(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a model likewise, a quantized `.gguf` file as its dequantized weights.
+
+    Raises:
+        BadInput: see `open_checkpoint`.
+    """
+    file = gguf_file_of(Path(path))
+    if file is not None:
+        return DequantizedGguf(file)
     return Checkpoint(path, trust_remote_code=trust_remote_code)

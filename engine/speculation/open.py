@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...quant.base.errors import BadInput
-from ...quant.model.models import resolve_model
+from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
 from ...quant.tokenizer.load import load_tokenizer
 from ..cache.kv_cache import KvCache

@@ -54,13 +54,12 @@ class Scorer:
         return 0.5 * (1.0 + math.tanh(logit / 2)) if as_probability else logit
 
 
-def read_scorer(folder: Path, tokenizer: Any) -> Scorer | None:
-    """The scorer of a reranker's checkpoint; None if it is none.
+def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer | None:
+    """The scorer of a reranker's checkpoint with this config; None if it is none.
 
     Raises:
         BadInput: a classifier of several labels, or a config that contradicts itself.
     """
-    config = read_json(folder / "config.json")
     if is_classifier(config):
         return _classifier(folder, config)
     modules = read_modules(folder)

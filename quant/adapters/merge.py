@@ -22,11 +22,12 @@ from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..convert.read import quantized_modules, read_quantized, tensor_names
-from ..convert.shards import companions, write_shards
+from ..convert.shards import write_shards
 from ..formats.base import KV_SCALES
 from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import to_json
 from ..model.checkpoint import Checkpoint
+from ..models import short_name
 from .settings import LoraSettings
 from .weights import WEIGHTS_NAME, AdapterWeights
 
@@ -84,8 +85,8 @@ def merge(
     job.check()
     with atomic_folder(output, _UNFINISHED) as work:
         write_shards(work, job.tensors(), base.release)
-        for path in companions(base.folder):
-            write_atomically(work / path.name, path.read_bytes())
+        for name, content in base.companions().items():
+            write_atomically(work / name, content)
         write_atomically(work / "config.json", to_json(job.config()))
         write_atomically(work / RECORD_NAME, to_json(job.record()))
     return Merged(output, dtype, job.changes, job.kept)
@@ -230,7 +231,7 @@ class _Merge:
         shards = sorted(set(self._base.shard_of.values()))
         return {
             "llmopt": version("llmopt"),
-            "base": self._base.folder.resolve().name,
+            "base": short_name(self._base.path),
             "base_sha256": {name: sha256_of_file(self._base.folder / name) for name in shards},
             "adapters": [
                 {

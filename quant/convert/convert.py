@@ -25,11 +25,12 @@ from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..plan.contents import CheckpointContents
 from ..plan.loaders import loaders, loads_in
 from ..plan.unquantized import model_parameters, unquantized_modules
+from ..request.names import check_format
 from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .requantize import Requantized, requantize
-from .shards import companions, write_shards
+from .shards import write_shards
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
@@ -53,8 +54,7 @@ def convert(
         BadInput: `output` exists, the source is damaged or not quantized, or without `allow_loss` a
             weight would change. Partial output is removed.
     """
-    if target not in FORMATS:
-        raise BadInput(f"unknown format {target!r}: choose one of {', '.join(sorted(FORMATS))}")
+    check_format(target)
     if checkpoint_format(source).name == target:
         raise BadInput(f"{source.folder} is in the format {target} already")
     with atomic_folder(output, _UNFINISHED) as work:
@@ -102,8 +102,8 @@ class _Job:
         )
         quantization = completed_config(quantization, self._work)
         config["quantization_config"] = quantization
-        for path in companions(self._source.folder):
-            write_atomically(self._work / path.name, path.read_bytes())
+        for name, content in self._source.companions().items():
+            write_atomically(self._work / name, content)
         write_atomically(self._work / "config.json", to_json(config))
         for file_name, content in config_files(quantization).items():
             write_atomically(self._work / file_name, to_json(content))
@@ -203,8 +203,8 @@ class _Job:
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""
-        for path in companions(self._source.folder):
-            write_atomically(self._work / path.name, path.read_bytes())
+        for name, content in self._source.companions().items():
+            write_atomically(self._work / name, content)
         write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
         type_name = mix_of(max(dict.fromkeys(blocks), key=blocks.count))

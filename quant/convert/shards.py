@@ -1,4 +1,4 @@
-"""Writing of a checkpoint's shards one at a time, and the files that belong beside them."""
+"""Writing of a checkpoint's shards one at a time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from ..manifest.manifest import to_json
 from ..model.checkpoint import INDEX_NAME
 
 SHARD_BYTES = 2**30
-# Tokenizer, generation config, licence: files to copy beside the weights.
-_COMPANIONS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 def write_shards(
@@ -57,9 +44,3 @@ def write_shards(
         write()
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomically(folder / INDEX_NAME, to_json(index))
-
-
-def companions(folder: Path) -> list[Path]:
-    """The files of a checkpoint, beside its config and weights, that its copy needs too."""
-    paths = {path for name in _COMPANIONS for path in folder.glob(name)}
-    return sorted(path for path in paths if path.is_file())

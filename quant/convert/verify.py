@@ -16,6 +16,7 @@ from ..base.progress import Progress, Silent
 from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
+from ..models import check_local
 from ..open import open_checkpoint
 from ..plan.unquantized import model_parameters
 from ..raw.container import Entries, Raw, read_headers, read_numbers
@@ -75,8 +76,7 @@ def verify(
     """
     progress = progress or Silent()
     folder = Path(folder)
-    if not folder.is_dir() and folder.suffix != GGUF_SUFFIX:
-        raise BadInput(f"{folder} is no folder: give one that holds a quantized checkpoint")
+    check_local(folder)
     report = VerifyReport(folder)
     manifest = _manifest(folder)
     if manifest is not None:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from ..base.errors import BadInput
+from ..model.checkpoint import read_json
 from .container import GgufFile
 from .families import FAMILIES, family_named, family_of, head_dim_of
 
@@ -85,19 +86,43 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"general.architecture": name, **{f"{name}.{key}": v for key, v in keys.items()}}
 
 
-def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
+def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     """`rope_freqs`: divisors of the RoPE frequencies, float32 `[head_dim / 2]`, for Llama 3; else None."""
     theta, scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
     head_dim = head_dim_of(config, family_of(config))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = np.arange(0, head_dim, 2) / head_dim
     wavelengths = 2 * math.pi * theta**exponents
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     num_rotations = float(scaling["original_max_position_embeddings"]) / wavelengths
-    smooth = ((num_rotations - low) / (high - low)).clamp(0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
+    smooth = ((num_rotations - low) / (high - low)).clip(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def stored_config(file: GgufFile) -> dict[str, Any]:
+    """The `config.json` beside a file, or without one that of its keys; no `quantization_config`.
+
+    Raises:
+        BadInput: a part of a split model, a config of another model, or see `config_of`.
+    """
+    if int(file.metadata.get("split.count", 0)) > 1:
+        raise BadInput(f"{file.path} is one part of several: merge them with llama-gguf-split")
+    from_keys = config_of(file)
+    beside = file.path.parent / "config.json"
+    if not beside.is_file():
+        return from_keys
+    config = read_json(beside)
+    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    for name in (*same, "vocab_size"):
+        if config.get(name) != from_keys[name]:
+            raise BadInput(
+                f"{beside} has {name} {config.get(name)!r}, but {file.path.name} beside it has "
+                f"{from_keys[name]}: they do not belong together"
+            )
+    config.pop("quantization_config", None)
+    return config
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -107,6 +132,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         BadInput: another architecture, or a missing key.
     """
     keys = file.metadata
+    if "general.architecture" not in keys:
+        raise BadInput(f"{file.path} lacks the key general.architecture: it is no whole model")
+    if keys.get("general.type") == "mmproj" or keys["general.architecture"] == "clip":
+        raise BadInput(
+            f"{file.path} holds the vision side of a model (mmproj): give the file of its language model"
+        )
     name = str(keys.get("general.architecture"))
     family = family_named(name, sparse=bool(keys.get(f"{name}.expert_count")))
     if family is None:
@@ -168,10 +199,14 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
     elif kind != "none":
         raise BadInput(f"{file.path}: rope scaling {kind!r} is not read here")
     if ROPE_FACTORS in file.tensors:
-        stored = torch.from_numpy(file.data(ROPE_FACTORS).copy()).view(torch.float32)
+        stored = file.data(ROPE_FACTORS).view(np.float32)
         candidate = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3_ROPE}
         expected = rope_factors(config | {"rope_parameters": parameters | candidate})
-        if expected is None or not torch.allclose(stored, expected, rtol=1e-4):
+        if (
+            expected is None
+            or stored.shape != expected.shape
+            or not np.allclose(stored, expected, rtol=1e-4)
+        ):
             raise BadInput(
                 f"{file.path}: its rope_freqs are not Llama 3's: put the model's config.json beside it"
             )

@@ -44,7 +44,7 @@ def check_source(source: Checkpoint) -> None:
     architecture = architecture_of(source.config)
     for name in _held(source.names, source.config):
         _gguf_tensor_name(name, architecture)
-    tokenizer_keys(source.folder, int(source.config["vocab_size"]))
+    _tokenizer_keys(source)
 
 
 def assemble(
@@ -79,7 +79,7 @@ def assemble(
         "general.name": output.stem,
         "general.file_type": GGUF_TYPES[mix_name(type_name)][1],
         "general.quantization_version": 2,
-        **tokenizer_keys(source.folder, int(config["vocab_size"])),
+        **_tokenizer_keys(source),
     }
     handles = [safe_open(path, framework="pt") for path in layer_shards]
     readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
@@ -96,11 +96,18 @@ def assemble(
     tensors = writer.tensors({name: shapes[name] for name in sorted(names, key=_file_order)})
     factors = rope_factors(config)
     if factors is not None:
-        data = factors.numpy().tobytes()
-        tensors.append(TensorToWrite(ROPE_FACTORS, tuple(factors.shape), "F32", lambda: [data]))
+        data = factors.tobytes()
+        tensors.append(TensorToWrite(ROPE_FACTORS, factors.shape, "F32", lambda: [data]))
     write_gguf(output, metadata, tensors)
     used = sorted({tensor.type for tensor in tensors})
     return [f"note: {output.name} holds {', '.join(used)} tensors"]
+
+
+def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
+    """The keys of the tokenizer: those of a GGUF source as they are, else of its `tokenizer.json`."""
+    if source.source_tokenizer is not None:
+        return source.source_tokenizer
+    return tokenizer_keys(source.folder, int(source.config["vocab_size"]))
 
 
 class _Writer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,17 @@ from ..base.errors import BadInput
 from ..base.scheme import GGUF_BLOCKS, GgufScheme
 from ..formats.gguf import BLOCKS_SUFFIX
 from ..ggml.blocks import dequantize_blocks
-from ..model.checkpoint import Checkpoint, read_json
+from ..model.checkpoint import Checkpoint
 from ..tensors.gguf import GgufTensor
-from .architecture import ROPE_FACTORS, config_of, permuted_heads
+from .architecture import ROPE_FACTORS, permuted_heads, stored_config
 from .container import ALIGNMENT, GgufFile, TensorInfo
 from .families import family_of
+from .mix import GGUF_TYPES, mix_of
 from .names import from_gguf, to_halves
+from .read_tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED_AS = {"float32": "F32", "float16": "F16"}
 # Looked up by row, so it is dequantized whatever its type in the file.
 _EMBEDDING = "model.embed_tokens"
 
@@ -43,10 +46,7 @@ class GgufCheckpoint(Checkpoint):
         self.path = Path(path)
         self.folder = self.path.parent
         self._file = GgufFile(self.path)
-        if int(self._file.metadata.get("split.count", 0)) > 1:
-            raise BadInput(f"{self.path} is one part of several: merge them with llama-gguf-split")
-        self.config = self._config()
-        self.config.pop("quantization_config", None)
+        self.config = stored_config(self._file)
         family = family_of(self.config)
         self._norm_offset = family.norm_offset
         self._infos: dict[str, TensorInfo] = {}
@@ -58,7 +58,7 @@ class GgufCheckpoint(Checkpoint):
             module = from_gguf(stem, family)
             if module is None or kind not in ("weight", "bias"):
                 raise BadInput(
-                    f"{self.path}: tensor {info.name} has no place in the models read here"
+                    f"{self.path}: tensor {info.name!r} has no place in the models read here"
                 )
             for part, matrix in _matrices(module, info):
                 if matrix.type in GGUF_BLOCKS and part != _EMBEDDING:
@@ -70,21 +70,20 @@ class GgufCheckpoint(Checkpoint):
             self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
         self._heads = permuted_heads(self.config)
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
+        if not (self.folder / "tokenizer.json").is_file():
+            keys = self._file.metadata.items()
+            self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
 
-    def _config(self) -> dict[str, Any]:
-        from_keys = config_of(self._file)
-        beside = self.folder / "config.json"
-        if not beside.is_file():
-            return from_keys
-        config = read_json(beside)
-        same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*same, "vocab_size"):
-            if config.get(name) != from_keys[name]:
-                raise BadInput(
-                    f"{beside} has {name} {config.get(name)!r}, but {self.path.name} beside it has "
-                    f"{from_keys[name]}: they do not belong together"
-                )
-        return config
+    def companions(self) -> dict[str, bytes]:
+        """The files beside it, and the tokenizer of its keys where none is there."""
+        beside = super().companions()
+        if self.source_tokenizer is None:
+            return beside
+        with tempfile.TemporaryDirectory() as folder:
+            read_tokenizer(self._file).save_pretrained(folder)
+            return beside | {
+                path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())
+            }
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32).
@@ -134,6 +133,47 @@ class GgufCheckpoint(Checkpoint):
             return "U8"
         kind = self._infos[name].type
         return kind if kind in _DTYPES else "F32"
+
+
+class DequantizedGguf(GgufCheckpoint):
+    """A quantized `.gguf` file as a plain checkpoint: blocks are dequantized, to the config's dtype, as they
+    are read, and have the names of floats."""
+
+    def __init__(self, path: Path | str):
+        super().__init__(path)
+        config = self.config.pop("quantization_config", None)
+        if config is None:
+            return
+        self._infos = {_weight_name(name): info for name, info in self._infos.items()}
+        self.shard_of = dict.fromkeys(self._infos, self.path.name)
+        self.source_type = file_type(self._file, config["types"].values())
+        self.notes = (
+            f"note: {self.path.name} is quantized already ({self.source_type}): its dequantized weights are "
+            "the reference that errors are measured against",
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return super().tensor(name).to(_DTYPES[self.dtype_name(name)])
+
+    def dtype_name(self, name: str) -> str:
+        if self._infos[name].type in _DTYPES:
+            return super().dtype_name(name)
+        return _STORED_AS.get(
+            str(self.config.get("dtype") or self.config.get("torch_dtype")), "BF16"
+        )
+
+
+def _weight_name(name: str) -> str:
+    """The name of a matrix as floats."""
+    module = name.removesuffix(BLOCKS_SUFFIX)
+    return name if module == name else f"{module}.weight"
+
+
+def file_type(file: GgufFile, types: Collection[str]) -> str:
+    """The mix of a file: by `general.file_type`, else of the blocks that most matrices are in."""
+    declared = file.metadata.get("general.file_type")
+    named = [mix for mix, (_, number) in GGUF_TYPES.items() if number == declared]
+    return named[0] if named else mix_of(max(sorted(set(types)), key=list(types).count))
 
 
 def _in_place(data: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from ..base.atomic_io import TEMPORARY_SUFFIX, flush_folder, no_space_or
 from ..base.errors import BadInput
 from ..base.scheme import GGUF_BLOCKS
+from ..model.checkpoint import GGUF_MAGIC
 
-MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
 _MAX_DIMS = 4
@@ -124,7 +124,7 @@ class GgufFile:
         except OSError as error:
             raise BadInput(f"{self.path} cannot be read: {error.strerror}") from error
         cursor = _Cursor(self._bytes, self.path)
-        if cursor.take(4, "its first bytes") != MAGIC:
+        if cursor.take(4, "its first bytes") != GGUF_MAGIC:
             raise BadInput(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
         version = cursor.number("I", "the version")
         if version != VERSION:
@@ -287,7 +287,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
 
 
 def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
+    file.write(GGUF_MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
         file.write(_string(key) + _typed(value))
     offset = 0

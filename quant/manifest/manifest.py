@@ -115,6 +115,7 @@ def build_manifest(
     It holds no time and no path, so that equal runs write identical bytes.
     """
     samples, length = calibration.token_ids.shape
+    source_type = plan.checkpoint.source_type
     return {
         "llmopt": version("llmopt"),
         "torch": version("torch"),
@@ -122,6 +123,7 @@ def build_manifest(
         "model": request.model_name or request.model.resolve().name,
         "signature": signature,
         "source_sha256": source_hashes,
+        **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
         "method": plan.method.name,
         "solver": solver_name(plan.method.name, plan.options.solver),
         "format": plan.formats[number].name,
@@ -208,6 +210,12 @@ def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
     return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 
 
+def _source_lines(manifest: dict[str, Any]) -> list[str]:
+    """A row of the card where the float weights are those of a file that was quantized already."""
+    origin = manifest.get("dequantized_from")
+    return [f"| dequantized from | {origin}, which was quantized already |"] if origin else []
+
+
 def _error_lines(manifest: dict[str, Any]) -> list[str]:
     """Mean and largest error of the linears, as rows of the card's table; none where not measured."""
     summary = manifest["summary"]
@@ -246,6 +254,7 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
         "",
         "| | |",
         "|---|---|",
+        *_source_lines(manifest),
         f"| quantized linears | {summary['num_modules']} |",
         f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,22 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
-GGUF_SUFFIX = ".gguf"
+# Tokenizer, processor, generation config, licence: files that a copy needs beside its config and weights.
+_COMPANIONS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,6 +54,9 @@ class Checkpoint:
     Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
 
     Attributes:
+        path: as it was opened: the folder, or the file of a checkpoint that is one.
+        source_type: type of the GGUF file that the weights are dequantized from; None: they are as stored.
+        source_tokenizer: the keys of that file for its tokenizer, where no tokenizer.json is beside it.
         notes: for the user, where its tensors are not read as they are on disk.
 
     Args:
@@ -48,11 +66,15 @@ class Checkpoint:
         BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
     """
 
+    folder: Path
+    path: Path
     trust_remote_code: bool = False
+    source_type: str | None = None
+    source_tokenizer: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path | str, *, trust_remote_code: bool = False):
-        self.folder = Path(folder)
+        self.folder = self.path = Path(folder)
         self.trust_remote_code = trust_remote_code
         self.config = read_json(self.folder / "config.json")
         self.shard_of: dict[str, str] = self._locate()
@@ -150,6 +172,11 @@ class Checkpoint:
         path = self.folder / "hf_quant_config.json"
         return {"quant_method": "modelopt", **read_json(path)} if path.is_file() else None
 
+    def companions(self) -> dict[str, bytes]:
+        """The files that a copy needs beside its config and weights, by name."""
+        paths = {path for name in _COMPANIONS for path in self.folder.glob(name)}
+        return {path.name: path.read_bytes() for path in sorted(paths) if path.is_file()}
+
     def __contains__(self, name: str) -> bool:
         return name in self.shard_of
 
@@ -187,15 +214,22 @@ class Checkpoint:
 def gguf_file_of(path: Path) -> Path | None:
     """The GGUF file of a path: itself, or the only one in a folder without safetensors; else None.
 
+    A blob of the hub's cache, or of Ollama's, is one by its first bytes.
+
     Raises:
         BadInput: a folder with several of them.
     """
     if path.is_file():
-        return path if path.suffix == GGUF_SUFFIX else None
+        return path if path.suffix == GGUF_SUFFIX or _begins_with_magic(path) else None
     if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
         return None
     found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        raise BadInput(f"{path} holds several models ({names}): give the path of one of them")
+        raise BadInput(f"{path} holds several GGUF files ({names}): give the path of one of them")
     return found[0] if found else None
+
+
+def _begins_with_magic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC

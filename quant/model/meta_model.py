@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..base.errors import BadInput
+from .auto import read_config
 from .checkpoint import Checkpoint
 from .decoder_layers import decoder_layers
 from .experts import LEAVES, fused_experts, split_experts
@@ -50,7 +51,9 @@ class MetaModel:
             self.weight_map = WeightMap(checkpoint.names, self.model)
         except Exception as error:  # a wrong config fails in many places in transformers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise BadInput(f"{checkpoint.folder}/config.json is not usable: {reason}") from error
+            path = checkpoint.path
+            where = path / "config.json" if path.is_dir() else path
+            raise BadInput(f"{where} is not usable: {reason}") from error
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in patterns]
         self.paths = [f"{self._prefix}.{index}" for index in range(len(self.layers))]
@@ -232,13 +235,11 @@ class MetaModel:
 
 def _meta_model(checkpoint: Checkpoint) -> Any:
     """The meta-device model; buffers that no checkpoint holds, such as RoPE frequencies, are real."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     trusted = checkpoint.trust_remote_code
-    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trusted)
-    if "tie_word_embeddings" in checkpoint.config:  # a rotated checkpoint's differs from the file's
-        config.tie_word_embeddings = checkpoint.config["tie_word_embeddings"]
+    config = read_config(checkpoint.config, checkpoint.folder, trust_remote_code=trusted)
     with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with torch.device("meta"):

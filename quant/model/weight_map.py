@@ -28,9 +28,8 @@ class WeightMap:
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
-            apply_converters,
-            apply_renamings,
             dot_natural_key,
+            rename_source_key,
         )
 
         mapping = get_model_conversion_mapping(model)
@@ -44,8 +43,8 @@ class WeightMap:
         self._renamed: dict[str, str] = {}
         self._patterns: dict[str, str] = {}
         for disk in sorted(names, key=dot_natural_key):  # some renamings depend on earlier keys
-            renamed = apply_renamings(disk, renamings)
-            target, pattern = apply_converters(renamed, converters)
+            renamed, _ = rename_source_key(disk, renamings, [])
+            target, pattern = rename_source_key(renamed, [], converters)
             renamed, target = self._in_model(renamed), self._in_model(target)
             if target not in held and self._in_model(disk) in held:
                 target, pattern = self._in_model(disk), None

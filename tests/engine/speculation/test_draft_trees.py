@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.cache.step_inputs import Run, step_inputs
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
@@ -108,7 +109,9 @@ def test_each_draft_token_scores_as_if_its_path_were_alone(
 
     def scores(run: Run) -> torch.Tensor:
         """Logits of a run after the computed prompt (all but its last token), in a cache of its own."""
-        cache = KvCache(model.kv_layouts, 8, 3, CPU, stored_dtype(stored, torch.float32))
+        config = EngineConfig(dtype="float32", kv_cache_dtype=stored)
+        dtype = stored_dtype(config, CPU, torch.float32)
+        cache = KvCache(model.kv_layouts, 8, 3, CPU, dtype)
         for own in (Run(0, prompt[:-1], blocks), run):
             hidden = model.forward(step_inputs([own], 3, CPU, torch.float32), cache.layers)
         return model.logits(hidden)

@@ -140,7 +140,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     renamed = {name.replace("layers.0.", "layers.70."): t for name, t in tensors.items()}
     save_file(renamed, stray / "adapter_model.safetensors")
     cases = {
-        "config.json is missing": [tmp_path / "nowhere", good],
+        "it is neither a folder": [tmp_path / "nowhere", good],
         "adapter_config.json is missing": [MODEL, tmp_path / "none"],
         "r = 5": [MODEL, wrong_rank],
         "is not its base": [MODEL, stray],

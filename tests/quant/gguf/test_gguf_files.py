@@ -27,7 +27,7 @@ from llmopt.quant.gguf.families import FAMILIES
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.quant.open import open_checkpoint
 from transformers import AutoModelForCausalLM
 

@@ -115,8 +115,7 @@ def test_it_is_measured_where_it_is_not_there_and_weighs_the_errors(tmp_path: Pa
     expected = quantize_blocks(weight, "Q4_0", importance)
     assert torch.equal(read.tensor(f"{module}.gguf_blocks"), expected)
     assert not torch.equal(expected, quantize_blocks(weight, "Q4_0"))
-    other = QuantizeRequest(STORIES, tmp_path / "c", imatrix=tmp_path / "x.gguf", **options)
     with pytest.raises(BadInput, match=r"--no-errors: .*x\.gguf is measured"):
-        quantize(other)
+        QuantizeRequest(STORIES, tmp_path / "c", imatrix=tmp_path / "x.gguf", **options)
     with pytest.raises(BadInput, match="--imatrix weighs the errors of ggml's blocks"):
         quantize(QuantizeRequest(STORIES, tmp_path / "c", method="rtn", imatrix=path))

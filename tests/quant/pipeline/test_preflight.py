@@ -244,8 +244,7 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
     ids=str,
 )
 def test_options_that_cannot_be_met(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    asked = replace(request(tmp_path / "out", method="rtn"), **options)
     with pytest.raises(BadInput) as caught:
-        prepare(asked)
+        prepare(replace(request(tmp_path / "out", method="rtn"), **options))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.manifest.journal import Journal
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from safetensors.torch import load_file, save_file
 
-from ...support.cli_process import LlmoptProcess
+from ...support.cli_process import ForkedProcess, llmopt
 from ...support.quant_support import (
     LENGTH,
     SAMPLES,
@@ -39,7 +41,7 @@ def finished_layers(output: Path) -> int:
     return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else -1
 
 
-def wait_for(condition: Callable[[], bool], process: LlmoptProcess) -> None:
+def wait_for(condition: Callable[[], bool], process: ForkedProcess) -> None:
     deadline = time.monotonic() + 100
     while not condition():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -47,9 +49,18 @@ def wait_for(condition: Callable[[], bool], process: LlmoptProcess) -> None:
         time.sleep(0.002)
 
 
-def start(output: Path, method: str = "awq") -> LlmoptProcess:
-    words = ("quantize", "--method", method, *SMALL, "-o", output)
-    return LlmoptProcess(*words, cwd=output.parent, env=llmopt_environment())
+def unpublished(*words: str) -> None:
+    """The command, which waits before it publishes, so that it cannot end before it is killed."""
+    Journal.publish = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
+    sys.argv = ["llmopt", *words]
+    main()
+
+
+def start(
+    output: Path, method: str = "awq", run: Callable[..., None] = unpublished
+) -> ForkedProcess:
+    words = ("quantize", "--method", method, *SMALL, "-o", str(output))
+    return ForkedProcess(run, *words, cwd=output.parent, env=llmopt_environment())
 
 
 def test_killed_three_times_it_ends_with_the_same_bytes(
@@ -70,7 +81,7 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
             assert f"in {output}.partial; the same command resumes" in errors
             assert "Traceback" not in errors
         assert not output.exists()
-    process = start(output)
+    process = start(output, run=llmopt)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "going on after layer" in errors

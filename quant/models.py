@@ -1,0 +1,98 @@
+"""Resolving a model argument (folder, GGUF file, bundled name, hub id) to a local path."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..recipes import DEFAULT_MODEL, MODELS
+from .base.errors import BadInput
+from .base.names import offer
+from .gguf.architecture import stored_config
+from .gguf.container import GgufFile
+from .model.checkpoint import GGUF_SUFFIX, gguf_file_of
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def bundled_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(path.name for path in MODELS.iterdir() if (path / "config.json").is_file())
+
+
+def short_name(path: Path) -> str:
+    """The name of a local model: its folder's, or a GGUF file's without the suffix."""
+    return (path.name if path.is_file() else path.resolve().name).removesuffix(GGUF_SUFFIX)
+
+
+def is_local(name: str) -> bool:
+    """Whether a model of that name is on this machine, without asking the hub."""
+    path = Path(name).expanduser()
+    if name in bundled_models() or (path / "config.json").is_file():
+        return True
+    return path.exists() and gguf_file_of(path) is not None
+
+
+def check_local(folder: Path) -> None:
+    """Raises BadInput where `folder` is neither a folder nor a GGUF file."""
+    if not folder.is_dir() and (not folder.exists() or gguf_file_of(folder) is None):
+        raise BadInput(
+            f"{folder} is no folder that holds a quantized checkpoint, and no .gguf file: give one of them"
+        )
+
+
+def resolve_model(name: str | None) -> Path:
+    """The local path of a model: a directory, a GGUF file, the name of a bundled model, or a hub id.
+
+    The header of a GGUF file is read, so that one which cannot be served is refused before torch is
+    imported. Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
+    under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
+
+    Raises:
+        BadInput: no such model here, a GGUF file that cannot be read, or the download failed.
+    """
+    name = name or DEFAULT_MODEL
+    path = Path(name).expanduser()
+    file = gguf_file_of(path) if path.exists() else None
+    if file is not None:
+        stored_config(GgufFile(file))
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BadInput(f"{path} is not a model: it has neither a config.json nor a .gguf file")
+        return path
+    if name in bundled_models():
+        return MODELS / name
+    if path.exists():
+        raise BadInput(
+            f"{path} is a file, and no GGUF: give that, or the folder that holds config.json and the weights"
+        )
+    if path.suffix == GGUF_SUFFIX:
+        raise BadInput(f"there is no file {path}")
+    if _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+        return _from_hub(name)
+    raise BadInput(
+        f"no model {name!r}: it is neither a folder, nor a .gguf file, nor a hub id (owner/name), nor a "
+        f"bundled model: {offer(name, bundled_models())}"
+    )
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                local_files_only=offline,
+            )
+        )
+    except Exception as error:  # the hub raises a dozen types; the user needs one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
+        raise BadInput(
+            f"model {hub_id!r} is no folder here and {where} did not give it: {reason}"
+        ) from error
