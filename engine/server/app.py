@@ -17,6 +17,7 @@ from .endpoints.adapters import adapters_router
 from .endpoints.operations import operations_router
 from .endpoints.routes import model_router, open_service
 from .loop.loop import EngineLoop
+from .middleware.head import HeadMiddleware
 from .middleware.middleware import RequestMiddleware
 from .observability.observe import ObservingMiddleware
 from .observability.tracing import Tracing
@@ -107,13 +108,14 @@ def create_app(
     )
     app.state.loop, app.state.service, app.state.options = loop, service, options
     app.state.reloader = reloader
+    app.add_middleware(HeadMiddleware)
     install(app)
     app.add_middleware(RequestMiddleware, options=options, keys=keys)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )

@@ -67,7 +67,8 @@ def _main(
     run(*args)
 
 
-def _llmopt(*words: str) -> None:
+def llmopt(*words: str) -> None:
+    """The command, in the forked process."""
     from llmopt.cli.main import main
 
     sys.argv = ["llmopt", *words]
@@ -157,7 +158,7 @@ class LlmoptProcess(ForkedProcess):
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(_llmopt, *map(str, words), cwd=cwd, env=env)
+        super().__init__(llmopt, *map(str, words), cwd=cwd, env=env)
 
 
 def run_llmopt(

@@ -27,6 +27,17 @@ from llmopt.engine.server.reload.tls import open_context, reloadable_context
 
 T = TypeVar("T")
 
+HANG_SECONDS = 120.0
+"""After which a test gives up. It only bounds a hang: neighbours may take most of a machine."""
+
+
+def eventually(condition: Callable[[], object], otherwise: str = "it does not get there") -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.005)
+
 
 @dataclass
 class RunningServer:
@@ -39,7 +50,7 @@ class RunningServer:
     app: FastAPI
 
     def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=30, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG_SECONDS, **options)  # type: ignore[arg-type]
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(
@@ -52,13 +63,10 @@ class RunningServer:
     def on_engine(self, work: Callable[[Engine], T]) -> T:
         """Run `work` on the engine's thread."""
         future = asyncio.run_coroutine_threadsafe(self.loop.run(work), self.event_loop)
-        return future.result(timeout=30)
+        return future.result(timeout=HANG_SECONDS)
 
     def wait_for(self, condition: Callable[[Engine], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not self.on_engine(condition):
-            assert time.monotonic() < deadline, "the engine does not get there"
-            time.sleep(0.005)
+        eventually(lambda: self.on_engine(condition), "the engine does not get there")
 
     def wait_until_idle(self) -> EngineStats:
         """Wait until the engine is idle, check its invariants, and return its counters."""
@@ -110,12 +118,12 @@ def running(
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     try:
-        assert started.wait(30) and server.started
+        assert started.wait(HANG_SECONDS) and server.started
         url = base_url(listener, tls)
         yield RunningServer(url, engine, app.state.loop, event_loops[0], app)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert not thread.is_alive()
 
 
@@ -136,6 +144,24 @@ def slow_steps(server: RunningServer, seconds: float = 0.005) -> Iterator[None]:
     try:
         yield
     finally:
+        server.engine.step = step  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def held_steps(server: RunningServer, num_free: int = 0) -> Iterator[threading.Event]:
+    """No step but the next `num_free` ends before the event is set, as it is at the end."""
+    step, may_step, free = server.engine.step, threading.Event(), iter(range(num_free))
+
+    def held() -> list[RequestOutput]:
+        if next(free, None) is None:
+            may_step.wait(HANG_SECONDS)
+        return step()
+
+    server.engine.step = held  # type: ignore[method-assign]
+    try:
+        yield may_step
+    finally:
+        may_step.set()
         server.engine.step = step  # type: ignore[method-assign]
 
 

@@ -111,7 +111,7 @@ def codex(program: str, url: str, work: Path) -> str:
     home = work / "home" / ".codex"
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.toml").write_text(
-        'model = "tiny"\nmodel_provider = "llmopt"\nweb_search = "disabled"\n'
+        'model = "tiny"\nmodel_provider = "llmopt"\n'
         f'[model_providers.llmopt]\nname = "llmopt"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
     )
     last = work / "last.txt"
@@ -173,7 +173,7 @@ def tried(name: str, program: str) -> dict[str, Any]:
             except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
                 answer = f"failed: {error}"
         log = (work / "server.log").read_text()
-        paths = re.findall(r'"(?:POST|GET) (/\S+) HTTP/1.1" (\d+)', log)
+        paths = re.findall(r'"(?:POST|GET) (/\S+)" (\d+)', log)
         return {
             "agent": package,
             "version": version.strip(),

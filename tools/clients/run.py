@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.recipes import DEFAULT_MODEL
 
 HERE = Path(__file__).parent

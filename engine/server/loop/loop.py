@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ....quant.base.errors import Failure
 from ...base.device import enter_device
+from ...base.host import give_back_freed_memory
 from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...scheduling.outputs import RequestOutput
@@ -309,3 +310,4 @@ def _warm_up(engine: Engine) -> None:
     while engine.has_unfinished():
         engine.step()
     engine.reset_prefix_cache()
+    give_back_freed_memory()  # what loading and making the application have freed

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ....quant.model.checkpoint import read_json
 from ...engine import Engine
 from ...planner.model.families import has_table_rule
 from ...planner.model.shapes import ModelShape
@@ -24,8 +23,7 @@ class ModelFacts:
     def __init__(self, service: Service, engine: Engine) -> None:
         self._service = service
         self._engine = engine
-        path = engine.folder / "config.json"
-        self._config: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+        self._config: Mapping[str, Any] = engine.model_config
         self._num_parameters = _num_parameters(self._config)
 
     def listed(self) -> list[dict[str, Any]]:
@@ -85,7 +83,7 @@ class ModelFacts:
         count = self._num_parameters
         return {
             "parent_model": "",
-            "format": "safetensors" if self._config else "gguf",
+            "format": "gguf" if quantized.get("quant_method") == "gguf" else "safetensors",
             "family": self._family,
             "families": [self._family],
             "parameter_size": "unknown" if count is None else _short(count),

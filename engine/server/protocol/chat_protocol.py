@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ...base.sampling_params import SamplingParams
 from .content import Part, joined_text, read_parts
 from .errors import ApiError
+from .hosted_tools import client_tools
 from .protocol import GenerationRequest
 from .structure import Constraint
 
@@ -165,7 +166,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), client_tools("function")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -180,10 +181,14 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _a_choice_needs_tools(self) -> ChatRequest:
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice asks for a tool, and there are no tools")
+            raise ValueError(
+                "tool_choice asks for a tool, and there are no tools (hosted ones are left out)"
+            )
         for wanted in self._chosen or ():
             if wanted not in (tool.function.name for tool in self.tools or ()):
-                raise ValueError(f"tool_choice names {wanted!r}, which is none of the tools")
+                raise ValueError(
+                    f"tool_choice names {wanted!r}, which is none of the tools (hosted ones are left out)"
+                )
         return self
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
 from .content import image_part
 from .errors import ApiError
+from .hosted_tools import client_tools
 
 Content = str | list[dict[str, Any]]
 
@@ -22,20 +23,12 @@ class AnthropicMessage(BaseModel):
 
 
 class MessagesTool(BaseModel):
-    """A tool of the client; the vendor's own server tools have another `type`."""
+    """A tool of the client."""
 
-    type: str | None = None
+    type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _is_the_clients(self) -> MessagesTool:
-        if self.type not in (None, "custom"):
-            raise ValueError(f"tools of type {self.type!r} are not supported: custom only")
-        if self.input_schema is None:
-            raise ValueError("input_schema is missing")
-        return self
+    input_schema: dict[str, Any]
 
     def for_chat(self) -> dict[str, Any]:
         function = {
@@ -89,7 +82,9 @@ class Prompt(BaseModel):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Content | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tools: (
+        Annotated[list[MessagesTool], Field(max_length=128), client_tools(None, "custom")] | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ...base.sampling_params import SamplingParams
 from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
 from .content import image_part
 from .errors import ApiError
+from .hosted_tools import client_tools, is_hosted
 from .protocol import GenerationRequest, unsupported
 from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 
@@ -80,7 +81,9 @@ class AllowedTools(BaseModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[
+        list[ChosenTool], Field(min_length=1, max_length=128), client_tools("function")
+    ]
 
     def for_chat(self) -> dict[str, Any]:
         tools = [tool.for_chat() for tool in self.tools]
@@ -108,25 +111,26 @@ class ResponsesRequest(GenerationRequest):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
-    tools: Annotated[list[FunctionTool | Namespace], Field(max_length=128)] | None = None
+    tools: (
+        Annotated[
+            list[FunctionTool | Namespace],
+            Field(max_length=128),
+            client_tools("function", "namespace"),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
 
-    @model_validator(mode="before")
+    @field_validator("tool_choice", mode="before")
     @classmethod
-    def _tools_are_functions(cls, value: Any) -> Any:
-        """One clear message for the vendor's own tools."""
-        tools = value.get("tools") if isinstance(value, dict) else None
-        for tool in tools if isinstance(tools, list) else ():
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind not in ("function", "namespace"):
-                raise ValueError(
-                    f"tools of type {kind!r} are not supported: function and namespace only"
-                )
-        return value
+    def _is_no_hosted_tool(cls, choice: Any) -> Any:
+        if is_hosted(choice) and choice["type"] != "allowed_tools":
+            raise ValueError(f"{choice['type']!r} is hosted by its vendor, and cannot be used here")
+        return choice
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()

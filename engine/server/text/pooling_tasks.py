@@ -60,7 +60,8 @@ def pooling_tasks(engine: Engine, model_name: str, pooling_type: str | None) -> 
     except BadInput as error:
         pooling = str(error)
     try:
-        return PoolingTasks(model_name, pooling, read_scorer(engine.folder, engine.tokenizer))
+        scorer = read_scorer(engine.folder, engine.model_config, engine.tokenizer)
+        return PoolingTasks(model_name, pooling, scorer)
     except BadInput as error:
         return PoolingTasks(model_name, pooling, str(error))
 

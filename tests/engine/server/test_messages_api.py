@@ -176,7 +176,7 @@ def test_refusals_are_anthropics(served: RunningServer) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     for kind, words, fields in (
         (anthropic.BadRequestError, "images are not taken", {"messages": [{"role": "user", "content": [image]}]}),
-        (anthropic.BadRequestError, "web_search", {"tools": [{"type": "web_search_1", "name": "w"}]}),
+        (anthropic.BadRequestError, "input_schema", {"tools": [{"type": "custom", "name": "w"}]}),
         (anthropic.BadRequestError, "none of the tools", {
             "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}),
         (anthropic.BadRequestError, "mcp_servers", {"extra_body": {"mcp_servers": [{}]}}),

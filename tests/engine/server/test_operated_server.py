@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import ssl
-import time
 from pathlib import Path
 
 import httpx
 
 from ...support.certificates import self_signed
 from ...support.cli_process import LlmoptProcess
+from ...support.live_server import HANG_SECONDS, eventually
 
 KEYS = "keys: [{name: team, key: k-team, rpm: 2}]"
 
@@ -41,7 +41,7 @@ def test_a_config_file_has_all_of_it(tmp_path: Path) -> None:
         trusted = ssl.create_default_context(cafile=str(certificate))
         headers = {"Authorization": "Bearer k-team", "X-Request-Id": "abc"}
         with httpx.Client(
-            base_url=url, verify=trusted, headers=headers, trust_env=False, timeout=30
+            base_url=url, verify=trusted, headers=headers, trust_env=False, timeout=HANG_SECONDS
         ) as http:
             body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True}
             answers = [http.post("/v1/completions", json=body) for _ in range(3)]
@@ -50,13 +50,10 @@ def test_a_config_file_has_all_of_it(tmp_path: Path) -> None:
             keys.write_text(KEYS.replace("k-team", "k-next").replace("rpm: 2", "rpm: 9"))
             process.send_signal(signal.SIGHUP)
             http.headers["Authorization"] = "Bearer k-next"
-            deadline = time.monotonic() + 20
-            while http.get("/v1/models").status_code != 200:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            eventually(lambda: http.get("/v1/models").status_code == 200)
             assert http.post("/v1/completions", json=body).status_code == 200
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, out) == (0, "")
     entries = [json.loads(line) for line in err.splitlines()]
     messages = [entry["message"] for entry in entries]

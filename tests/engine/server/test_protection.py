@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,15 @@ import pytest
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 
-from ...support.live_server import RunningServer, make_engine, running, slow_steps
+from ...support.live_server import (
+    HANG_SECONDS,
+    RunningServer,
+    eventually,
+    held_steps,
+    make_engine,
+    running,
+    slow_steps,
+)
 
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 KEYS = ("sesame", "rosebud")
@@ -25,10 +32,8 @@ OPTIONS = ServerOptions(
     host_names=frozenset({"models.example"}),
     max_body_bytes=20_000,
     max_header_bytes=4_000,
-    body_timeout_seconds=1,
     max_concurrency_per_key=2,
     max_queue_per_key=1,
-    request_timeout_seconds=2,
     log_prompts=True,
 )
 
@@ -134,7 +139,7 @@ def talk(server: RunningServer, sent: bytes) -> bytes:
     """The server's response to these bytes before it hangs up."""
     host, port = server.url.removeprefix("http://").split(":")
     received = b""
-    with socket.create_connection((host, int(port)), timeout=10) as plug:
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as plug:
         plug.sendall(sent)
         while piece := plug.recv(65536):
             received += piece
@@ -147,9 +152,11 @@ def head(*lines: str) -> bytes:
     ).encode()
 
 
-def test_a_body_that_never_ends_is_given_up(strict: RunningServer) -> None:
-    words = ("Authorization: Bearer sesame", "Content-Type: application/json")
-    answer = talk(strict, head(*words, "Content-Length: 100") + b'{"prompt": "')
+def test_a_body_that_never_ends_is_given_up() -> None:
+    options = ServerOptions(body_timeout_seconds=1)
+    with running(make_engine("stories260K"), options) as server:
+        words = ("Content-Type: application/json", "Content-Length: 100")
+        answer = talk(server, head(*words) + b'{"prompt": "')
     assert answer.startswith(b"HTTP/1.1 408")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
 
@@ -184,9 +191,11 @@ def post(server: RunningServer, name: str, **fields: Any) -> httpx.Response:
 
 
 def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
-    with slow_steps(strict), ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
         mine = [pool.submit(post, strict, "sesame", max_tokens=60) for _ in range(5)]
         other = pool.submit(post, strict, "rosebud", max_tokens=5)
+        eventually(lambda: sum(one.done() for one in mine) == 2)
+        may_step.set()
         statuses = sorted(one.result().status_code for one in mine)
         assert statuses == [200, 200, 200, 429, 429]
         assert other.result().status_code == 200
@@ -197,31 +206,43 @@ def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
 
 
 def test_a_client_that_leaves_the_queue_frees_its_slot(strict: RunningServer) -> None:
-    with slow_steps(strict), ThreadPoolExecutor(8) as pool:
+    keys: Any = next(
+        one.kwargs["keys"] for one in strict.app.user_middleware if "keys" in one.kwargs
+    )
+    queue = keys.find(b"sesame").concurrency._queue
+    body = json.dumps(LONG).encode()
+    words = ("Authorization: Bearer sesame", "Content-Type: application/json")
+    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
         working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
-        strict.wait_for(lambda engine: engine.stats.num_running == 2)
+        eventually(lambda: len(strict.loop._streams) == 2)
         with strict.http(headers=key()) as http:
             assert http.post("/abort", json={"id": "nobody"}).status_code == 200  # takes no permit
-        with strict.http(headers=key()) as http, pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=LONG, timeout=0.1)
-        time.sleep(0.05)
+        host, port = strict.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as plug:
+            plug.sendall(head(*words, f"Content-Length: {len(body)}") + body)
+            eventually(lambda: len(queue) == 1)
+        eventually(lambda: not queue, "the slot is not freed")
         next_in_line = pool.submit(post, strict, "sesame", max_tokens=5)
+        eventually(lambda: len(queue) == 1)
+        may_step.set()
         assert [one.result().status_code for one in [*working, next_in_line]] == [200] * 3
     assert strict.wait_until_idle().kv_blocks_used == 0
 
 
-def test_a_response_that_takes_too_long_is_ended(strict: RunningServer) -> None:
-    with slow_steps(strict, seconds=0.02):
-        whole = post(strict, "sesame")
-        assert error(whole, 504)["code"] == "timeout"
-        with (
-            strict.http(headers=key()) as http,
-            http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
-        ):
-            lines = [line for line in response.iter_lines() if line]
-        last = json.loads(lines[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "timeout" and len(lines) > 10
-    assert strict.wait_until_idle().kv_blocks_used == 0
+def test_a_response_that_takes_too_long_is_ended() -> None:
+    options = ServerOptions(api_keys=KEYS, request_timeout_seconds=2)
+    with running(make_engine("stories260K"), options) as hurried:
+        with slow_steps(hurried, seconds=0.02):
+            whole = post(hurried, "sesame")
+            assert error(whole, 504)["code"] == "timeout"
+            with (
+                hurried.http(headers=key()) as http,
+                http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+            ):
+                lines = [line for line in response.iter_lines() if line]
+            last = json.loads(lines[-1].removeprefix("data: "))
+            assert last["error"]["code"] == "timeout" and len(lines) > 10
+        assert hurried.wait_until_idle().kv_blocks_used == 0
 
 
 def test_the_engine_s_queue_is_bounded() -> None:
@@ -237,7 +258,7 @@ def test_the_engine_s_queue_is_bounded() -> None:
                 ):
                     lines = response.iter_lines()
                     next(lines)
-                    gone.wait(20)
+                    gone.wait(HANG_SECONDS)
 
             holding = threading.Thread(target=hold)
             holding.start()

@@ -25,6 +25,7 @@ from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.cli_process import ForkedProcess, LlmoptProcess, run_llmopt
+from ...support.live_server import HANG_SECONDS
 
 
 def environment() -> dict[str, str]:
@@ -41,14 +42,14 @@ def serving(*options: str) -> Iterator[tuple[LlmoptProcess, str]]:
 def stop(process: LlmoptProcess, number: signal.Signals) -> tuple[str, str]:
     """Rest of stdout, and stderr, of a process that must end well."""
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     return out, err
 
 
 def client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, trust_env=False, timeout=30)
+    return httpx.Client(base_url=url, trust_env=False, timeout=HANG_SECONDS)
 
 
 def test_with_json_it_serves_and_drains_on_sigterm() -> None:
@@ -64,7 +65,7 @@ def test_with_json_it_serves_and_drains_on_sigterm() -> None:
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 rest = [text for text in lines if text]
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0, err
         assert rest[-1] == "data: [DONE]"
         assert len(rest) == 300
@@ -85,6 +86,8 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c() -> None:
     with serving(*options) as (process, line):
         assert line.startswith("ready: small at http://127.0.0.1:")
         assert "context 64 tokens" in line and "chat template: plain" in line
+        # 16 sequences of 64 tokens in blocks of 32, and the null block: 5 layers of 2 x 4 heads of 8 elements.
+        assert "KV cache: up to 660 KiB (1,024 tokens in bfloat16), 0 used" in line
         url = line.split()[3].removesuffix("/v1")
         with client(url) as http:
             (card,) = http.get("/v1/models").json()["data"]
@@ -123,7 +126,7 @@ def slow_stream(drain_seconds: float = 60) -> Iterator[tuple[ForkedProcess, Iter
             lines = response.iter_lines()
             next(lines)
             yield process, (text for text in lines if text)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0 and "Traceback" not in err
 
 
@@ -152,7 +155,7 @@ def test_requests_that_outlast_the_drain_get_an_event() -> None:
 
 def test_an_engine_that_fails_while_it_warms_up_ends_the_server() -> None:
     with ForkedProcess(slow_server, failing_step, 60, env=environment()) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_SECONDS)
     assert out == ""
     assert err.splitlines()[-1].endswith(
         "the engine failed (ZeroDivisionError): restart the server"
@@ -184,7 +187,9 @@ def test_bad_options_are_one_line(
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run_llmopt("serve-local", "--port", str(port), env=environment(), timeout=60)
+        result = run_llmopt(
+            "serve-local", "--port", str(port), env=environment(), timeout=HANG_SECONDS
+        )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and f"port {port}" in result.stderr
 

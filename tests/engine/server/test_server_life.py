@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -19,7 +21,14 @@ from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import Failure
 
-from ...support.live_server import RunningServer, make_engine, running, slow_steps
+from ...support.live_server import (
+    HANG_SECONDS,
+    RunningServer,
+    eventually,
+    make_engine,
+    running,
+    slow_steps,
+)
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 3, "seed": 1}
 
@@ -40,8 +49,14 @@ def test_a_stream_that_is_left_frees_its_blocks(server: RunningServer) -> None:
 def test_a_request_that_is_left_frees_its_blocks(server: RunningServer) -> None:
     before = server.wait_until_idle()
     with slow_steps(server):
-        with server.http() as http, pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=LONG, timeout=0.3)
+        body, address = json.dumps(LONG).encode(), urlsplit(server.url)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        )
+        with socket.create_connection((address.hostname, address.port)) as client:
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            begun = before.num_generated_tokens
+            server.wait_for(lambda engine: engine.stats.num_generated_tokens > begun)
         after = server.wait_until_idle()
     assert after.kv_blocks_used == 0
     assert 0 < after.num_generated_tokens - before.num_generated_tokens < 1000
@@ -55,7 +70,7 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
 
     def on_demand() -> list[RequestOutput]:
         asked_for.release()
-        steps.acquire(timeout=20)
+        steps.acquire(timeout=HANG_SECONDS)
         return step()
 
     server.engine.step = on_demand  # type: ignore[method-assign]
@@ -67,11 +82,8 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
         lines = response.iter_lines()  # which ends the connection when it is forgotten
         next(lines)
         for _ in range(4):  # the engine has done three steps and is in the fourth
-            assert asked_for.acquire(timeout=20)
-    deadline = time.monotonic() + 20
-    while server.loop._streams:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+            assert asked_for.acquire(timeout=HANG_SECONDS)
+    eventually(lambda: not server.loop._streams)
     assert server.engine.stats.kv_blocks_used > 0
     before = server.engine.stats.num_steps
     steps.release()
@@ -85,7 +97,7 @@ def test_it_is_ready_only_when_warm() -> None:
     step = engine.step
 
     def held() -> list[RequestOutput]:
-        may_step.wait(20)
+        may_step.wait(HANG_SECONDS)
         return step()
 
     engine.step = held  # type: ignore[method-assign]
@@ -241,17 +253,14 @@ def test_a_step_that_hangs_is_seen_by_the_health_probe() -> None:
         step = engine.step
 
         def hangs() -> list[RequestOutput]:
-            resume.wait(20)
+            resume.wait(HANG_SECONDS)
             return step()
 
         engine.step = hangs  # type: ignore[method-assign]
         with server.http() as http, ThreadPoolExecutor() as clients:
             asked = clients.submit(http.post, "/v1/completions", json={"prompt": "hi"})
-            deadline = time.monotonic() + 20
-            while (health := http.get("/health")).status_code == 200:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            assert "has not ended" in health.json()["error"]["message"]
+            eventually(lambda: http.get("/health").status_code != 200)
+            assert "has not ended" in http.get("/health").json()["error"]["message"]
             resume.set()
             assert asked.result().status_code == 200
             assert http.get("/health").status_code == 200

@@ -96,7 +96,19 @@ def load(server: RunningServer) -> list[dict[str, float]]:
     return seen
 
 
-def test_the_counters_are_what_the_client_saw(small: RunningServer) -> None:
+EXECUTE_SECONDS = 0.003
+
+
+def test_the_counters_are_what_the_client_saw(
+    small: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = small.engine.runner.execute
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(EXECUTE_SECONDS)
+        return execute(*arguments, **options)
+
+    monkeypatch.setattr(small.engine.runner, "execute", slow)
     small.wait_until_idle()
     before = samples(scrape(small))
     seen = load(small)
@@ -122,7 +134,7 @@ def test_the_counters_are_what_the_client_saw(small: RunningServer) -> None:
         grown(f"llmopt_step_seconds_total{{part={part}}}")
         for part in ("schedule", "model", "output")
     ]
-    assert min(parts) > 0 and parts[1] == max(parts)
+    assert min(parts) > 0 and parts[1] >= num_tokens * EXECUTE_SECONDS
 
 
 def test_the_times_add_up_and_lie_within_the_client_s(small: RunningServer) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from llmopt.engine.server.observability.logs import LEVELS, configure_logging
 from llmopt.engine.server.protocol.server_options import LogFormat, ServerOptions
 
-from ....support.live_server import RunningServer, make_engine, running
+from ....support.live_server import RunningServer, eventually, make_engine, running
 
 OPTIONS = ServerOptions(api_keys=("sesame",), log_prompts=True, max_body_bytes=2000)
 NASTY = 'one\n{"level": "error"}\r\x1b[31m\u2028two'
@@ -52,14 +51,6 @@ def logging_as(
             logger.setLevel(level)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """A line is written once the client has its response."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def ask(server: RunningServer, lines: Callable[[], list[str]], **fields: Any) -> None:
     """Four requests, and their four access lines."""
     headers = {"Authorization": "Bearer sesame", "X-Request-Id": "abc"}
@@ -70,7 +61,7 @@ def ask(server: RunningServer, lines: Callable[[], list[str]], **fields: Any) ->
         http.get("/v1/models/%0aERROR:%20x")
         http.post("/v1/completions", content=b"x" * 3000)
         http.get("/health", headers={"Authorization": "Bearer wrong"})
-    wait_for(lambda: any("/health" in line for line in lines()))
+    eventually(lambda: any("/health" in line for line in lines()))
 
 
 def test_json_is_an_object_a_line(strict: RunningServer, monkeypatch) -> None:
@@ -130,7 +121,7 @@ def test_a_stream_that_is_left_is_logged_with_what_it_had(
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             next(response.iter_lines())
-        wait_for(lambda: any('"finish_reason"' in line for line in lines()))
+        eventually(lambda: any('"finish_reason"' in line for line in lines()))
         entry = next(json.loads(line) for line in lines() if '"finish_reason"' in line)
     assert (entry["status"], entry["finish_reason"]) == (200, "abort")
     assert 1 <= entry["completion_tokens"] < 400

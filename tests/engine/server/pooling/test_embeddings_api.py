@@ -18,7 +18,13 @@ from llmopt.quant.base.errors import BadInput
 from openai.types import CreateEmbeddingResponse
 
 from ....support.embedding_models import HIDDEN, expected_vector, token_ids, write_modules
-from ....support.live_server import RunningServer, make_engine, running, slow_steps
+from ....support.live_server import (
+    HANG_SECONDS,
+    RunningServer,
+    make_engine,
+    running,
+    slow_steps,
+)
 
 TEXTS = ["Lily had a cat.", "A dog barked. " * 20, "Tom", *(f"Day {n} was warm." for n in range(9))]
 
@@ -157,7 +163,11 @@ def test_what_cannot_be_embedded(
 
 def test_a_client_that_leaves_frees_its_blocks(embedder: RunningServer) -> None:
     with slow_steps(embedder, 0.05), embedder.http() as http, pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/embeddings", json={"input": [TEXTS[1]] * 64}, timeout=0.2)
+        http.post(
+            "/v1/embeddings",
+            json={"input": [TEXTS[1]] * 64},
+            timeout=httpx.Timeout(HANG_SECONDS, read=0.2),
+        )
     assert embedder.wait_until_idle().kv_blocks_used == 0
 
 

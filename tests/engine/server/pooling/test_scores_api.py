@@ -12,6 +12,7 @@ import pytest
 import torch
 from llmopt.engine.text.scorer import QWEN3_RERANKER_TEMPLATE, read_scorer
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.checkpoint import read_json
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -119,19 +120,21 @@ def test_scorers_of_checkpoints(tmp_path: Path) -> None:
 
     qwen = write_modules(tmp_path / "qwen", "mean", classifier_from_token=["no", "yes"])
     add_to_config(qwen, model_type="qwen3")
-    scorer = read_scorer(qwen, Tokenizer())
+    scorer = read_scorer(qwen, read_json(qwen / "config.json"), Tokenizer())
     assert scorer is not None and scorer.pooling.token_ids == (5, 6)
     assert scorer.template == QWEN3_RERANKER_TEMPLATE
     assert scorer.score([2.0, 2.0]) == 0.5 and scorer.score([2.0, 1.0], False) == 1.0
     add_to_config(qwen, sentence_transformers={"activation_fn": "torch.nn.Identity"})
-    raw = read_scorer(qwen, Tokenizer())
+    raw = read_scorer(qwen, read_json(qwen / "config.json"), Tokenizer())
     assert raw is not None and raw.score([1.0, 3.0]) == -2.0
     add_to_config(qwen, classifier_from_token=["no", "maybe"])
     with pytest.raises(BadInput, match="are not two tokens"):
-        read_scorer(qwen, Tokenizer())
+        read_scorer(qwen, read_json(qwen / "config.json"), Tokenizer())
+    three = write_classifier(tmp_path / "three", 3)
     with pytest.raises(BadInput, match="by 3 labels"):
-        read_scorer(write_classifier(tmp_path / "three", 3), Tokenizer())
-    assert read_scorer(MODELS / "stories3M", Tokenizer()) is None
+        read_scorer(three, read_json(three / "config.json"), Tokenizer())
+    stories = MODELS / "stories3M"
+    assert read_scorer(stories, read_json(stories / "config.json"), Tokenizer()) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from llmopt.engine.server.reload.tls import TlsOptions, open_context
 from llmopt.quant.base.errors import BadInput
 
 from ....support.certificates import self_signed
-from ....support.live_server import RunningServer, make_engine, running
+from ....support.live_server import RunningServer, eventually, make_engine, running
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +86,7 @@ def test_renewed_files_are_read_again(
 
     def wait_for(*messages: str) -> None:
         secure.event_loop.call_soon_threadsafe(secure.app.state.reloader.reload_all)
-        deadline = time.monotonic() + 20
-        while not all(any(text in line for line in caplog.messages) for text in messages):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: all(any(text in line for line in caplog.messages) for text in messages))
 
     with caplog.at_level("INFO", logger="llmopt"):
         shutil.copy(folder / "second.pem", certificate)  # the key is still the first one's
