@@ -8,6 +8,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ...quant.base.errors import BadInput
+from ...quant.base.names import offer
+from ...quant.request.names import check_method, format_names
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import parse_share
 from ..gate.quality_checks import QualityGate
@@ -35,6 +37,12 @@ class QuantizeStep(_Strict):
     seq_len: Annotated[int, Field(ge=1)] | None = None
     ignore: tuple[str, ...] = ()
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Self:
+        check_method(self.method)
+        format_names(self.format)
+        return self
 
 
 class Variant(_Strict):
@@ -146,7 +154,7 @@ def read_recipe(name: str) -> Recipe:
         bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
         if name not in bundled:
             raise BadInput(
-                f"no recipe {name!r}: give a YAML file, or a bundled recipe ({', '.join(bundled)})"
+                f"no recipe {name!r}: give a YAML file, or a bundled recipe: {offer(name, sorted(bundled))}"
             )
         path = bundled[name]
     try:

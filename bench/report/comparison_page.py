@@ -144,7 +144,7 @@ def delta_cards(comparison: Comparison) -> list[Card]:
         base, new = scored["perplexity"]
         change = percent(scored["perplexity_change"], 2, signed=True)
         cards.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
-    base, new = comparison.memory.get("weight_bytes", (None, None))
+    base, new = comparison.memory.get("served_weight_bytes", (None, None))
     if base and new:
         cards.append(
             Card("Weights", percent(new / base - 1, signed=True), "", f"{size(base)} → {size(new)}")

@@ -13,6 +13,7 @@ from ..gate.gate import Outcome
 from ..gate.judge import Delta
 from ..gate.operating_curve import STEPS, OperatingCurve
 from ..page.plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
+from ..record.weights import served_weight_bytes
 from .plots import distributions_svg, roofline_svg
 
 
@@ -105,12 +106,9 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
             [(r["llmopt"]["quality"] or {}).get("perplexity") for r in results.values()],
         ),
         (
-            "Weights held",
+            "Weights as served",
             "MiB",
-            [
-                held / 2**20 if (held := r["llmopt"]["memory"]["weight_bytes"]) else None
-                for r in results.values()
-            ],
+            [held / 2**20 if (held := served_weight_bytes(r)) else None for r in results.values()],
         ),
     ]
     figure, axes = canvas(len(panels), width=11, height=2.9)

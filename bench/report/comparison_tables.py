@@ -108,6 +108,7 @@ def score_interval_words(check: Check) -> str:
 def memory_rows(comparison: Comparison) -> list[list[str]]:
     """Memory of base and new."""
     names = {
+        "served_weight_bytes": "Weights as served",
         "weight_bytes": "Weights held",
         "checkpoint_bytes": "Checkpoint on disk",
         "kv_cache_bytes": "KV cache",

@@ -11,6 +11,7 @@ from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from ..record.comparable import incomparable
 from ..record.run_data import RunData
+from ..record.weights import served_weight_bytes
 from .comparison_plots import bars_svg, latency_samples
 from .formula_table import formula_table
 from .money import money_sections
@@ -122,7 +123,7 @@ def candidate(result: Mapping[str, Any]) -> Candidate:
     record = result["llmopt"]
     scored = record["quality"] or {}
     return Candidate(
-        record["memory"]["weight_bytes"],
+        served_weight_bytes(result),
         result["output_throughput"],
         scored.get("perplexity"),
         scored.get("kl_nats"),
@@ -149,7 +150,7 @@ def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
     scored = record["quality"] or {}
     return [
         name,
-        size(record["memory"]["weight_bytes"]),
+        size(served_weight_bytes(result)),
         number(scored.get("perplexity"), 3),
         number(scored.get("kl_nats"), 4),
         percent(scored.get("top1_agreement")),
@@ -165,7 +166,7 @@ def joined_verdict(
 ) -> Verdict:
     """The Pareto-optimal runs, as a sentence."""
     fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
-    held = {name: result["llmopt"]["memory"]["weight_bytes"] for name, result in results.items()}
+    held = {name: served_weight_bytes(result) for name, result in results.items()}
     known = {name: value for name, value in held.items() if value is not None}
     clauses = [f"Fastest: {fastest}"]
     if known:

@@ -125,8 +125,7 @@ def _row(
 def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
     """Settings of the run that differ from the plan, each with the option that changes it."""
     values, config = plan.values, engine.scheduler.config
-    stored = engine.config.kv_cache_dtype
-    dtype = OF_ENGINE[str(engine.dtype).removeprefix("torch.") if stored == "auto" else stored]
+    dtype = OF_ENGINE[engine.stats.kv_dtype]
     pairs = (
         ("tokens of a block", values["block_size"], config.block_size, "--block-size"),
         ("tokens of a sequence", values["context"], config.max_model_len, "--max-model-len"),

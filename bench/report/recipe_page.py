@@ -10,7 +10,9 @@ from ..page.page import Figure, Page, Section, Table, Verdict
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
+from ..recipes.recipe import BASE_NAME
 from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
+from ..record.weights import served_weight_bytes, weight_share, widened_words
 from .comparison_page import RULES
 from .comparison_plots import bars_svg, latency_samples, slowdown_bounds
 from .comparison_tables import TONES, deltas_table
@@ -31,6 +33,9 @@ HEADER = (
     "TPOT",
     "speed",
 )
+WEIGHTS_CAPTION = (
+    "Weights: as held; of a model that is not quantized, at most the bytes of its file."
+)
 ERROR_FORMULA = (
     "|X(W − W′)ᵀ|² / |XWᵀ|², mean over the quantized linears on the calibration tokens; X are the "
     "inputs of the layer, W its weight, W′ the quantized one"
@@ -48,7 +53,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
         rows.append(
             [
                 name,
-                size(record["memory"]["weight_bytes"]),
+                size(served_weight_bytes(result)),
                 number(scored.get("perplexity"), 3),
                 "" if comparison is None else number(scored.get("kl_nats"), 4),
                 "" if comparison is None else percent(scored.get("top1_agreement")),
@@ -73,7 +78,7 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
     best = min(run.variants, key=quality_key)
     base = run.base.result["llmopt"]
     record = best.data.result["llmopt"]
-    ratio = record["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+    ratio = weight_share(run.base.result, best.data.result)
     headline = f"{best.variant.name} keeps {percent(ratio, 0)} of the weight bytes"
     scored = record["quality"]
     if scored and base["quality"]:
@@ -84,8 +89,9 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
         f"It agrees with the original on the likeliest next token at "
         f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
         f"Throughput changes by {percent(speed, 0, signed=True)}{own_verdict(best, 'output_throughput')}. "
-        f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}."
-    )
+        f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}. "
+        f"{widened_words(f'the {BASE_NAME}', run.base.result)}"
+    ).strip()
     gated = run.recipe.compare.gate
     tone = TONES[best.comparison.outcome] if gated else "plain"
     return Verdict(tone, headline + ".", sentence)
@@ -182,12 +188,12 @@ def summary_table(run: RecipeRun) -> Table:
     rows = verdict_rows(run)
     for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
         record = result["llmopt"]
-        ratio = record["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
-        row[1] += f" ({percent(ratio, 0)})"
+        row[1] += f" ({percent(weight_share(run.base.result, result), 0)})"
         if record["quality"] and base["quality"]:
             change = record["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
             row[2] += f" ({percent(change, 2, signed=True)})"
-    return Table(HEADER, rows, caption="In parentheses: relative to the original.")
+    caption = f"In parentheses: relative to the {BASE_NAME}. {WEIGHTS_CAPTION}"
+    return Table(HEADER, rows, caption=caption)
 
 
 def recipe_page(run: RecipeRun) -> Page:
