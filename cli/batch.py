@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.common import Json
+from .options.common import Json, writable
 from .options.engine import EngineOptions
 from .options.groups import with_groups
 from .options.serve.media import MediaOptions
@@ -30,12 +30,17 @@ def batch(
     media: MediaOptions,
     model: Annotated[
         str | None,
-        typer.Option(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
+        typer.Option(
+            help="A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="The file of answers to write. Default: FILE with .out.jsonl."
+            "--output",
+            "-o",
+            callback=writable,
+            help="The file of answers to write. Default: FILE with .out.jsonl.",
         ),
     ] = None,
     restart: Annotated[
@@ -48,8 +53,9 @@ def batch(
     from ..engine.batch.batch_file import read_batch
     from ..engine.batch.identity import digest_of
     from ..engine.config.config import EngineConfig
+    from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
-    from ..quant.model.models import resolve_model
+    from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
     from .output.console import people
 
@@ -57,9 +63,10 @@ def batch(
     config = EngineConfig(model=asked, **engine.keywords())
     for_app = {"model_name": served.served_name(asked), **served.for_app()}
     limits = media.limits()
-    names = [served.served_name(asked), *config.loras]
-    requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
     target = output or file.with_suffix(".out.jsonl")
+    names = [served.served_name(asked), *config.loras]
+    check_output(target, "--output")
+    requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")
     with AnswerJournal(target, requests.requests, restart=restart) as answers:

@@ -22,8 +22,9 @@ from .options.verdict import VerdictOptions
 from .options.workload import ArrivalOptions, DataOptions
 
 if TYPE_CHECKING:
+    from ..bench.gate.verdict_wanted import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.session.gate_run import Judged, VerdictWanted
+    from ..bench.session.gate_run import Judged
     from ..bench.tracking.tracked_run import Tracker
 
 
@@ -47,12 +48,10 @@ def bench(
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     from ..bench.options.options import BenchOptions, checked
-    from ..bench.server.served import served
-    from ..bench.session.gate_run import run_judged
     from ..quant.base.errors import BadInput
+    from ..quant.models import resolve_model
     from .bench_grid import run_bench_grid
     from .bench_sweep import run_sweep
-    from .output.console import TerminalProgress
 
     if target.asks_for_the_client_alone:
         _print_client_errors(target, as_json=result.as_json)
@@ -60,6 +59,8 @@ def bench(
     grid.check()
     if not grid.is_asked_for:
         result.check()
+    elif not grid.dry_run:  # an existing folder is continued
+        result.check_writable()
     name, wanted = model.name, verdict.wanted()
     said = values_of(data, conversation, arrivals, load, target, metrics, quality, record)
     given = {**said, **engine.keywords(), **_parsed(target, metrics, record), "model": name}
@@ -73,10 +74,25 @@ def bench(
         run_bench_grid(given, grid, result, tracking.trackers())
         return
     options = checked(BenchOptions, given, "option")
+    if options.base_url is None and options.serve is None:
+        resolve_model(options.model)
     if sweep.is_asked_for:
         run_sweep(options, sweep, wanted, result, tracking.trackers())
         return
-    trackers = tracking.trackers()
+    _run(options, wanted, result, tracking.trackers())
+
+
+def _run(
+    options: BenchOptions,
+    wanted: VerdictWanted | None,
+    result: ResultOptions,
+    trackers: Sequence[Tracker],
+) -> None:
+    """Measure once, report, and judge if that is wanted. Nothing before imports torch."""
+    from ..bench.server.served import served
+    from ..bench.session.gate_run import run_judged
+    from .output.console import TerminalProgress
+
     progress = TerminalProgress()
     try:
         with served(options, progress) as options:

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..bench.gate.verdict_wanted import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.session.gate_run import VerdictWanted
     from ..bench.tracking.tracked_run import Tracker
     from .options.result import ResultOptions
     from .options.sweep import SweepOptions

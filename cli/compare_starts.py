@@ -77,6 +77,7 @@ def _plan(
     from ..bench.files.run_folder import stamped
     from ..bench.starts.builds import parse_builds
     from ..bench.starts.plan import Budget, Plan, can_interleave
+    from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
 
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
@@ -99,6 +100,7 @@ def _plan(
         Budget(**budget),
         starts.pin_cpus or "auto",
     )
+    check_output(folder, "--output")
     interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
     return folder, replace(plan, interleave=interleave)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, TrustRemoteCode
+from .options.common import Json, TrustRemoteCode, writable
 
 
 def convert(
@@ -23,7 +23,9 @@ def convert(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to create. Default: ./SOURCE-FORMAT."),
+        typer.Option(
+            "--output", "-o", callback=writable, help="Folder to create. Default: ./SOURCE-FORMAT."
+        ),
     ] = None,
     allow_loss: Annotated[
         bool,
@@ -37,12 +39,20 @@ def convert(
     """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
     from dataclasses import asdict
 
+    from ..quant.base.atomic_io import check_output
+    from ..quant.models import resolve_model, short_name
+    from ..quant.request.names import check_format
+
+    check_format(target)
+    path = resolve_model(str(source))
+    folder = output or Path(f"{short_name(source)}-{target}")
+    check_output(folder, "--output")
+    # Nothing before imports torch.
     from ..quant.convert.convert import convert as run
     from ..quant.open import open_checkpoint
     from .output.console import TerminalProgress, emit_json, result_console
 
-    folder = output or Path(f"{source.resolve().name.removesuffix('.gguf')}-{target}")
-    checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
+    checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
     result = run(checkpoint, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
     if as_json:
         emit_json(asdict(result) | {"lossless": result.lossless})

@@ -34,17 +34,18 @@ def deploy(
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
     from ..engine.planner.model.catalog import find_model
-    from ..quant.base.atomic_io import write_atomically
+    from ..quant.base.atomic_io import check_output, write_atomically
     from .output.console import emit_json, people
 
     choices = _choices(model, planned, cluster)
+    folder = output.output or Path(f"deploy-{choices.name}")
+    check_output(folder, "--output")
     stored = stored_quantization_of(find_model(planned.like or model))
     plan = _plan(model, planned, stored)
     for warning in plan.warnings:
         people.print(f"warning: {warning}", markup=False, soft_wrap=True)
     deployment = deployment_for(choices, plan, stored)
     files = deploy_files(deployment)
-    folder = output.output or Path(f"deploy-{choices.name}")
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / path, text.encode())

@@ -1,19 +1,28 @@
-"""`llmopt doctor`: hardware, versions, kernel selection and kernel self-test of this machine."""
+"""`llmopt doctor`: hardware, versions, what is wrong; kernel selection and kernel self-test."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
 
 def doctor(
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Ask torch too: time the threads, compile every C kernel, and show the kernel "
+            "selected for each operation and why not the others.",
+        ),
+    ] = False,
     self_test: Annotated[
         bool | None,
         typer.Option(
             "--self-test/--no-self-test",
             help="Check each kernel against its reference and measure roofline ceilings. Default: "
-            "with CUDA.",
+            "with CUDA, where --all or --json is given.",
         ),
     ] = None,
     renew: Annotated[
@@ -23,25 +32,25 @@ def doctor(
             help="Forget which kernels earned their place on the GPU, and try them again.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the findings of --all as JSON.")
+    ] = False,
 ) -> None:
-    """Show this machine's hardware and the kernel selected for each operation, and check that the kernels
-    are correct.
+    """Show this machine's hardware, what is wrong and what to do about it; with --all also the kernel
+    selected for each operation.
 
-    Prints versions, processor, memory, CUDA devices, which kernels earned their place on the GPU, and with
-    the self-test each kernel's error. Exit code 1 where a kernel is wrong.
+    Without options nothing is timed and torch is not loaded. --self-test checks that the kernels are
+    correct: exit code 1 where one is wrong.
     """
-    from ..bench.machine.health import check_health
-    from ..engine.doctor.machine import examine
-    from ..engine.doctor.verdicts import renew_verdicts, report
     from .output.console import emit_json, result_console
     from .output.doctor_tables import show_findings
 
-    if renew:
-        renew_verdicts()
-    findings = examine() | {"verdicts": report()}
-    wanted = bool(findings["cuda"]) if self_test is None else self_test
-    health = check_health() if wanted else None
+    findings = _findings(asks_torch=everything or as_json, renew=renew)
+    health = None
+    if bool(findings.get("cuda")) if self_test is None else self_test:
+        from ..bench.machine.health import check_health
+
+        health = check_health()
     findings["health"] = health
     if as_json:
         emit_json(findings)
@@ -49,3 +58,25 @@ def doctor(
         show_findings(findings, result_console(as_json))
     if health is not None and not health["passed"]:
         raise typer.Exit(1)
+
+
+def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:
+    """The facts, and what is wrong; with `asks_torch` or `renew` also the verdicts on the GPU's kernels."""
+    from ..engine.doctor.overview import overview, problems
+
+    if renew:
+        from ..engine.doctor.verdicts import renew_verdicts
+
+        renew_verdicts()
+    if asks_torch:
+        from ..engine.doctor.machine import examine
+
+        findings = examine()
+    else:
+        findings = overview()
+    findings["problems"] = [asdict(problem) for problem in problems(findings)]
+    if asks_torch or renew:
+        from ..engine.doctor.verdicts import report
+
+        findings["verdicts"] = report()
+    return findings

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..engine.config.config import EngineConfig
-from .options.common import Json, ModelOptions
+from .options.common import Json, ModelOptions, writable
 from .options.config_words import words_of
 from .options.conversation import ConversationOptions
 from .options.groups import Hidden, values_of, with_groups
@@ -28,7 +28,7 @@ def freeze(
     fitted: FittedOptions,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The file to write; JSON lines."),
+        typer.Option("--output", "-o", callback=writable, help="The file to write; JSON lines."),
         Hidden("--out"),
     ] = Path("workload.jsonl"),
     as_json: Json = False,
@@ -38,12 +38,16 @@ def freeze(
     Run it with `llmopt bench --dataset FILE`. The results name the hash.
     """
     from ..bench.options.options import BenchOptions, checked
-    from ..bench.workloads.datasets import freeze_workload
+    from ..quant.models import resolve_model
     from .output.console import emit_json, people, result_console
 
     asked = values_of(data, conversation, arrivals, fitted) | {"model": model.name}
     given = {key: value for key, value in asked.items() if value is not None}
-    workload = freeze_workload(checked(BenchOptions, given, "option"), output)
+    options = checked(BenchOptions, given, "option")
+    resolve_model(options.model)  # before torch is imported
+    from ..bench.workloads.datasets import freeze_workload
+
+    workload = freeze_workload(options, output)
     for note in workload.notes:
         people.print(f"{workload.name}: {note}", markup=False, soft_wrap=True)
     found = {

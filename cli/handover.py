@@ -42,15 +42,18 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
     from pathlib import Path
 
     from ..engine.deploy.engines import server_command
-    from ..quant.model.models import bundled_models, resolve_model
+    from ..quant.models import bundled_models, resolve_model, short_name
     from .output.console import people
 
     server = server_command(engine)
     options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}
-    is_here = name in bundled_models() or Path(name).expanduser().is_dir()
-    model = str(resolve_model(name).resolve()) if is_here else name
+    path = Path(name).expanduser()
+    is_here = name in bundled_models() or path.exists()
+    if is_here and not path.is_file():
+        path = resolve_model(name)
+    model = str(path.absolute()) if is_here else name
     if is_here and "served_model_name" in server.table:
-        options.setdefault("served_model_name", Path(model).name)
+        options.setdefault("served_model_name", short_name(Path(model)))
     command = server.command(model, options)
     key = next(iter(given.get("api_key") or ()), None)
     environment = {server.key_variable: key} if key and server.key_variable else {}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json
+from .options.common import Json, writable
 from .options.groups import with_groups
 from .options.history import HistoryLimitOptions, Since, runs_since
 
@@ -75,10 +75,12 @@ def show(
     ] = None,
     since: Since = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the page to this HTML file.")
+        Path | None,
+        typer.Option("--output", "-o", callback=writable, help="Write the page to this HTML file."),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the tables as Markdown to this file.")
+        Path | None,
+        typer.Option(callback=writable, help="Write the tables as Markdown to this file."),
     ] = None,
     as_json: Json = False,
 ) -> None:

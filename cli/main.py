@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
@@ -28,8 +29,8 @@ COMMANDS = {
     "history": "Keep a history of runs, and find the commits that changed their speed.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
-    "doctor": "Show this machine's hardware and the kernel selected for each operation, and check that the "
-    "kernels are correct.",
+    "doctor": "Show this machine's hardware, what is wrong and what to do; the kernel selected for each "
+    "operation, and whether it is correct.",
 }
 """Help summaries of the commands. Each command is a function in the module of the same name, or a Typer app
 where it has sub-commands."""
@@ -60,7 +61,6 @@ def summaries() -> typer.Typer:
 def _empty() -> typer.Typer:
     app = typer.Typer(
         name="llmopt",
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -69,8 +69,26 @@ def _empty() -> typer.Typer:
         help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
         epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
         "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
-    )(lambda: None)
+    )(_root)
     return app
+
+
+def _show_version(asked: bool) -> None:
+    """Callback of --version."""
+    if asked:
+        from importlib.metadata import version
+
+        print(f"llmopt {version('llmopt')}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options before the command; each is handled by its callback."""
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -97,9 +115,12 @@ def main(argv: list[str] | None = None) -> None:
         arguments = arguments[1:]
     arguments = arguments or ["--help"]
     import_module("..engine", __package__)  # before torch: it bounds how long OpenMP's threads spin
-    first = arguments[0]
-    if first in ("-h", "--help"):
-        app = summaries()
+    # A shell that asks for completions hands the line over in the environment: bash's name, and Typer's.
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    is_completing = "_LLMOPT_COMPLETE" in os.environ
+    first = [*line.split(), "", ""][1] if is_completing else arguments[0]
+    if first.startswith("-") or (is_completing and first not in COMMANDS):
+        app = summaries()  # of llmopt itself: no command is imported
     else:
         app = application(first) if first in COMMANDS else application()
     sys.exit(

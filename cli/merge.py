@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json
+from .options.common import Json, writable
 
 
 def merge(
-    base: Annotated[Path, typer.Argument(help="Folder of the checkpoint, plain or quantized.")],
+    base: Annotated[
+        Path, typer.Argument(help="Folder of the checkpoint, plain or quantized, or a .gguf file.")
+    ],
     adapters: Annotated[list[Path], typer.Argument(help="Folders of PEFT adapters.")],
     weights: Annotated[
         str | None,
@@ -23,22 +25,33 @@ def merge(
     ] = "auto",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to create. Default: ./BASE-merged."),
+        typer.Option(
+            "--output", "-o", callback=writable, help="Folder to create. Default: ./BASE-merged."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from dataclasses import asdict
 
+    from ..quant.adapters.settings import LoraSettings
+    from ..quant.base.atomic_io import check_output
+    from ..quant.models import resolve_model, short_name
+
+    path = resolve_model(str(base))
+    factors = _factors(weights, len(adapters))
+    for adapter in adapters:
+        LoraSettings.read(adapter)
+    folder = output or Path(f"{short_name(base)}-merged")
+    check_output(folder, "--output")
+    # Nothing before imports torch.
     from ..quant.adapters.merge import WeightedAdapter
     from ..quant.adapters.merge import merge as run
-    from ..quant.model.checkpoint import Checkpoint
+    from ..quant.open import open_checkpoint
     from .output.console import TerminalProgress, emit_json, result_console
 
-    factors = _factors(weights, len(adapters))
     given = [WeightedAdapter(*pair) for pair in zip(adapters, factors, strict=True)]
-    folder = output or Path(f"{base.resolve().name}-merged")
-    result = run(Checkpoint(base), given, folder, dtype=dtype, progress=TerminalProgress())
+    result = run(open_checkpoint(path), given, folder, dtype=dtype, progress=TerminalProgress())
     if as_json:
         emit_json(asdict(result))
     console = result_console(as_json)

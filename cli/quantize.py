@@ -20,7 +20,7 @@ from .options.quantization import (
 )
 
 if TYPE_CHECKING:
-    from ..quant.plan.plan import QuantizeRequest
+    from ..quant.request.request import QuantizeRequest
 
 
 @with_groups
@@ -36,14 +36,17 @@ def quantize(
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
     from ..engine.base.units import parse_bytes
-    from ..quant.methods.base import MethodOptions
-    from ..quant.model.models import resolve_model
-    from ..quant.plan.plan import QuantizeRequest
+    from ..quant.base.atomic_io import check_output
+    from ..quant.methods.settings import MethodOptions
+    from ..quant.model.checkpoint import GGUF_SUFFIX
+    from ..quant.models import resolve_model
+    from ..quant.request.request import QuantizeRequest
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
     folder = resolve_model(name)
-    label = Path(name).name or folder.resolve().name
+
+    label = Path(name).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name
     bpw, size = search.target_bpw, search.target_size
     kind = grid.gguf_type or (f"{bpw:g}bpw" if bpw else size)
     default = _default_output(label, checkpoint.method, grid.bits, kind)
@@ -69,10 +72,12 @@ def quantize(
         trust_remote_code=run.trust_remote_code,
         **values_of(grid, data),
     )
+    # Nothing before imports torch.
     if run.dry_run:
         _dry_run(request, run.as_json)
-    else:
-        _run(request, run.as_json)
+        return
+    check_output(request.output, "--output")
+    _run(request, run.as_json)
 
 
 def _rotations(asked: str | None) -> tuple[str, ...] | None:
@@ -84,13 +89,12 @@ def _rotations(asked: str | None) -> tuple[str, ...] | None:
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
     """Default folder name: model, method and bits."""
-    from ..quant.methods.base import SchemeOptions
-    from ..quant.methods.registry import METHODS
+    from ..quant.methods.settings import METHOD_FACTS
 
     if kind is not None:
         return f"{label}-{kind}"
-    if bits is None and method in METHODS:
-        bits = METHODS[method].scheme(SchemeOptions()).bits
+    if bits is None and method in METHOD_FACTS:
+        bits = METHOD_FACTS[method].bits
     return f"{label}-{method}-{bits or 4}bit"
 
 

@@ -7,26 +7,31 @@ from typing import Annotated
 
 import typer
 
+from .options.common import writable
+
 
 def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders or result.json files, two or more.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=writable, help="The HTML file to write.")
+    ] = Path("report.html"),
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the tables as Markdown to this file too.")
+        Path | None,
+        typer.Option(callback=writable, help="Write the tables as Markdown to this file too."),
     ] = None,
 ) -> None:
     """Combine runs into one page: speed, quality and size side by side, and the Pareto front."""
     from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_html, to_markdown
     from ..bench.record.run_data import RunData
-    from ..bench.report.joined import joined_page
     from .output.console import result_console
 
-    page = joined_page([RunData.read(path) for path in runs])
+    read = [RunData.read(path) for path in runs]
+    from ..bench.report.joined import joined_page  # imports torch
+
+    page = joined_page(read)
     write_atomically(output, to_html(page))
     if markdown is not None:
         write_atomically(markdown, to_markdown(page.without_figures()))

@@ -42,14 +42,17 @@ def run(
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
     from ..quant.base.errors import BadInput
+    from ..quant.models import resolve_model
 
-    folder.check()
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
+    if resume is None and not dry_run:
+        folder.check()
     stages, steps = _wanted(recipe, resume)
     if dry_run:
         _show_steps(steps, as_json)
         return
+    resolve_model(steps.model)  # before torch is imported
 
     from ..bench.recipes.stages import Stages
     from .output.console import TerminalProgress, emit_json, people, result_console

@@ -18,6 +18,8 @@ from .options.serve.operation import OperationOptions
 from .options.serving import HandoverOptions, ServingOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..engine.config.config import EngineConfig
     from ..engine.engine import Engine
     from ..engine.server.protocol.server_options import ServerOptions
@@ -40,8 +42,7 @@ def serve_local(
     media: MediaOptions,
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
-    from ..engine.config.config import EngineConfig
-    from ..engine.server.launch import is_loopback
+    from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
@@ -50,26 +51,33 @@ def serve_local(
         handover.hand_over(other.engine, name, asked)
         return
     handover.refuse_handover_options(asked)
+    folder = resolve_model(name)  # before torch is imported
+    from ..engine.config.config import EngineConfig
+
+    config = EngineConfig(model=name, **engine.keywords())
+    from ..engine.server.launch import is_loopback
+
     options = protection.server_options(is_loopback=is_loopback(serving.host))
     options = replace(operation.added_to(options), media=media.limits())
-    config = EngineConfig(model=name, **engine.keywords())
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
-    _serve(config, name, options, serving)
+    _serve(config, folder, serving.served_name(name), options, serving)
 
 
 def _serve(
-    config: EngineConfig, name: str, options: ServerOptions, serving: ServingOptions
+    config: EngineConfig,
+    folder: Path,
+    served: str,
+    options: ServerOptions,
+    serving: ServingOptions,
 ) -> None:
     """Validate all options before the model loads, then serve."""
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.observability.logs import configure_logging
     from ..quant.base.errors import BadInput
-    from ..quant.model.models import resolve_model
 
     for_app = serving.for_app()
     listener = bind(serving.host, serving.port)
-    folder, served = resolve_model(name), serving.served_name(name)
     if served in config.loras:
         raise BadInput(f"--lora {served}: the model itself is served by that name")
     configure_logging(options.log_format)
@@ -84,7 +92,7 @@ def _serve(
     url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
-        f"{_context(opened)}, {_states(opened)}{_activations(opened)}"
+        f"{_context(opened)}, {_kv_cache(opened)}{_states(opened)}{_activations(opened)}"
         f"chat template: {describe_template(app.state.service.text)}"
     )
     as_json = serving.as_json
@@ -112,6 +120,17 @@ def _context(engine: Engine) -> str:
     if (eviction := engine.scheduler.config.eviction) is not None:
         context += f", of which {eviction.method} keeps {eviction.budget} of a prompt"
     return context
+
+
+def _kv_cache(engine: Engine) -> str:
+    """The KV cache's budget, and how much of it is in use."""
+    from ..engine.base.units import format_gib
+
+    stats = engine.stats
+    if not stats.kv_bytes:
+        return ""
+    size = f"{format_gib(stats.kv_bytes)} ({stats.kv_tokens_total:,} tokens in {stats.kv_dtype})"
+    return f"KV cache: up to {size}, {stats.kv_slots_used:,} used, "
 
 
 def _states(engine: Engine) -> str:

@@ -20,6 +20,9 @@ def verify(
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
     from dataclasses import asdict
 
+    from ..quant.models import check_local
+
+    check_local(folder)  # before torch is imported
     from ..quant.convert.verify import verify as run
     from .output.console import TerminalProgress, emit_json, result_console
 

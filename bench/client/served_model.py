@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.model.models import bundled_models, resolve_model
+from ...quant.models import is_local, resolve_model
 from ...quant.tokenizer.load import load_tokenizer
 from ..options.options import BenchOptions
 from .address import Address
@@ -52,10 +52,9 @@ def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Pa
     up on the hub; a name reported by the server is looked up on this machine."""
     for name in names:
         given = name in (options.tokenizer, options.model)
-        is_here = name in bundled_models() or (Path(name).expanduser() / "config.json").is_file()
-        if is_here or (given and (options.tokenizer or "/" in name)):
+        if is_local(name) or (given and (options.tokenizer or "/" in name)):
             return name, resolve_model(name)
     raise BadInput(
-        f"no tokenizer for {' or '.join(map(repr, names))}: give --tokenizer FOLDER, a bundled model or a "
-        "hub id"
+        f"no tokenizer for {' or '.join(map(repr, names))}: give --tokenizer FOLDER, a .gguf file, a bundled "
+        "model or a hub id"
     )

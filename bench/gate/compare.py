@@ -16,6 +16,7 @@ from ...quant.base.errors import BadInput
 from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
 from ..record.result import plain
 from ..record.run_data import RunData
+from ..record.weights import served_weight_bytes
 from .counts import Check, check, failure_words, length_change, mean_value, relative_change
 from .gate import COUNTED, Counted, Limit, Measured, Outcome, speed_limits, with_waiting
 from .judge import BUSY, Delta, background_error, is_paired, judge, other_load
@@ -236,27 +237,39 @@ def other_lengths(base: Sequence[RunData], new: Sequence[RunData]) -> str | None
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """{memory key: [base bytes, new bytes]}."""
+    """{memory key: [base bytes, new bytes]}; first the weights as served, whose ratio the reports print."""
     base_memory, new_memory = base["llmopt"]["memory"], new["llmopt"]["memory"]
     both = base_memory.keys() & new_memory.keys()
-    return {
+    changes = {
         key: [base_memory[key], new_memory[key]]
         for key in base_memory
         if key in both and key.endswith("_bytes")
     }
+    if not {"weight_bytes", "checkpoint_bytes"} <= both:
+        return changes
+    return {"served_weight_bytes": [served_weight_bytes(base), served_weight_bytes(new)], **changes}
 
 
 def parse_share(text: str) -> float:
-    """`5%` or `0.05` as 0.05.
+    """`5%` or `0.05` as 0.05. A bare number of 1 and more is refused: 5 may mean 5 % and 500 %, which as a
+    limit passes everything. `150%` says what it means.
 
     Raises:
-        BadInput: neither, or negative.
+        BadInput: neither, negative, or a bare number of 1 and more.
     """
     word = text.strip()
+    number = word.removesuffix("%")
     try:
-        value = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+        value = float(number)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
         raise BadInput(f"{text!r} is no share: write 5% or 0.05")
+    if word != number:
+        return value / 100
+    if value >= 1:
+        raise BadInput(
+            f"{text!r} is no share: write {value:g}% for {value / 100:g}, or {100 * value:g}% for {value:g} "
+            "(a bare number has to be below 1, such as 0.05 for 5%)"
+        )
     return value

@@ -213,6 +213,11 @@ def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
             raise BadInput(
                 f"gate: {name}{sign}{value} is a bound on the value itself: write {value}% for a change"
             )
+        if what.unit == "share" and (bound > 1 or (bound == 1 and sign == "<=")):
+            raise BadInput(
+                f"gate: {name}{sign}{value} is a bound on a share from 0 to 1: write {bound / 100:g} for "
+                f"{bound:g}% of it (with a percent sign a limit is on the change, such as {name}{sign}+5%)"
+            )
         return Limit(what, sign == "<=", bound, relative=False)
     if bound <= -100:
         raise BadInput(f"gate: a change of {value}% of {name} leaves nothing")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from ...engine.execution.step_trace import StepTrace
+if TYPE_CHECKING:
+    from ...engine.execution.step_trace import StepTrace
 
 
 @dataclass(slots=True)

@@ -11,14 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ...engine.config.config import EngineConfig
 from ...engine.config.option import options_of
 from ...quant.base.errors import BadInput
+from ...quant.base.names import offer
 from ..metrics.metrics import METRICS, parse_goodput
 from ..quality.protocols import ProtocolName, ProtocolOptions
+from .dataset_names import check_dataset
 from .durations import parse_duration
 from .engine_fields import model_of
 from .think_time import ThinkTime
 
 DEFAULT_CONCURRENCY = 8
 POOLING_BACKENDS = ("openai-embeddings", "vllm-rerank", "vllm-pooling")
+BACKEND_NAMES = ("openai", "vllm", "llmopt", "openai-chat", "transformers", *POOLING_BACKENDS)
 Model = TypeVar("Model", bound=BaseModel)
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -147,6 +150,19 @@ class BenchOptions(EngineFields, BaseModel):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("dataset")
+    @classmethod
+    def _located(cls, name: str) -> str:
+        check_dataset(name)
+        return name
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, name: str) -> str:
+        if name not in BACKEND_NAMES:
+            raise ValueError(f"no --backend {name!r}: {offer(name, BACKEND_NAMES)}")
+        return name
 
     @field_validator("percentile_metrics")
     @classmethod

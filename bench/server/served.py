@@ -20,8 +20,8 @@ from typing import IO, Any
 from ...quant.base.errors import BadInput
 from ...quant.base.openmp_spins import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
-from ...quant.model.checkpoint import read_json
-from ...quant.model.models import bundled_models, resolve_model
+from ...quant.model.checkpoint import gguf_file_of, read_json
+from ...quant.models import bundled_models, resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..files.interrupt import interrupts_held
 from ..machine.environment import without_secrets
@@ -161,16 +161,11 @@ def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
     """(the model for the server's command line, location of its tokenizer)."""
     name = options.model or DEFAULT_MODEL
     path = Path(name).expanduser()
-    if chosen.needs_gguf:
-        if path.suffix != ".gguf" or not path.is_file():
-            raise BadInput(f"--serve {options.serve}: give a .gguf file as the model, not {name!r}")
-        if options.tokenizer is None:
-            raise BadInput(
-                f"--serve {options.serve}: give --tokenizer, the folder or hub id of the model that "
-                f"{path.name} was made from"
-            )
-        return str(path.resolve()), options.tokenizer
-    if name in bundled_models() or path.exists():
+    if path.is_file() and gguf_file_of(path) is not None:
+        name = str(path.absolute())  # a link keeps its name; the server knows what it reads
+    elif chosen.needs_gguf:
+        raise BadInput(f"--serve {options.serve}: give a .gguf file as the model, not {name!r}")
+    elif name in bundled_models() or path.exists():
         name = str(resolve_model(name).resolve())
     return name, options.tokenizer or name
 

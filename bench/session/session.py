@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.execution.step_trace import StepRecorder
 from ...quant.base.progress import Progress
-from ...quant.model.models import resolve_model
+from ...quant.models import resolve_model, short_name
 from ..files.interrupt import interrupts_held
 from ..load.adapters import adapter_of
 from ..load.image_preparation import images_part
@@ -107,7 +107,7 @@ class BenchSession(Session):
             ),
         )
         self._engine.hook = injected_delay(options.slowdown, options.slowdown_where)
-        name = options.name or options.label or self._model.name
+        name = options.name or options.label or short_name(self._model)
         machine = MachineMeter(str(self._engine.device), passes=PassMeter())
         super().__init__(options, name, workload, machine, progress, paired_runs)
         # The garbage of loading; before each pass the load driver collects only what is young.
@@ -179,7 +179,7 @@ class BenchSession(Session):
         if self._plan is not None:
             of_kind["plan"] = residuals(self._plan, engine, passes, measured.metrics)
         return TargetFacts(
-            model_id=options.model or self._model.name,
+            model_id=options.model or short_name(self._model),
             identity=self.identity(),
             memory=memory_part(engine, self._model, scores.peak_bytes),
             phases=phases(passes),
@@ -252,15 +252,15 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
     Raises:
         BadInput: the model cannot be served, or its context is shorter than a window.
     """
-    from ...engine.base.device import choose_device
+    from ...engine.base.device import choose_device, choose_dtype
     from ...engine.planner.memory.cache_size import (
         DEFAULT_BLOCK_SIZE,
         DEFAULT_MAX_NUM_BATCHED_TOKENS,
     )
 
-    device = choose_device(options.device).type
-    block_size = options.block_size or DEFAULT_BLOCK_SIZE[device]
-    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device]
+    device = choose_device(options.device)
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
     # A window, the step after it, and a block for each document that is shorter than one.
     num_tokens = passage.longest + 2 * step + block_size * min(step, len(passage.windows))
     return load_engine(
@@ -272,7 +272,8 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
         cpu_activations=16,
         gpu_memory_utilization=None,
         swap_space_bytes=0,
-        kv_cache_dtype="auto",
+        # Not "auto": a reference rounds nothing that it has computed.
+        kv_cache_dtype=str(choose_dtype(options.dtype, device)).removeprefix("torch."),
         window=None,
         attention_sinks=0,
         kv_budget=None,

@@ -15,7 +15,7 @@ from ...engine.planner.plan.plan_request import PlanRequest, plan_for
 from ...engine.planner.plan.replay import WrittenPlan, read_plan
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import read_json
-from ...quant.model.models import resolve_model
+from ...quant.models import resolve_model
 from ..files.run_folder import write_atomically
 from ..options.options import BenchOptions
 from ..options.sweep_loads import parse_loads
@@ -80,13 +80,14 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
 def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
     """The plan with the ceilings measured in the single-user run; written once, into the recipe's folder."""
     path = stages.folder / PLAN_NAME
+    stored = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     model = str(resolve_model(options.model))
     if not stages.is_done(PLAN_NAME):
         ask = PlanRequest(
             model=model,
             context=None if options.max_model_len is None else str(options.max_model_len),
             output_tokens=options.output_len,
-            kv_dtype=OF_ENGINE.get(options.kv_cache_dtype),
+            kv_dtype=OF_ENGINE.get(stored),
             block_size=options.block_size,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,

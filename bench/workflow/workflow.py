@@ -13,7 +13,7 @@ from ...quant.convert.verify import verify
 from ...quant.manifest.manifest import MANIFEST_NAME
 from ...quant.methods.base import MethodOptions
 from ...quant.model.checkpoint import read_json
-from ...quant.model.models import resolve_model
+from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.plan import QuantizeRequest
 from ...recipes import DEFAULT_MODEL

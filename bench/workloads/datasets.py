@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.model.models import resolve_model
+from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
 from ...quant.tokenizer.load import load_tokenizer
+from ..options.dataset_names import NAMES, check_dataset
 from ..options.options import BenchOptions
 from .arrivals import arrival_offsets, ramp_offsets
 from .cycles import check_endless
 from .freeze import is_frozen, write_frozen
-from .kinds import NAMES, requests_of
+from .kinds import requests_of
 from .workload import Tokenizer, Workload
 
 
@@ -34,9 +35,8 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
         if dataset == "frozen" and path is not None and not is_frozen(path):
             raise BadInput(f"{path} is not a frozen workload: llmopt bench freeze writes them")
         return dataset, path
+    check_dataset(dataset)
     given = Path(dataset).expanduser()
-    if not given.is_file():
-        raise BadInput(f"no dataset {dataset!r}: give one of {', '.join(NAMES)}, or a file")
     if path is not None:
         raise BadInput(f"two datasets: {dataset} and {path}; give one")
     if is_frozen(given):

@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..options.dataset_names import TRACES
 from ..options.options import BenchOptions
 from ..options.think_time import ThinkTime
 from .agentic import agentic_workload
@@ -24,7 +25,6 @@ from .sonnet import sonnet_workload
 from .traces import trace_workload
 from .workload import Tokenizer, Workload
 
-TRACES = ("azure", "burstgpt", "mooncake")
 # The value of `--dataset-path` that downloads ShareGPT's file.
 HUB = "hub"
 
@@ -126,7 +126,6 @@ _BUILDERS: Mapping[str, Callable[[Asked], Workload]] = {
     **dict.fromkeys(TRACES, _trace),
     "frozen": _simple(read_frozen),
 }
-NAMES = tuple(_BUILDERS)
 
 
 def requests_of(

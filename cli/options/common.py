@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +14,33 @@ TrustRemoteCode = Annotated[
 ]
 
 
+def writable(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names an output: it is checked as the line is read, before any work."""
+    from ...quant.base.atomic_io import check_output
+
+    if path is not None and not context.resilient_parsing:
+        check_output(path, parameter.opts[0])
+    return path
+
+
+def writable_if_new(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names a cache: it is read where it exists, and else written."""
+    return path if path is None or path.exists() else writable(context, parameter, path)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The model argument."""
 
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
+        typer.Argument(
+            help="A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M."
+        ),
     ] = None
     model_option: Annotated[
         str | None, typer.Option("--model", help="The same as the argument.")

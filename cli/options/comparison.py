@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from .common import Json
+from .common import Json, writable
 from .groups import Hidden
 
 if TYPE_CHECKING:
@@ -111,21 +111,25 @@ class VerdictFileOptions:
         typer.Option(
             "--output",
             "-o",
+            callback=writable,
             help="Write the comparison as one HTML file; with --run, the folder of the starts.",
         ),
         Hidden("--html"),
     ] = None
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the comparison as Markdown to this file.")
+        Path | None,
+        typer.Option(callback=writable, help="Write the comparison as Markdown to this file."),
     ] = None
     junit: Annotated[
-        Path | None, typer.Option(help="Write the verdict as JUnit XML to this file.")
+        Path | None,
+        typer.Option(callback=writable, help="Write the verdict as JUnit XML to this file."),
     ] = None
     benchmark_json: Annotated[
         Path | None,
         typer.Option(
+            callback=writable,
             help="Write the new run for github-action-benchmark: this file is customSmallerIsBetter, "
-            "the one beside it with .bigger before its ending is customBiggerIsBetter."
+            "the one beside it with .bigger before its ending is customBiggerIsBetter.",
         ),
     ] = None
     as_json: Json = False

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from .common import writable
 from .groups import Hidden
 
 
@@ -83,7 +84,9 @@ class DeployOutputOptions:
 
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write into. Default: deploy-NAME."),
+        typer.Option(
+            "--output", "-o", callback=writable, help="Folder to write into. Default: deploy-NAME."
+        ),
         Hidden("--out"),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False

@@ -98,9 +98,10 @@ def _hidden_parameters(parameter: Parameter) -> Iterator[Parameter]:
     if get_origin(parameter.annotation) is not Annotated:
         return
     kind, *notes = get_args(parameter.annotation)
+    callback = next((note.callback for note in notes if isinstance(note, OptionInfo)), None)
     for note in notes:
         if isinstance(note, Hidden) and note.flags:
-            info = typer.Option(*note.flags, hidden=True)
+            info = typer.Option(*note.flags, hidden=True, callback=callback)
             yield Parameter(
                 parameter.name + _HIDDEN,
                 Parameter.KEYWORD_ONLY,

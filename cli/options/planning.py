@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from ...engine.config.config import EngineConfig
-from .common import TrustRemoteCode
+from .common import TrustRemoteCode, writable
 from .config_words import words_of
 from .groups import Hidden
 
@@ -21,7 +21,10 @@ class PlannedModelOptions:
     PANEL: ClassVar = "Model"
 
     model: Annotated[
-        str, typer.Option(help="A name of the bundled table, a folder, a config.json, or a hub id.")
+        str,
+        typer.Option(
+            help="A name of the bundled table, a folder, a config.json, a .gguf file, or a hub id."
+        ),
     ]
     weights: Annotated[
         str | None,
@@ -177,8 +180,12 @@ class PlanOutputOptions:
     )
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the plan as JSON to this file."),
+        typer.Option(
+            "--output", "-o", callback=writable, help="Write the plan as JSON to this file."
+        ),
         Hidden("--out"),
     ] = None
-    html: Annotated[Path | None, typer.Option(help="Write the plan as a page.")] = None
+    html: Annotated[
+        Path | None, typer.Option(callback=writable, help="Write the plan as a page.")
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from .common import Json, TrustRemoteCode
+from .common import Json, TrustRemoteCode, writable, writable_if_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,12 @@ class CheckpointOptions:
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to create. Default: ./MODEL-METHOD-BITSbit."),
+        typer.Option(
+            "--output",
+            "-o",
+            callback=writable,
+            help="Folder to create. Default: ./MODEL-METHOD-BITSbit.",
+        ),
     ] = None
 
 
@@ -96,8 +101,9 @@ class GridOptions:
     imatrix: Annotated[
         Path | None,
         typer.Option(
+            callback=writable_if_new,
             help="GGUF: importance matrix to weigh errors by, in llama.cpp's formats (.gguf, .dat); "
-            "measured and written where there is no such file."
+            "measured and written where there is no such file.",
         ),
     ] = None
 
@@ -300,8 +306,9 @@ class CalibrationOptions:
     stats: Annotated[
         Path | None,
         typer.Option(
+            callback=writable_if_new,
             help="Folder of cached statistics of the float model: measured once, reused by "
-            "later runs with other bits, groups or methods."
+            "later runs with other bits, groups or methods.",
         ),
     ] = None
 

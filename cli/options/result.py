@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .common import Json
+from .common import Json, writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,24 @@ class FolderOptions:
         typer.Option(
             "--output",
             "-o",
+            callback=writable,
             help="The run folder to create. Default: one in --result-dir, named by time and run.",
         ),
     ] = None
     result_dir: Annotated[Path, typer.Option(help="Parent of run folders.")] = Path("runs")
 
+    def check_writable(self) -> None:
+        """Raises `BadInput` before measuring if the default folder cannot be made."""
+        from ...quant.base.atomic_io import check_output
+
+        if self.output is None:
+            check_output(self.result_dir / "run", "--result-dir")
+
     def check(self) -> None:
-        """Raises `BadInput` before measuring if the output exists."""
+        """Raises `BadInput` before measuring if the output exists or cannot be written."""
         from ...quant.base.errors import BadInput
 
+        self.check_writable()
         if self.output is not None and self.output.exists():
             raise BadInput(f"--output {self.output} exists: name another folder, or remove it")
 

@@ -101,9 +101,11 @@ class ServedModelOptions:
             raise BadInput(f"--chat-template {self.chat_template}: {reason}") from error
 
     def served_name(self, model: str) -> str:
-        """The served name of `model`, a folder or a name."""
+        """The served name of `model`, a folder, a GGUF file or a name."""
+        from ...quant.models import short_name
+
         path = Path(model).expanduser()
-        return self.served_model_name or (path.resolve().name if path.is_dir() else model)
+        return self.served_model_name or (short_name(path) if path.exists() else model)
 
 
 @dataclass(frozen=True, slots=True)

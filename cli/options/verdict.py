@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from .common import writable
+
 if TYPE_CHECKING:
-    from ...bench.session.gate_run import VerdictWanted
+    from ...bench.gate.verdict_wanted import VerdictWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,15 @@ class VerdictOptions:
         ),
     ] = None
     junit: Annotated[
-        Path | None, typer.Option(help="Write the verdict as JUnit XML to this file.")
+        Path | None,
+        typer.Option(callback=writable, help="Write the verdict as JUnit XML to this file."),
     ] = None
     benchmark_json: Annotated[
         Path | None,
-        typer.Option(help="Write the run for github-action-benchmark, as `llmopt compare` does."),
+        typer.Option(
+            callback=writable,
+            help="Write the run for github-action-benchmark, as `llmopt compare` does.",
+        ),
     ] = None
 
     def wanted(self) -> VerdictWanted | None:
@@ -52,7 +58,7 @@ class VerdictOptions:
         Raises:
             BadInput: two baselines, limits or a file without one, or an unreadable input.
         """
-        from ...bench.session.gate_run import VerdictWanted
+        from ...bench.gate.verdict_wanted import VerdictWanted
 
         return VerdictWanted.checked(
             self.baseline, self.against, self.gate, self.junit, self.benchmark_json

@@ -69,11 +69,11 @@ def _summary(result: Mapping[str, Any]) -> str:
 
         lines.append(certificate(client))
     else:
+        cache, trace = memory["kv_cache"], ours["step_trace"]
         lines.append(
-            f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
+            f"Weights {size(memory['weight_bytes'])}, KV cache up to {size(memory['kv_cache_bytes'])}, "
             f"peak {size(memory['peak_resident_bytes'])}"
         )
-        cache, trace = memory["kv_cache"], ours["step_trace"]
         lines.append(
             f"KV cache in {cache['dtype']}: {cache['tokens']:,} tokens of {cache['bytes_per_token']:,} "
             f"bytes, at most {trace['peak_kv_blocks']:,} of {cache['blocks']:,} blocks in use, "

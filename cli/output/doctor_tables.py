@@ -2,64 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ...engine.base.units import format_gib
+from ...engine.doctor.overview import EXTRAS
+
+Row = tuple[str, str]
 
 
 def show_findings(findings: dict[str, Any], console: Console) -> None:
-    """Print versions, hardware, selected kernels, and the self-test if it ran."""
+    """Print versions, hardware and what is wrong; selected kernels and the self-test where they are found."""
     console.print(_machine(findings))
+    for problem in findings["problems"]:
+        console.print(f"[red]wrong:[/red] {escape(problem['what'])}; {escape(problem['remedy'])}")
+    if not findings["problems"]:
+        console.print("Nothing wrong was found.")
+    if "kernels" not in findings:
+        console.print(
+            "--all asks torch: the kernel of each operation and why not the others; "
+            "--self-test: whether each is right."
+        )
     console.print()
-    for section in findings["kernels"]:
+    for section in findings.get("kernels", ()):
         console.print(_kernels(section))
-    if findings["verdicts"] is not None and findings["verdicts"]["kernels"]:
-        console.print(_verdicts(findings["verdicts"]))
+    verdicts = findings.get("verdicts")
+    if verdicts is not None and verdicts["kernels"]:
+        console.print(_verdicts(verdicts))
     if findings["health"] is not None:
         _show_health(findings["health"], console)
 
 
 def _machine(findings: Mapping[str, Any]) -> Table:
-    versions, cpu, memory = findings["versions"], findings["cpu"], findings["memory"]
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    facts.add_row(
-        "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
-    )
-    facts.add_row("threads", threads_line(cpu["threads"]))
-    facts.add_row(
-        "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
-    )
-    native = findings["native"]
-    extra = " with bfloat16 GEMMs" if native["bfloat16_products"] else ""
-    facts.add_row(
-        "C kernels",
-        f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}"
-        if native["path"]
-        else f"none: {native['reason']}",
-    )
-    facts.add_row(
+    for name, fact in (
+        *_processor_rows(findings["cpu"], findings["versions"]),
+        *_native_rows(findings["native"]),
+        *_memory_and_gpu_rows(findings),
+        *_missing_rows(findings["missing"]),
+    ):
+        facts.add_row(name, escape(fact))
+    return facts
+
+
+def _processor_rows(cpu: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Row]:
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
+    if cpu["cache_bytes"]:
+        sizes = (f"{level} {size // 1024:,} KiB" for level, size in cpu["cache_bytes"].items())
+        yield "caches", ", ".join(sizes)
+    yield "threads", threads_line(cpu["threads"])
+    if "capability" in cpu:
+        yield (
+            "instructions",
+            f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})",
+        )
+    if cpu["flags"]:
+        yield "flags", " ".join(cpu["flags"])
+
+
+def _native_rows(native: Mapping[str, Any]) -> Iterator[Row]:
+    if native["path"] is None:
+        yield "C kernels", f"none: {native['reason']}"
+    elif "threads" in native:
+        extra = " with bfloat16 GEMMs" if native["bfloat16_products"] else ""
+        yield (
+            "C kernels",
+            f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}",
+        )
+    else:
+        yield (
+            "C kernels",
+            f"{native['path']}, each compiled at its first use, in {native['cache']}; torch serves "
+            "where they do not",
+        )
+    yield "C compiler", native["compiler"] or "none"
+
+
+def _memory_and_gpu_rows(findings: Mapping[str, Any]) -> Iterator[Row]:
+    memory, nvidia = findings["memory"], findings["nvidia"]
+    yield (
         "memory",
         f"{format_gib(memory['available_bytes'])} free of {format_gib(memory['total_bytes'])}",
     )
-    for device in findings["cuda"]:
-        facts.add_row(
-            "CUDA device",
-            f"{device['name']}: {format_gib(device['memory_bytes'])}, capability {device['capability']}",
-        )
-    if findings["mps"] is not None:
+    for device in findings.get("cuda", ()):
+        size = format_gib(device["memory_bytes"])
+        yield "CUDA device", f"{device['name']}: {size}, capability {device['capability']}"
+    if findings.get("mps") is not None:
         memory_bytes = findings["mps"]["memory_bytes"]
-        facts.add_row("Apple GPU", f"{format_gib(memory_bytes)} for Metal, torch's kernels alone")
-    if not findings["cuda"]:
-        facts.add_row("CUDA devices", "none")
-    return facts
+        yield "Apple GPU", f"{format_gib(memory_bytes)} for Metal, torch's kernels alone"
+    if "cuda" in findings and not findings["cuda"]:
+        yield "CUDA devices", "none"
+    cards = Counter((gpu["name"], gpu["memory_bytes"]) for gpu in nvidia["gpus"])
+    for (name, size), count in cards.items():
+        of = "" if size is None else f", {format_gib(size)} each"
+        yield "NVIDIA GPUs", f"{count} {name}{of}; driver {nvidia['driver']}"
+    if not cards:
+        yield "NVIDIA GPUs", nvidia["reason"] or "none"
+
+
+def _missing_rows(missing: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """Rows of the optional packages that are not installed, by extra."""
+    packages: dict[str, list[str]] = {}
+    for each in missing:
+        if each["extra"] is not None:
+            packages.setdefault(each["extra"], []).append(each["package"])
+    for extra, names in packages.items():
+        yield (
+            "not installed",
+            f"{', '.join(names)}, for {EXTRAS[extra]}: pip install 'llmopt[{extra}]'",
+        )
 
 
 def threads_line(threads: Mapping[str, Any]) -> str:

@@ -1,22 +1,18 @@
-"""Machine report: software versions, CPU, memory, CUDA devices, kernels."""
+"""Machine report with what torch says: CPU features, CUDA devices, compiled kernels, the kernel table."""
 
 from __future__ import annotations
 
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from ...quant.native.build import cache_folder, parallel_start
-from ..base.host import available_memory_bytes, cpu_model, thread_limit, usable_cores
-from ..base.topology import place, read_topology
-from ..kernels.common.thread_choice import ThreadChoice, choose_threads
+from ...quant.native.build import parallel_start
+from ..base.host import thread_limit
+from ..kernels.common.thread_choice import choose_threads
 from ..kernels.linear.native_linear import has_bf16, native_linear
 from .kernel_table import table
+from .overview import overview
 
-PACKAGES = ("llmopt", "torch", "transformers")
 # CPU features that the kernels use, and the probes of torch for them.
 FEATURES = {
     "bfloat16 products": "_is_avx512_bf16_supported",
@@ -26,26 +22,19 @@ FEATURES = {
 
 
 def examine() -> dict[str, Any]:
-    """The report of `llmopt doctor`, as plain JSON values; memory in bytes."""
+    """The report of `llmopt doctor --all`, as plain JSON values: the overview, and what torch says."""
+    found = overview()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
     has_mps = torch.backends.mps.is_available()
     devices += [torch.device("mps")] if has_mps else []
-    return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
-        "cpu": {
-            "model": cpu_model(),
-            "cores": os.cpu_count(),
-            "usable_cores": usable_cores(),
-            "threads": _threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "features": [name for name, probe in FEATURES.items() if _has(probe)],
-        },
-        "native": _native(),
-        "memory": {
-            "total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "available_bytes": available_memory_bytes(),
-        },
+    found["cpu"] |= {
+        "threads": _threads(found["cpu"]["threads"]),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "features": [name for name, probe in FEATURES.items() if _has(probe)],
+    }
+    found["native"] |= _native()
+    return found | {
         "cuda": [
             {
                 "name": gpu.name,
@@ -63,19 +52,12 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _threads() -> dict[str, Any]:
-    """The topology, and the threads that the engine would take by default, with what they rest on."""
-    topology = read_topology()
-    placement = place(topology)
-    limit = thread_limit()
-    most = min(placement.num_threads, limit or placement.num_threads)
-    choice = choose_threads(most) if limit is None else ThreadChoice(most, reason="OMP_NUM_THREADS")
-    return {
-        "physical_cores": len(topology.cores),
-        "hardware_threads": len(topology.cpus),
-        "nodes": len(topology.nodes),
-        "node": placement.node,
-        "quota": topology.quota,
+def _threads(most: dict[str, Any]) -> dict[str, Any]:
+    """The threads that the engine would take by default of the most that it may, with what they rest on."""
+    if thread_limit() is not None:
+        return most
+    choice = choose_threads(most["chosen"])
+    return most | {
         "chosen": choice.num_threads,
         "step_seconds": dict(choice.seconds),
         "reason": choice.reason,
@@ -83,14 +65,13 @@ def _threads() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """The C kernels: the instruction-set path they are compiled for, or why there are none."""
+    """The C kernels that are compiled: what only their library, and torch, say."""
     build = native_linear()
     return {
         "path": build.path,
         "reason": build.reason,
         "bfloat16_products": has_bf16(),
         "threads": parallel_start().name,
-        "cache": str(cache_folder()),
     }
 
 
@@ -110,13 +91,6 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             for choice in table(device, dtype)
         ],
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _has(probe: str) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,27 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
+
+
+def check_output(path: Path, option: str) -> None:
+    """Write to the nearest existing folder above `path`, or to `path` if it is one; leaves nothing behind.
+
+    Permission bits do not tell: root ignores them, and file systems may be read-only or full.
+
+    Raises:
+        BadInput: nothing can be written there; the message names `option`.
+    """
+    folder = path if path.is_dir() else path.parent
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BadInput(
+            f"{option} {path}: cannot write in {folder}: {reason}; name another place"
+        ) from error
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from .device_name import device_names
 from .errors import BadInput
 
 HOST = torch.device("cpu")
-KINDS = ("cpu", "cuda")
 
 
 def device_of(asked: str) -> torch.device:
@@ -18,12 +18,8 @@ def device_of(asked: str) -> torch.device:
     Raises:
         BadInput: there is no such device here.
     """
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in KINDS:
-        raise BadInput(f"--device {asked}: choose cpu, cuda or cuda:N")
+    device_names(asked)
+    device = torch.device(asked)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -38,7 +34,7 @@ def devices_of(asked: str) -> tuple[torch.device, ...]:
     Raises:
         BadInput: one of them is not here, is named twice, or is of another kind than the first.
     """
-    devices = tuple(device_of(name.strip()) for name in asked.split(","))
+    devices = tuple(device_of(name) for name in device_names(asked))
     if len({device.type for device in devices}) > 1:
         raise BadInput(f"--device {asked}: name devices of one kind")
     numbers = [device.index or 0 for device in devices]

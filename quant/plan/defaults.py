@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..base.errors import BadInput
-from ..methods.options import TRANSFORMED
-from ..methods.solvers import solver_of
-from ..model.checkpoint import Checkpoint
+from ..methods.options import TRANSFORMED, solver_of
 from ..model.experts_apart import with_experts_apart
+from ..open import open_plain
 from ..request.request import QuantizeRequest
 from ..rotation.rotate import rotated
 from ..rotation.rotation_map import R2
@@ -42,7 +41,7 @@ def _turns(request: QuantizeRequest) -> bool:
     if request.gguf_type is not None or "gguf" in (request.format or ""):
         return False
     try:
-        checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
+        checkpoint = open_plain(request.model, trust_remote_code=request.trust_remote_code)
         if with_experts_apart(checkpoint) is not checkpoint:
             return False
         rotated(checkpoint, (R2,), request.seed)

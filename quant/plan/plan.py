@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..base.device import devices_of
 from ..base.errors import BadInput
+from ..base.kv_cache import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.base import HoldsKvScales, WeightFormat, config_of
@@ -21,14 +22,16 @@ from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
 from ..gguf.mix_rules import shape_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
-from ..methods.options import refuse_knobs
+from ..methods.options import SMOOTHING, solver_of
 from ..methods.registry import METHODS
-from ..methods.solvers import solver_of, with_solver
+from ..methods.solvers import with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts_apart import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters
+from ..open import open_plain
+from ..request.names import format_names
 from ..request.request import QuantizeRequest, parse_override
 from ..request.selection import (
     BYTES_OF,
@@ -44,7 +47,7 @@ from ..request.selection import (
 )
 from ..rotation.rotate import rotated
 from ..smoothing.smoothing_map import with_smoothing
-from ..stream.kv_scales import INT8_CACHE, LARGEST, KvStrategy, kv_heads
+from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
 from .unquantized import model_parameters, unquantized_modules
 from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
@@ -52,11 +55,8 @@ from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
 DEFAULT_SEQ_LEN = 2048
-# Methods that fold scales, for which the foldable pairs are discovered.
-_SMOOTHING = ("awq", "smoothquant")
 # Methods that go to any grid, ggml's blocks included.
 _BLOCK_METHODS = ("rtn", "awq", "gptq", "autoround")
-_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +170,13 @@ def make_plan(request: QuantizeRequest) -> Plan:
         BadInput: anything that would fail later; the message names the module, file or
             option.
     """
-    method = known(METHODS, request.method, "method")
+    method = METHODS[request.method]
     solver = solver_of(method.name, request.options.solver)
     request = replace(request, options=replace(request.options, solver=solver))
     method = with_solver(method, solver)
-    refuse_knobs(method.name, request.options)
     formats = _formats(request, method)
     if request.vision:
         refuse_vision(request, formats)
-    if request.gguf_type is not None and all(one.name != "gguf" for one in formats):
-        raise BadInput("--gguf-type belongs to --format gguf")
     if blocks_asked(request, formats):
         return _blocks_plan(request, method, formats)
     if request.imatrix is not None:
@@ -306,7 +303,7 @@ def _selected(
 ) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...], Architecture | None]:
     """The source, its layers, the linears to quantize, the ignored ones, and the layers of the vision side
     where they are quantized too."""
-    checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
+    checkpoint = open_plain(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
     read_config(
@@ -336,12 +333,12 @@ def _with_folds(
 
     Statistics are kept by the linears that share an input and by the routers, which are told with the pairs.
     """
-    if request.method not in _SMOOTHING and request.stats is None:
+    if request.method not in SMOOTHING and request.stats is None:
         return architecture
     try:
         return with_smoothing(checkpoint, architecture)
     except BadInput:
-        if request.method in _SMOOTHING:
+        if request.method in SMOOTHING:
             raise
         return architecture
 
@@ -391,20 +388,10 @@ def plan_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def known(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
-    """An entry of a registry, or BadInput listing the valid names."""
-    if name not in table:
-        raise BadInput(f"unknown {kind} {name!r}: choose one of {', '.join(sorted(table))}")
-    return table[name]
-
-
 def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ...]:
     """The requested formats; else the method's default, if it can store the scheme."""
     if request.format is not None:
-        names = [name.strip() for name in request.format.split(",")]
-        if len(set(names)) != len(names):
-            raise BadInput(f"--format {request.format}: a format is named twice")
-        return tuple(known(FORMATS, name, "format") for name in names)
+        return tuple(FORMATS[name] for name in format_names(request.format))
     own = FORMATS[method.default_format]
     options = request.scheme_options
     if method.grouped and options.group_size is None:
@@ -430,17 +417,7 @@ def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
 
 
 def _stored_kv_cache(request: QuantizeRequest) -> str | None:
-    """The dtype of the KV cache whose scales are stored; those of int8 are measured by the server.
-
-    Raises:
-        BadInput: another dtype, or a strategy without scales.
-    """
-    if request.kv_cache not in (None, INT8_CACHE, *LARGEST):
-        raise BadInput(
-            f"--kv-cache {request.kv_cache}: choose {' or '.join((*LARGEST, INT8_CACHE))}"
-        )
-    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
-        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
+    """The dtype of the KV cache whose scales are stored; those of int8 are measured by the server."""
     return None if request.kv_cache == INT8_CACHE else request.kv_cache
 
 

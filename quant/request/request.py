@@ -9,9 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ..base.device_name import device_names
 from ..base.errors import BadInput
-from ..methods.base import MethodOptions, SchemeOptions
-from ..stream.kv_scales import KvStrategy
+from ..base.kv_cache import INT8_CACHE, LARGEST, KvStrategy
+from ..methods.options import refuse_knobs, refuse_solver, solver_of
+from ..methods.settings import METHOD_FACTS, MethodOptions, SchemeOptions
+from .names import AUTO, check_method, format_names
+
+AUTO_METHOD = "gptq"
+TRELLIS = "trellis"  # whose widths are chosen under a target too
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,9 @@ class QuantizeRequest:
     model_name: str = ""
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        check_request(self)
+
     @property
     def scheme_options(self) -> SchemeOptions:
         """The scheme options of the request."""
@@ -115,6 +124,71 @@ class QuantizeRequest:
             sparse_fraction=self.sparse_fraction,
             act_order=self.options.act_order,
         )
+
+
+def check_request(request: QuantizeRequest) -> None:
+    """Raises BadInput for a request that no model could fulfil."""
+    check_method(request.method)
+    formats = format_names(request.format)
+    device_names(request.device)
+    if searches(request):
+        _check_target(request)
+    _check_options(request)
+    _check_kv_cache(request)
+    if request.gguf_type is not None and "gguf" not in formats:
+        raise BadInput("--gguf-type belongs to --format gguf")
+    if not request.errors:
+        _check_data_free(request)
+
+
+def searches(request: QuantizeRequest) -> bool:
+    """Whether the widths of the linears are searched, under a target."""
+    return request.method == AUTO or (request.target_bpw, request.target_bytes) != (None, None)
+
+
+def _check_target(request: QuantizeRequest) -> None:
+    if request.method not in (AUTO, TRELLIS):
+        raise BadInput("--target-bpw and --target-size belong to --method auto and trellis")
+    if [request.target_bpw, request.target_bytes].count(None) != 1:
+        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
+    if request.bits is not None or request.overrides:
+        raise BadInput(
+            f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "
+            "--override out"
+        )
+
+
+def _check_options(request: QuantizeRequest) -> None:
+    method = AUTO_METHOD if request.method == AUTO else request.method
+    solver = solver_of(method, request.options.solver)
+    refuse_solver(method, solver)
+    refuse_knobs(method, replace(request.options, solver=solver))
+
+
+def _check_kv_cache(request: QuantizeRequest) -> None:
+    known = (*LARGEST, INT8_CACHE)
+    if request.kv_cache is not None and request.kv_cache not in known:
+        raise BadInput(f"--kv-cache {request.kv_cache}: choose {' or '.join(known)}")
+    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
+        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
+
+
+def _check_data_free(request: QuantizeRequest) -> None:
+    """Raises BadInput for `--no-errors` where an option needs the calibration data."""
+    facts = METHOD_FACTS.get(request.method)
+    needs = {
+        f"method {request.method} is calibrated": searches(request)
+        or (facts is not None and facts.needs_statistics)
+        or solver_of(request.method, request.options.solver) == "gptq",
+        "--kv-cache scales are measured": request.kv_cache in LARGEST,
+        "--stats are measured": request.stats is not None,
+        "--revert-worse compares errors": request.revert_worse,
+        f"{request.imatrix} is measured": request.imatrix is not None
+        and not request.imatrix.exists(),
+    }
+    for reason, holds in needs.items():
+        if holds:
+            raise BadInput(f"--no-errors: {reason}: leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""`llmopt doctor`: the machine's facts and the kernel table."""
+"""`llmopt doctor`: the machine's facts, what is wrong, and the kernel table."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from llmopt.cli.main import main
 from llmopt.engine.doctor import verdicts
 from llmopt.engine.doctor.kernel_table import table
+from llmopt.engine.doctor.overview import EXTRAS, overview, problems
 from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE, torch_silu_gate
+
+from .test_shell import told
 
 
 def call(*arguments: str) -> int | str | None:
@@ -22,9 +26,55 @@ def call(*arguments: str) -> int | str | None:
     return stop.value.code
 
 
+def test_a_screen_without_torch_that_compiles_one_kernel(tmp_path: Path) -> None:
+    out = told("doctor", COLUMNS="100", XDG_CACHE_HOME=str(tmp_path))
+    lines = out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    rows = {line[:15].strip() for line in lines}
+    facts = {"versions", "processor", "threads", "C kernels", "C compiler", "memory", "NVIDIA GPUs"}
+    assert facts <= rows and "--all" in out
+    assert len(list(tmp_path.rglob("*.so"))) <= 1
+
+
+def test_what_is_wrong_comes_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLMOPT_NATIVE", raising=False)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert call() == 0
+    out = " ".join(capsys.readouterr().out.split())
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert (
+            "no C kernels: there is no C compiler (no-such-compiler); install gcc or clang" in out
+        )
+    monkeypatch.setenv("LLMOPT_NATIVE", "off")
+    facts = overview()
+    assert [each.remedy for each in problems(facts | {"missing": []})] == ["unset LLMOPT_NATIVE"]
+    facts["native"] |= {"reason": None, "is_kept": False}
+    facts["versions"]["torch"] = "2.13.0+cpu"
+    facts["nvidia"] |= {"gpus": [{"name": "card", "memory_bytes": 1}], "reason": None}
+    facts["missing"] = [
+        {"package": "torch>=2.11", "extra": None, "installed": "2.9"},
+        {"package": "wandb>=0.21", "extra": "wandb", "installed": None},
+    ]
+    assert [each.remedy for each in problems(facts)] == [
+        "pip install 'torch>=2.11'",
+        "let XDG_CACHE_HOME name a folder of yours",
+        "install a CUDA build of torch",
+    ]
+
+
+def test_each_extra_says_what_it_serves() -> None:
+    assert set(EXTRAS) == {*(metadata("llmopt").get_all("Provides-Extra") or ())} - {"dev"}
+
+
 def test_json_holds_the_kernel_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--json") == 0
     found = json.loads(capsys.readouterr().out)
+    parts = {"versions", "cpu", "native", "memory", "cuda", "mps", "kernels", "verdicts", "health"}
+    assert parts <= set(found)
+    assert {"path", "reason", "bfloat16_products", "threads", "cache"} <= set(found["native"])
+    assert {"capability", "features"} <= set(found["cpu"])
     assert found["versions"]["torch"] == torch.__version__
     assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["cores"]
     threads = found["cpu"]["threads"]
@@ -39,7 +89,7 @@ def test_json_holds_the_kernel_table(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_table_names_each_operation_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call() == 0
+    assert call("--all") == 0
     out = " ".join(capsys.readouterr().out.split())
     for choice in table(torch.device("cpu"), torch.float32):
         assert choice.operation in out
@@ -79,7 +129,7 @@ def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
     tried._verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
     monkeypatch.setattr(verdicts, "current_verdicts", lambda: tried)
     monkeypatch.setattr(verdicts, "measure", lambda *_: None)
-    assert call() == 0
+    assert call("--all") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Kernels tried on this GPU" in out and "torch takes 50 %" in out
     assert call("--json") == 0

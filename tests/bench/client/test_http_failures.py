@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
 
 from ...support.cli_process import LlmoptProcess
+from ...support.live_server import eventually
 
 EVENT = b'data: {"choices":[{"index":0,"text":" x","finish_reason":%s}],"usage":{"completion_tokens":%d}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -139,7 +139,7 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-def endpoint(url: str, timeout: float = 5.0) -> Endpoint:
+def endpoint(url: str, timeout: float = 60.0) -> Endpoint:
     return Address.parse(url, api_key="secret").endpoint(timeout)
 
 
@@ -161,8 +161,8 @@ def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
     [
         ("500", "HTTP 500: out of memory"),
         ("500-in-stream", "the server says: out of memory"),
-        ("hang", "no complete response within 0.3 s: no headers received"),
-        ("hang-in-stream", "no complete response within 0.3 s: it stopped after"),
+        ("hang", "no complete response within 2 s: no headers received"),
+        ("hang-in-stream", "no complete response within 2 s: it stopped after"),
         ("closed-early", "closed before a response"),
         ("closed-in-stream", "the connection ended within the response, stopped after"),
         ("no-json", "an event is not JSON: {oops"),
@@ -171,7 +171,8 @@ def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
 )
 def test_failure_messages(server: Server, fleet: Fleet, script: str, said: str) -> None:
     url = f"http://127.0.0.1:{server.port}/{script}"
-    found = fleet.run(endpoint(url, timeout=0.3 if "hang" in script else 5.0), requests(3), 2)
+    # A limit that passes in silence alone, and not while the headers of `hang-in-stream` are on their way.
+    found = fleet.run(endpoint(url, timeout=2.0 if "hang" in script else 60.0), requests(3), 3)
     assert len(found.exchanges) == 3
     for one in found.exchanges:
         assert said in one.answer.error
@@ -309,13 +310,13 @@ def test_bad_input_in_one_line(
 
 
 def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
-    # Every response takes 0.3 s, so that a hundred of them leave time to interrupt.
+    # Every response takes 0.3 s, so that thousands of them leave time to interrupt on any machine.
     url = f"http://127.0.0.1:{server.port}/slow-headers"
     words = [
         "bench",
         *FAST,
         "--num-prompts",
-        "200",
+        "4000",
         "--base-url",
         url,
         "--result-dir",
@@ -323,15 +324,13 @@ def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
     ]
     before = server.requests
     with LlmoptProcess(*words) as process:
-        deadline = time.monotonic() + 60
-        while server.requests < before + 30 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        eventually(lambda: server.requests >= before + 30)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted: what finished" in said
     (folder,) = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
-    assert result["llmopt"]["interrupted"] and 4 <= result["completed"] < 100
+    assert result["llmopt"]["interrupted"] and 4 <= result["completed"] < 4000
 
 
 def test_addresses() -> None:

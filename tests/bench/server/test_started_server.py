@@ -125,10 +125,9 @@ def test_a_missing_program_says_how_to_install_it(
     with pytest.raises(BadInput, match=r"no program 'llama-server' here: install llama.cpp"):
         preset("llama.cpp").find("llama.cpp", None)
     program = stand_in(tmp_path, "exit 0")
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for more, words in (
         ({}, "give a .gguf file"),
-        ({"model": str(tmp_path / "m.gguf")}, "give --tokenizer"),
+        ({"model": str(MODELS / "stories3M")}, "give a .gguf file"),
     ):
         given = options("llama.cpp", serve_program=program, **more)
         with pytest.raises(BadInput, match=words), served(given):

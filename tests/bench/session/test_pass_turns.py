@@ -38,14 +38,14 @@ def test_turns_go_there_and_back(tmp_path: Path, passes: tuple[int, int], order:
         processes.append(start_in_turns(command, turn, os.environ))
     assert all(turn.ready() for turn in turns)
     give_turns(turns)
-    assert [process.wait(10) for process in processes] == [0, 0]
+    assert [process.wait(120) for process in processes] == [0, 0]
     assert log.read_text() == order
 
 
 def test_a_process_that_takes_no_turns_is_not_waited_for() -> None:
     turn = TurnPipe("pair")
     process = start_in_turns([sys.executable, "-c", "pass"], turn, os.environ)
-    assert not turn.ready() and process.wait(10) == 0
+    assert not turn.ready() and process.wait(120) == 0
     assert not turn.give()
 
 

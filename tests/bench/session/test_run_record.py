@@ -55,7 +55,8 @@ IN_PROCESS = {
     "step_split.parts_ms": "*",
     "step_trace": "num_steps prefill_tokens decode_tokens mean_rows schedule_seconds execute_seconds "
     "update_seconds preemptions peak_kv_blocks kv_unfilled_share",
-    "memory": "weight_bytes checkpoint_bytes kv_cache_bytes kv_cache state_bytes peak_resident_bytes",
+    "memory": "weight_bytes checkpoint_bytes checkpoint_dtype kv_cache_bytes kv_cache state_bytes "
+    "peak_resident_bytes",
     "memory.kv_cache": "dtype bytes_per_token tokens blocks",
     "quality": "protocol description settings source token_sha256 num_tokens num_windows perplexity nll_nats "
     "reference reference_perplexity perplexity_ratio kl_nats median_kl_nats p90_kl_nats p95_kl_nats "

@@ -23,7 +23,7 @@ from llmopt.bench.workloads.freeze import read_frozen, write_frozen
 from llmopt.bench.workloads.sharegpt_threads import exchanges_of
 from llmopt.bench.workloads.workload import Message
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.model.models import resolve_model
+from llmopt.quant.models import resolve_model
 from llmopt.quant.tokenizer.load import load_tokenizer
 
 CHATML = (

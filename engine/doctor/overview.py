@@ -1,0 +1,210 @@
+"""Overview of the machine for `llmopt doctor`: what its files and packages say, and what is wrong. No torch.
+
+Nothing is timed, and of the C kernels one is compiled: `machine.py` asks torch and compiles every one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from ...quant.native.build import (
+    BuildFailed,
+    cache_folder,
+    compiled,
+    compiler_command,
+    compiler_version,
+    open_library,
+)
+from ...quant.native.processor import PATHS, VARIABLE, choose_path, processor_flags
+from ..base.host import available_memory_bytes, cpu_model, thread_limit, usable_cores
+from ..base.nvml import LIBRARY, Nvml
+from ..base.topology import cache_bytes, place, read_topology
+
+PACKAGES = ("llmopt", "torch", "transformers")
+EXTRAS = {
+    "ct": "transformers reads compressed-tensors checkpoints",
+    "cuda-kernels": "attention and GEMM kernels of other libraries on a GPU",
+    "eval": "bench --tasks",
+    "gguf": "GGUF files",
+    "hub": "data sets of the Hugging Face hub",
+    "mlflow": "bench reports to MLflow",
+    "otel": "serve-local exports traces",
+    "wandb": "bench reports to Weights & Biases",
+}
+"""Purpose of each extra of the distribution."""
+SMALLEST_KERNELS = Path(__file__).parents[1] / "kernels/elementwise/rows.c"
+"""The C kernels that show whether the compiler serves: every model needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with the machine or the installation, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+def overview() -> dict[str, Any]:
+    """The report of `llmopt doctor` without `--all`, but for its problems; memory in bytes.
+
+    Raises:
+        BadInput: `LLMOPT_NATIVE` names an unknown or unsupported path.
+    """
+    known = {flag for path in PATHS for flag in (*path.needs, *dict(path.extras))}
+    return {
+        "versions": {"python": platform.python_version()}
+        | {package: _version(package) or "not installed" for package in PACKAGES},
+        "cpu": {
+            "model": cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": usable_cores(),
+            "threads": _threads(),
+            "flags": sorted(known & processor_flags()),
+            "cache_bytes": cache_bytes(),
+        },
+        "native": _native(),
+        "memory": {
+            "total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "available_bytes": available_memory_bytes(),
+        },
+        "nvidia": _nvidia(),
+        "missing": _missing(),
+    }
+
+
+def problems(facts: Mapping[str, Any]) -> list[Problem]:
+    """Faults in the facts of `overview` or of `machine.examine`, each with a remedy."""
+    return [
+        *_package_problems(facts["missing"]),
+        *_native_problems(facts["native"]),
+        *_gpu_problems(facts["nvidia"], facts["versions"]["torch"]),
+    ]
+
+
+def _threads() -> dict[str, Any]:
+    """The topology, and the most threads that the engine would take."""
+    topology = read_topology()
+    placement = place(topology)
+    limit = thread_limit()
+    return {
+        "physical_cores": len(topology.cores),
+        "hardware_threads": len(topology.cpus),
+        "nodes": len(topology.nodes),
+        "node": placement.node,
+        "quota": topology.quota,
+        "chosen": min(placement.num_threads, limit or placement.num_threads),
+        "step_seconds": {},
+        "reason": "OMP_NUM_THREADS"
+        if limit
+        else "or fewer, if a made-up step is faster on them: --all times it",
+    }
+
+
+def _native() -> dict[str, Any]:
+    """The C kernels: the instruction-set path, or why there is none; the compiler, and the folder."""
+    path, compiler, built = choose_path(), None, None
+    reason = path if isinstance(path, str) else None
+    try:
+        compiler = (
+            compiler_version(compiler_command()[0]).decode(errors="replace").partition("\n")[0]
+        )
+        if not isinstance(path, str):
+            built = compiled(SMALLEST_KERNELS, path.compiler_options(processor_flags()))
+            open_library(built)
+    except (BuildFailed, OSError) as error:
+        reason = reason or str(error)
+    return {
+        "path": None if reason or isinstance(path, str) else path.name,
+        "reason": reason,
+        "compiler": compiler,
+        "cache": str(cache_folder()),
+        "is_kept": built is None or built.parent == cache_folder(),
+    }
+
+
+def _nvidia() -> dict[str, Any]:
+    """The driver's GPUs, those hidden from CUDA too; `reason`: why it does not answer, if it is there."""
+    found: dict[str, Any] = {"driver": None, "gpus": [], "reason": None}
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return found
+    try:
+        first = Nvml(0, library)
+        cards = [first, *(Nvml(index, library) for index in range(1, first.count()))]
+    except OSError as error:
+        return found | {"reason": str(error)}
+    gpus = [{"name": card.name(), "memory_bytes": card.memory_bytes()} for card in cards]
+    return found | {"driver": first.driver(), "gpus": gpus}
+
+
+def _missing() -> list[dict[str, Any]]:
+    """Packages that are missing or older or newer than the distribution takes; `extra`: the one that names
+    it, None where it is always needed."""
+    found: dict[str, dict[str, Any]] = {}
+    for requirement in map(Requirement, requires("llmopt") or ()):
+        extras = [each for each in ("", *EXTRAS) if _applies(requirement, each)]
+        held = _version(requirement.name)
+        fits = held is not None and requirement.specifier.contains(held, prereleases=True)
+        if extras and not fits:
+            needed = f"{requirement.name}{requirement.specifier}"
+            about = {"package": needed, "extra": extras[0] or None, "installed": held}
+            found.setdefault(requirement.name, about)
+    return list(found.values())
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _package_problems(missing: Iterable[Mapping[str, Any]]) -> list[Problem]:
+    return [
+        Problem(
+            f"{each['package']} is needed, and {each['installed'] or 'none'} is installed",
+            f"pip install '{each['package']}'",
+        )
+        for each in missing
+        if each["extra"] is None or each["installed"]
+    ]
+
+
+def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    if native["reason"] is not None:
+        if os.environ.get(VARIABLE) == "off":
+            remedy = f"unset {VARIABLE}"
+        elif isinstance(choose_path(), str):
+            remedy = "a processor that has them, or a GPU, is faster"
+        elif native["compiler"] is None:
+            remedy = "install gcc or clang, or name a compiler by CC"
+        else:
+            remedy = "name another compiler by CC"
+        found.append(Problem(f"torch serves, and no C kernels: {native['reason']}", remedy))
+    if not native["is_kept"]:
+        what = f"{native['cache']} cannot be written by this user alone: every start compiles"
+        found.append(Problem(what, "let XDG_CACHE_HOME name a folder of yours"))
+    return found
+
+
+def _gpu_problems(nvidia: Mapping[str, Any], torch: str) -> list[Problem]:
+    if nvidia["reason"] is not None:
+        return [Problem(f"the GPU's driver: {nvidia['reason']}", "load it, or reinstall it")]
+    if nvidia["gpus"] and torch.endswith("+cpu"):
+        return [Problem(f"torch {torch} does not use the GPU", "install a CUDA build of torch")]
+    return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,122 @@
+"""Errors of a command line come before torch is imported, with the nearest of the known names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llmopt.bench.client.address import BACKENDS
+from llmopt.bench.options.dataset_names import NAMES
+from llmopt.bench.options.options import BACKEND_NAMES
+from llmopt.bench.workloads.kinds import _BUILDERS
+from llmopt.quant.base.names import offer
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.methods.settings import FORMAT_NAMES, METHOD_FACTS, MethodFacts
+
+LINES = {
+    "quantize --method gptq --no-errors": "--no-errors: method gptq is calibrated",
+    "quantize --method exl3": "exl3 is a format: --method trellis --format exl3",
+    "quantize --method gguf": "gguf is a format: --format gguf",
+    "quantize --method gpqt": "unknown method 'gpqt': the nearest is gptq",
+    "quantize --format gguff": "unknown format 'gguff': the nearest is gguf",
+    "quantize --format rtn": "rtn is a method: --method rtn",
+    "quantize --format awq,awq": "a format is named twice",
+    "quantize --device cdua": "--device cdua: choose cpu, cuda or cuda:N",
+    "quantize --kv-cache fp9": "--kv-cache fp9: choose fp8 or int8",
+    "quantize --gguf-type Q4_K": "--gguf-type belongs to --format gguf",
+    "quantize --method rtn --alpha 0.2": "--alpha belongs to method smoothquant",
+    "quantize --method hqq --solver gptq": "method hqq chooses its codes itself",
+    "quantize --method rtn --target-bpw 4": "belong to --method auto and trellis",
+    "quantize stories3": "no model 'stories3'",
+    "bench --dataset sharegtp": "no dataset 'sharegtp': the nearest is sharegpt",
+    "bench --backend opena": "no backend 'opena': the nearest is openai",
+    "bench --device cdua": "device: choose auto, cpu, cuda, mps or cuda:N",
+    "bench --request-rate -1": "request_rate",
+    "bench nothere": "no model 'nothere'",
+    "bench freeze --dataset sharegtp": "no dataset 'sharegtp': the nearest is sharegpt",
+    "bench freeze nothere": "no model 'nothere'",
+    "merge nothere other": "no model 'nothere'",
+    "merge stories3M nothere": "nothere/adapter_config.json is missing",
+    "merge stories3M a b --weights 1": "--weights '1': write 2 numbers",
+    "convert nothere --format gguf": "no model 'nothere'",
+    "convert stories3M --format gguff": "unknown format 'gguff': the nearest is gguf",
+    "verify nothere": "nothere is no folder",
+    "batch nothere.jsonl": "nothere.jsonl",
+    "run nonrecipe": "no recipe 'nonrecipe'",
+    "run quickstrat": "the nearest is quickstart",
+    "run broken.yaml": "broken.yaml, line 1: not YAML",
+    "run method.yaml": "unknown method 'gpqt': the nearest is gptq",
+    "run key.yaml": "unknown key 'modle'",
+    "run model.yaml": "no model 'nothere'",
+    "compare nothere other": "nothere is missing",
+    "report nothere other": "nothere is missing",
+    "deploy nothere": "no model 'nothere'",
+    "kv-plan --model nothere": "no model 'nothere'",
+    "serve-local nothere": "no model 'nothere'",
+    "serve-local --device cdua": "choose auto, cpu, cuda, mps or cuda:N",
+}
+FILES = {
+    "broken.yaml": "name: [",
+    "method.yaml": "name: a\nvariants: [{name: b, quantize: {method: gpqt}}]\n",
+    "key.yaml": "name: a\nmodle: b\nvariants: [{name: b}]\n",
+    "model.yaml": "name: a\nmodel: nothere\nvariants: [{name: b}]\n",
+}
+RUN = """
+import contextlib, io, json, sys
+from llmopt.cli.main import main
+for line in json.loads(sys.argv[1]):
+    said, code = io.StringIO(), None
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try: main(line.split())
+        except SystemExit as stop: code = stop.code
+    print(json.dumps([line, code, said.getvalue(), "torch" in sys.modules]))
+    sys.stdout.flush()
+    if "torch" in sys.modules: break
+"""
+
+
+def test_every_command_refuses_before_torch(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps([*LINES])],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    for line, code, said, imported in told:
+        assert (line, code, imported) == (line, 2, False), said
+        assert said.startswith("error: ") and said.count("\n") == 1, (line, said)
+        assert LINES[line] in said
+    assert len(told) == len(LINES)
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
+
+
+def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
+    assert {
+        name: MethodFacts(
+            method.default_format, method.scheme(SchemeOptions()).bits, method.needs_statistics
+        )
+        for name, method in METHODS.items()
+    } == METHOD_FACTS
+    assert [*FORMAT_NAMES] == [*FORMATS]
+    assert [*NAMES] == [*_BUILDERS]
+    assert {*BACKEND_NAMES} == {*BACKENDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpqt", "the nearest is gptq; choose one of awq, gptq"),
+        ("zzz", "choose one of awq, gptq"),
+    ],
+)
+def test_the_nearest_name_is_offered_where_one_is_like_it(name: str, text: str) -> None:
+    assert offer(name, ("awq", "gptq")) == text

@@ -1,0 +1,182 @@
+"""Outputs are checked as the command line is read, before any work and before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from llmopt.cli import main
+from llmopt.quant.base.atomic_io import check_output
+from llmopt.quant.base.errors import BadInput
+
+WORDS = (
+    "Write ",
+    "Folder to ",
+    "The file to write",
+    "The file of answers",
+    "Parent of run folders",
+)
+WORDS += ("The HTML file to write", "The run folder to create")
+
+
+def commands(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield path, command
+        return
+    for name, inner in command.commands.items():
+        yield from commands(inner, *path, name)
+
+
+def outputs() -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every path option that is named as an output, or whose help says that it is written."""
+    for path, command in commands(typer.main.get_command(main.application())):
+        for option in command.params:
+            is_path = option.type_descriptor.annotation is Path and option.opts[0].startswith("--")
+            says = option.name in ("output", "result_dir") or (option.help or "").startswith(WORDS)
+            if is_path and says:
+                yield path, option.opts[0]
+
+
+EVERY = [*outputs()]
+
+
+def run(path: tuple[str, ...], option: str, where: Path) -> int | str | None:
+    # Arguments that a command requires are read after an option that was given.
+    with pytest.raises(SystemExit) as stop:
+        main.main([*path, option, str(where)])
+    return stop.value.code
+
+
+@pytest.mark.parametrize(("path", "option"), EVERY, ids=lambda part: "-".join(part) or part)
+def test_an_output_that_cannot_be_written_is_refused_first(
+    path: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for where in (tmp_path / "file" / "new", tmp_path / "file" / "new" / "er"):
+        assert run(path, option, where) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {option} {where}") and ": cannot write in " in error
+        assert error.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_command_that_writes_is_among_them() -> None:
+    named = {path[0] for path, _ in EVERY}
+    assert named >= {
+        *[
+            "quantize",
+            "convert",
+            "merge",
+            "bench",
+            "freeze",
+            "compare",
+            "batch",
+            "kv-plan",
+            "deploy",
+        ]
+    }
+    assert named >= {*["history", "report", "run"]}
+
+
+def test_the_check_writes_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_output(tmp_path / "a" / "b" / "run", "--output")
+    assert not [*tmp_path.iterdir()]
+
+    def read_only(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    with pytest.raises(BadInput, match=r"--result-dir .*: Read-only file system; name another"):
+        check_output(tmp_path / "a", "--result-dir")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_proc_is_refused_before_torch() -> None:
+    code = (
+        "import sys; from llmopt.cli.main import main\n"
+        "try: main(['bench', '--result-dir', '/proc/runs'])\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr.startswith("error: --result-dir /proc/runs")
+
+
+DEFAULTS = {
+    ("quantize",): ("--output", "stories3M-awq-4bit"),
+    ("quantize", "--method", "trellis"): ("--output", "stories3M-trellis-3bit"),
+    ("convert", "stories3M", "--format", "gguf"): ("--output", "stories3M-gguf"),
+    ("merge", "stories3M", "adapter"): ("--output", "stories3M-merged"),
+    ("batch", "lines.jsonl"): ("--output", "lines.out.jsonl"),
+    ("deploy", "llama-3-8b"): ("--output", "deploy-llama-3-8b"),
+    ("bench",): ("--result-dir", "runs/run"),
+    ("run", "quickstart"): ("--result-dir", "runs/run"),
+    ("bench", "freeze"): ("--output", "workload.jsonl"),
+}
+
+
+@pytest.fixture
+def read_only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: no file can be made in it."""
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "lines.jsonl").write_text("")
+
+    def read_only(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", DEFAULTS, ids=" ".join)
+def test_a_default_output_is_checked_too(
+    line: tuple[str, ...], capsys: pytest.CaptureFixture[str], read_only_here: Path
+) -> None:
+    before = sorted(read_only_here.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        main.main([*line])
+    option, name = DEFAULTS[line]
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option} {name}: cannot write in .") and error.count("\n") == 1
+    assert sorted(read_only_here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("option", ["--stats", "--imatrix"])
+def test_a_cache_is_an_output_only_where_it_does_not_exist(
+    option: str, capsys: pytest.CaptureFixture[str], read_only_here: Path
+) -> None:
+    assert run(("quantize", "--method", "exl3"), option, Path("new")) == 2
+    assert capsys.readouterr().err.startswith(f"error: {option} new: cannot write in .")
+    assert run(("quantize", "--method", "exl3"), option, Path("adapter")) == 2
+    assert "unknown method 'exl3'" in capsys.readouterr().err
+
+
+def test_nothing_is_checked_where_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], read_only_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(["run", "quickstart", "--dry-run"])
+    assert stop.value.code == 0
+    assert "verify checkpoints/" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main(["run", "--resume", str(read_only_here / "adapter")])
+    assert "cannot write" not in capsys.readouterr().err
+    told: list[bool] = []
+    monkeypatch.setattr(
+        "llmopt.cli.bench._print_client_errors", lambda _, *, as_json: told.append(as_json)
+    )
+    with pytest.raises(SystemExit) as stop:
+        main.main(["bench", "--check-client"])
+    assert (stop.value.code, told) == (0, [False])
