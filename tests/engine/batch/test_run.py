@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from llmopt.cli.main import main
 from llmopt.engine.batch.answers import AnswerJournal
 from llmopt.engine.batch.batch_file import read_batch
 from llmopt.engine.batch.run import OPTIONS, BatchRun
+from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_phases import StepTimer
 from llmopt.engine.execution.step_result import StepResult
+from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app
 from llmopt.quant.base.errors import Failure
@@ -23,7 +26,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from ...support.cli_process import LlmoptProcess, run_llmopt
+from ...support.cli_process import ForkedProcess, run_llmopt
 from ...support.live_server import make_engine
 from ..server.test_tool_calls import TEMPLATE, USER, WEATHER
 
@@ -95,6 +98,21 @@ def test_every_endpoint_is_answered_in_order(
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+def held_run(journal: Path, num_lines: int, *words: str) -> None:
+    """The command, which takes no step while its journal has `num_lines`, so that it cannot end before it is
+    killed."""
+    step = Engine.step
+
+    def held(engine: Engine) -> list[RequestOutput]:
+        while journal.exists() and journal.read_bytes().count(b"\n") >= num_lines:
+            time.sleep(0.01)
+        return step(engine)
+
+    Engine.step = held  # type: ignore[method-assign]
+    sys.argv = ["llmopt", *words]
+    main()
+
+
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     lines = [
         line(f"n{number}", prompt=f"Tom {number}", max_tokens=80, ignore_eos=True)
@@ -110,7 +128,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         words = ("batch", file, "--max-num-seqs", "2", "--json", *OPTIONS_OF_RUN)
         journal = folder / "in.out.jsonl.partial"
         if name == "killed":
-            with LlmoptProcess(*words, env=environment) as process:
+            with ForkedProcess(held_run, journal, 2, *map(str, words), env=environment) as process:
                 while not journal.exists() or journal.read_bytes().count(b"\n") < 2:
                     assert process.poll() is None, process.stderr.read()
                     time.sleep(0.002)
