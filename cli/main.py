@@ -29,8 +29,8 @@ COMMANDS = {
     "history": "Keep a history of runs, and find the commits that changed their speed.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
-    "doctor": "Show this machine's hardware, what is wrong and what to do; the kernel selected for each "
-    "operation, and whether it is correct.",
+    "doctor": "Show this machine's hardware, what is wrong and what to do about it; with --all also the "
+    "kernel selected for each operation.",
 }
 """Help summaries of the commands. Each command is a function in the module of the same name, or a Typer app
 where it has sub-commands."""

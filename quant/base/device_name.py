@@ -7,7 +7,6 @@ import re
 from .errors import BadInput
 
 KINDS = ("cpu", "cuda")
-_NAME = re.compile(rf"({'|'.join(KINDS)})(:\d+)?")
 
 
 def device_names(asked: str) -> tuple[str, ...]:
@@ -18,6 +17,6 @@ def device_names(asked: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in asked.split(","))
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not re.fullmatch(rf"({'|'.join(KINDS)})(:\d+)?", name):
             raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")
     return names

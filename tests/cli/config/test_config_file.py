@@ -27,7 +27,11 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What `serve-local` makes of a file and an argument list."""
 
     def stop(
-        config: EngineConfig, name: str, options: ServerOptions, serving: ServingOptions
+        config: EngineConfig,
+        folder: Path,
+        served: str,
+        options: ServerOptions,
+        serving: ServingOptions,
     ) -> None:
         raise Stopped((config, options, serving))
 

@@ -342,7 +342,7 @@ def broken(tmp_path: Path, what: str) -> tuple[str, Path]:
         ("missing file", "has no heads: none of model.safetensors, medusa_lm_head.safetensors"),
         ("cut off", "is cut off or damaged"),
         ("no pickle", "is cut off or damaged"),
-        ("no config", "it has no config.json"),
+        ("no config", "is not a model: it has neither a config.json nor a .gguf file"),
         ("hidden size", "heads for a hidden size of 64; the model's is 256"),
         ("vocabulary", "heads for 100 tokens; the model has 512"),
         ("eagle hidden size", "a head for a hidden size of 64; the model's is 256"),

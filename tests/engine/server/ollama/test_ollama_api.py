@@ -198,7 +198,7 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(served: RunningServer
         ("chat", 400, "images", {"messages": [{"role": "user", "images": ["x"]}]}),
         ("chat", 400, "role", {"messages": [{"role": "other"}]}),
         ("chat", 400, "logprobs", {"messages": USER, "logprobs": True}),
-        ("chat", 400, "tools", {"messages": USER, "tools": [{"type": "web"}]}),
+        ("chat", 400, "tools", {"messages": USER, "tools": [{"type": "custom"}]}),
         ("generate", 400, "suffix", {"prompt": "a", "suffix": "b"}),
         ("generate", 400, "mirostat", {"prompt": "a", "options": {"mirostat": 2}}),
         ("generate", 400, "temperature", {"prompt": "a", "options": {"temperature": -1}}),
