@@ -17,7 +17,7 @@ from ..tuning.grid_rounding import GridRounding
 from ..tuning.int_rounding import IntRounding
 from ..tuning.sign_descent import tune
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
-from .options import refuse_options
+from .options import choose_bits, refuse_options
 from .rounding import linear_grid, round_weight
 
 _NO_BLOCK = "its layer is not run"
@@ -37,7 +37,7 @@ class AutoRound:
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")
         symmetric = True if options.symmetric is None else options.symmetric
-        return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
+        return IntScheme(choose_bits(self.name, options.bits), options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         """See `Method.quantize_layer`; what cannot be tuned is rounded to nearest, which its report says."""

@@ -38,7 +38,7 @@ from .folding import (
     tied_scales,
 )
 from .gptq import Gptq
-from .options import refuse_options
+from .options import choose_bits, refuse_options
 from .rounding import importance, linear_grid, round_plain, round_weight
 
 _SAMPLED_ROWS = (
@@ -106,7 +106,7 @@ class Awq:
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")
         symmetric = False if options.symmetric is None else options.symmetric
-        return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
+        return IntScheme(choose_bits(self.name, options.bits), options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         return _Work(problem).run()

@@ -32,7 +32,7 @@ class Codebook:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "double_quant")
-        choose_bits(self.name, options.bits, (4,), 4)
+        choose_bits(self.name, options.bits)
         size = 64 if options.group_size is None else options.group_size
         if size not in CODEBOOK_BLOCKS:
             sizes = ", ".join(str(block) for block in CODEBOOK_BLOCKS)
@@ -66,7 +66,7 @@ class BlockFloat:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "activations")
-        choose_bits(self.name, options.bits, (4,), 4)
+        choose_bits(self.name, options.bits)
         choice, activations = _FP4_INPUTS[self._kind]
         if options.activations not in (None, "none", choice):
             raise BadInput(

@@ -30,7 +30,7 @@ class Int8:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "outlier_threshold")
-        bits = choose_bits(self.name, options.bits, (8,), 8)
+        bits = choose_bits(self.name, options.bits)
         threshold = options.outlier_threshold
         if threshold is None:
             return IntScheme(bits, options.group_size or PER_CHANNEL, True)
@@ -66,7 +66,7 @@ class Fp8:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "granularity", "activations")
-        choose_bits(self.name, options.bits, (8,), 8)
+        choose_bits(self.name, options.bits)
         granularity = options.granularity or "channel"
         if granularity not in ("tensor", "channel", "block"):
             raise BadInput(f"--granularity {granularity}: choose tensor, channel or block")

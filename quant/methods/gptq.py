@@ -24,7 +24,7 @@ from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .expert_statistics import WORSE_EXPERT, gram_of, routers_of, too_few, worse_expert
-from .options import refuse_options
+from .options import choose_bits, refuse_options
 from .rounding import linear_grid, round_plain, round_weight
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -50,7 +50,7 @@ class Gptq:
         refuse_options(self.name, options, "bits", "group_size", "symmetric", "act_order")
         group_size = options.group_size or 128
         return IntScheme(
-            options.bits or 4,
+            choose_bits(self.name, options.bits),
             group_size,
             symmetric=True if options.symmetric is None else options.symmetric,
             permuted=options.act_order == "dynamic" and group_size != PER_CHANNEL,

@@ -45,7 +45,7 @@ class Hqq:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")
-        bits = choose_bits(self.name, options.bits, (2, 3, 4, 8), 4)
+        bits = choose_bits(self.name, options.bits)
         group_size = 64 if options.group_size is None else options.group_size
         return IntScheme(bits, group_size, bool(options.symmetric))
 

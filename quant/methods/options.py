@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Literal
 
 from ..base.errors import BadInput
-from .settings import MethodOptions, SchemeOptions
+from ..base.scheme import PER_CHANNEL
+from .settings import METHOD_FACTS, MethodOptions, SchemeOptions
 
 _RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
 TRANSFORMED = ("trellis", "quip")
@@ -28,17 +28,26 @@ _KNOBS = {  # field of `MethodOptions`: its flag, and the methods or the solver 
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 
 
-def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: int) -> int:
-    """The requested bit width, or the default.
+def choose_bits(method: str, asked: int | None) -> int:
+    """The requested bit width, or the method's default.
 
     Raises:
         BadInput: a width that the method does not support.
     """
-    bits = default if asked is None else asked
-    if bits not in widths:
-        known = ", ".join(str(width) for width in widths)
+    facts = METHOD_FACTS[method]
+    bits = facts.bits if asked is None else asked
+    if bits not in facts.widths:
+        known = ", ".join(str(width) for width in facts.widths)
         raise BadInput(f"--bits {bits}: method {method} has {known}")
     return bits
+
+
+def check_group_size(asked: int | None) -> None:
+    """Raises BadInput for a group size that no model could have."""
+    if asked is not None and asked != PER_CHANNEL and asked < 1:
+        raise BadInput(
+            f"--group-size {asked}: give a positive number, or -1 for one scale per output channel"
+        )
 
 
 def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..base.scheme import IntScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
-from .options import refuse_options
+from .options import choose_bits, refuse_options
 from .rounding import round_layer
 
 
@@ -22,7 +22,7 @@ class RoundToNearest:
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")
         symmetric = True if options.symmetric is None else options.symmetric
-        return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
+        return IntScheme(choose_bits(self.name, options.bits), options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         return round_layer(problem)

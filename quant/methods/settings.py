@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..base.errors import BadInput
+from ..base.scheme import SUPPORTED_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +94,36 @@ class SchemeOptions:
 
 @dataclass(frozen=True, slots=True)
 class MethodFacts:
-    """Facts of a `Method` of the registry: its attributes of the same names, and the default bits."""
+    """Facts of a `Method` of the registry: its attributes of the same names, and its bits.
+
+    Attributes:
+        bits: width without `--bits`.
+        widths: what `--bits` takes.
+    """
 
     default_format: str
     bits: int
     needs_statistics: bool
+    widths: tuple[int, ...]
 
 
+_TABLES = (2, 3, 4, 8)
 METHOD_FACTS = {
-    "awq": MethodFacts("awq", 4, True),
-    "rtn": MethodFacts("compressed-tensors", 4, False),
-    "smoothquant": MethodFacts("compressed-tensors", 8, True),
-    "gptq": MethodFacts("gptq", 4, True),
-    "autoround": MethodFacts("compressed-tensors", 4, True),
-    "int8": MethodFacts("bitsandbytes", 8, False),
-    "fp8": MethodFacts("fp8", 8, False),
-    "nf4": MethodFacts("bitsandbytes", 4, False),
-    "fp4": MethodFacts("bitsandbytes", 4, False),
-    "nvfp4": MethodFacts("compressed-tensors", 4, False),
-    "mxfp4": MethodFacts("compressed-tensors", 4, False),
-    "hqq": MethodFacts("compressed-tensors", 4, False),
-    "squeezellm": MethodFacts("squeezellm", 4, True),
-    "trellis": MethodFacts("exl3", 3, True),
-    "quip": MethodFacts("quip", 2, True),
+    "awq": MethodFacts("awq", 4, True, SUPPORTED_BITS),
+    "rtn": MethodFacts("compressed-tensors", 4, False, SUPPORTED_BITS),
+    "smoothquant": MethodFacts("compressed-tensors", 8, True, (8,)),
+    "gptq": MethodFacts("gptq", 4, True, SUPPORTED_BITS),
+    "autoround": MethodFacts("compressed-tensors", 4, True, SUPPORTED_BITS),
+    "int8": MethodFacts("bitsandbytes", 8, False, (8,)),
+    "fp8": MethodFacts("fp8", 8, False, (8,)),
+    "nf4": MethodFacts("bitsandbytes", 4, False, (4,)),
+    "fp4": MethodFacts("bitsandbytes", 4, False, (4,)),
+    "nvfp4": MethodFacts("compressed-tensors", 4, False, (4,)),
+    "mxfp4": MethodFacts("compressed-tensors", 4, False, (4,)),
+    "hqq": MethodFacts("compressed-tensors", 4, False, _TABLES),
+    "squeezellm": MethodFacts("squeezellm", 4, True, _TABLES),
+    "trellis": MethodFacts("exl3", 3, True, tuple(range(1, 9))),
+    "quip": MethodFacts("quip", 2, True, (2, 3, 4)),
 }
 FORMAT_NAMES = (
     "awq",

@@ -63,7 +63,7 @@ class SmoothQuant:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "activations")
-        bits = choose_bits(self.name, options.bits, (8,), 8)
+        bits = choose_bits(self.name, options.bits)
         if options.group_size not in (None, PER_CHANNEL):
             raise BadInput(
                 f"--group-size {options.group_size}: method smoothquant has one scale per output "

@@ -46,7 +46,7 @@ class SqueezeLlm:
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "sparse_fraction")
-        bits = choose_bits(self.name, options.bits, (2, 3, 4, 8), 4)
+        bits = choose_bits(self.name, options.bits)
         fraction = options.sparse_fraction
         return LookupScheme(bits, DEFAULT_SPARSE_FRACTION if fraction is None else fraction)
 

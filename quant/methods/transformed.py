@@ -43,7 +43,6 @@ class TransformedCodes:
     """A method of codes between transforms, with a float16 scale for each input and output channel.
 
     Args:
-        widths, usual: bits of `--bits`, and without it.
         scheme_of: from bits to the scheme.
     """
 
@@ -57,25 +56,23 @@ class TransformedCodes:
         self,
         name: str,
         default_format: str,
-        widths: range,
-        usual: int,
         scheme_of: Callable[[int], Scheme],
     ):
         self.name, self.default_format = name, default_format
-        self._widths, self._usual, self._scheme_of = widths, usual, scheme_of
+        self._scheme_of = scheme_of
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         """See `Method.scheme`."""
         refuse_options(self.name, options, "bits")
-        return self._scheme_of(choose_bits(self.name, options.bits, self._widths, self._usual))
+        return self._scheme_of(choose_bits(self.name, options.bits))
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         """See `Method.quantize_layer`."""
         return _finetuned(problem, quantize_stages(problem, _Work(problem)))
 
 
-TRELLIS = TransformedCodes("trellis", "exl3", range(1, 9), 3, TrellisScheme)
-QUIP = TransformedCodes("quip", "quip", range(2, 5), 2, E8pScheme)
+TRELLIS = TransformedCodes("trellis", "exl3", TrellisScheme)
+QUIP = TransformedCodes("quip", "quip", E8pScheme)
 
 
 class _Work(StageWork):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..base.device_name import device_names
 from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE, LARGEST, KvStrategy
-from ..methods.options import refuse_knobs, refuse_solver, solver_of
+from ..methods.options import check_group_size, choose_bits, refuse_knobs, refuse_solver, solver_of
 from ..methods.settings import METHOD_FACTS, MethodOptions, SchemeOptions
 from .names import AUTO, check_method, format_names
 
@@ -161,6 +161,8 @@ def _check_target(request: QuantizeRequest) -> None:
 def _check_options(request: QuantizeRequest) -> None:
     method = AUTO_METHOD if request.method == AUTO else request.method
     solver = solver_of(method, request.options.solver)
+    choose_bits(method, request.bits)
+    check_group_size(request.group_size)
     refuse_solver(method, solver)
     refuse_knobs(method, replace(request.options, solver=solver))
 

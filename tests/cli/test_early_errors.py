@@ -12,9 +12,10 @@ from llmopt.bench.client.address import BACKENDS
 from llmopt.bench.options.dataset_names import NAMES
 from llmopt.bench.options.options import BACKEND_NAMES
 from llmopt.bench.workloads.kinds import _BUILDERS
+from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.names import offer
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.base import Method, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.settings import FORMAT_NAMES, METHOD_FACTS, MethodFacts
 
@@ -32,6 +33,9 @@ LINES = {
     "quantize --method rtn --alpha 0.2": "--alpha belongs to method smoothquant",
     "quantize --method hqq --solver gptq": "method hqq chooses its codes itself",
     "quantize --method rtn --target-bpw 4": "belong to --method auto and trellis",
+    "quantize --bits 9": "--bits 9: method awq has 2, 3, 4, 5, 6, 8",
+    "quantize --method quip --bits 0": "--bits 0: method quip has 2, 3, 4",
+    "quantize --group-size 0": "--group-size 0: give a positive number, or -1",
     "quantize stories3": "no model 'stories3'",
     "bench --dataset sharegtp": "no dataset 'sharegtp': the nearest is sharegpt",
     "bench --backend opena": "no backend 'opena': the nearest is openai",
@@ -99,10 +103,21 @@ def test_every_command_refuses_before_torch(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*FILES}
 
 
+def takes(method: Method, bits: int) -> bool:
+    """Whether `--bits` is one of the method's, by its scheme."""
+    try:
+        return method.scheme(SchemeOptions(bits=bits)).bits == bits
+    except BadInput:
+        return False
+
+
 def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
     assert {
         name: MethodFacts(
-            method.default_format, method.scheme(SchemeOptions()).bits, method.needs_statistics
+            method.default_format,
+            method.scheme(SchemeOptions()).bits,
+            method.needs_statistics,
+            tuple(bits for bits in range(17) if takes(method, bits)),
         )
         for name, method in METHODS.items()
     } == METHOD_FACTS

@@ -92,8 +92,8 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     program = stand_in(
         tmp_path, f'[ "$1" = version ] && exit; echo $$ > {tmp_path}/pid; echo slow; exec sleep 60'
     )
-    given = options("transformers", serve_program=program, serve_timeout=1.0)
-    with pytest.raises(BadInput, match=r"not ready after 1 s .*slow"), served(given):
+    given = options("transformers", serve_program=program, serve_timeout=3.0)
+    with pytest.raises(BadInput, match=r"not ready after 3 s .*slow"), served(given):
         pass
     pid = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):

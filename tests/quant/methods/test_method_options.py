@@ -64,7 +64,7 @@ def test_schemes_of_methods(method: str, options: dict[str, Any], scheme: Scheme
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("rtn", {"bits": 7}, "7-bit"),
+    ("rtn", {"bits": 7}, "--bits 7"),
     ("rtn", {"granularity": "block"}, "--granularity block"),
     ("int8", {"bits": 4}, "--bits 4"),
     ("int8", {"symmetric": False}, "--asymmetric"),
