@@ -65,7 +65,7 @@ def batch(
     limits = media.limits()
     target = output or file.with_suffix(".out.jsonl")
     names = [served.served_name(asked), *config.loras]
-    check_output(target, "--output")
+    check_output(target, "--output", folder=False)
     requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")

@@ -49,7 +49,6 @@ def bench(
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     from ..bench.options.options import BenchOptions, checked
     from ..quant.base.errors import BadInput
-    from ..quant.models import resolve_model
     from .bench_grid import run_bench_grid
     from .bench_sweep import run_sweep
 
@@ -74,12 +73,26 @@ def bench(
         run_bench_grid(given, grid, result, tracking.trackers())
         return
     options = checked(BenchOptions, given, "option")
-    if options.base_url is None and options.serve is None:
-        resolve_model(options.model)
+    _check_inputs(options, wanted)
     if sweep.is_asked_for:
         run_sweep(options, sweep, wanted, result, tracking.trackers())
         return
     _run(options, wanted, result, tracking.trackers())
+
+
+def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
+    """Raises BadInput for a model or a file that is not there, before torch is imported."""
+    from ..quant.base.errors import BadInput
+    from ..quant.models import resolve_model
+
+    if options.base_url is None and options.serve is None:
+        against = None if wanted is None else wanted.against
+        resolve_model(options.model)
+        for model in filter(None, (options.reference, against)):
+            resolve_model(model)
+    for flag, path in (("--plan", options.plan), ("--quality-text", options.quality_text)):
+        if path is not None and not path.is_file():
+            raise BadInput(f"{flag} {path}: there is no such file")
 
 
 def _run(

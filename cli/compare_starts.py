@@ -88,6 +88,7 @@ def _plan(
             raise BadInput(
                 "--resume goes on as it began: of its options only --max-minutes may be given anew"
             )
+        check_output(starts.resume, "--resume", folder=True)
         plan = Plan.read(starts.resume)
         return starts.resume, replace(plan, budget=replace(plan.budget, **budget))
     base, new = parse_builds(starts.run or ())
@@ -100,7 +101,7 @@ def _plan(
         Budget(**budget),
         starts.pin_cpus or "auto",
     )
-    check_output(folder, "--output")
+    check_output(folder, "--output", folder=True)
     interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
     return folder, replace(plan, interleave=interleave)
 

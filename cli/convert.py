@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, TrustRemoteCode, writable
+from .options.common import Json, TrustRemoteCode, writable_folder
 
 
 def convert(
@@ -24,7 +24,10 @@ def convert(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=writable, help="Folder to create. Default: ./SOURCE-FORMAT."
+            "--output",
+            "-o",
+            callback=writable_folder,
+            help="Folder to create. Default: ./SOURCE-FORMAT.",
         ),
     ] = None,
     allow_loss: Annotated[
@@ -44,9 +47,9 @@ def convert(
     from ..quant.request.names import check_format
 
     check_format(target)
-    path = resolve_model(str(source))
+    path = resolve_model(str(source), local=True)
     folder = output or Path(f"{short_name(source)}-{target}")
-    check_output(folder, "--output")
+    check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
     from ..quant.convert.convert import convert as run
     from ..quant.open import open_checkpoint

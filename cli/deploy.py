@@ -39,7 +39,7 @@ def deploy(
 
     choices = _choices(model, planned, cluster)
     folder = output.output or Path(f"deploy-{choices.name}")
-    check_output(folder, "--output")
+    check_output(folder, "--output", folder=True)
     stored = stored_quantization_of(find_model(planned.like or model))
     plan = _plan(model, planned, stored)
     for warning in plan.warnings:

@@ -46,9 +46,11 @@ def add(
     from ..bench.gate.compare import parse_share
     from ..bench.history.read import runs_of_results
     from ..bench.history.store import add_runs, short_id
+    from ..quant.base.atomic_io import check_output
     from .output.console import emit_json, result_console
 
     share = parse_share(max_other_load)
+    check_output(folder, "FOLDER", folder=True)
     given = runs_of_results(runs, commit=commit, date=date, max_other_load=share)
     added = add_runs(folder, given)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, writable
+from .options.common import Json, writable_folder
 
 
 def merge(
@@ -26,7 +26,10 @@ def merge(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=writable, help="Folder to create. Default: ./BASE-merged."
+            "--output",
+            "-o",
+            callback=writable_folder,
+            help="Folder to create. Default: ./BASE-merged.",
         ),
     ] = None,
     as_json: Json = False,
@@ -38,12 +41,12 @@ def merge(
     from ..quant.base.atomic_io import check_output
     from ..quant.models import resolve_model, short_name
 
-    path = resolve_model(str(base))
+    path = resolve_model(str(base), local=True)
     factors = _factors(weights, len(adapters))
     for adapter in adapters:
         LoraSettings.read(adapter)
     folder = output or Path(f"{short_name(base)}-merged")
-    check_output(folder, "--output")
+    check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
     from ..quant.adapters.merge import WeightedAdapter
     from ..quant.adapters.merge import merge as run

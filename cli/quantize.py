@@ -76,7 +76,7 @@ def quantize(
     if run.dry_run:
         _dry_run(request, run.as_json)
         return
-    check_output(request.output, "--output")
+    check_output(request.output, "--output", folder=True)
     _run(request, run.as_json)
 
 

@@ -46,8 +46,8 @@ def run(
 
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
-    if resume is None and not dry_run:
-        folder.check()
+    if not dry_run:
+        _check_writable(folder, resume)
     stages, steps = _wanted(recipe, resume)
     if dry_run:
         _show_steps(steps, as_json)
@@ -80,6 +80,15 @@ def run(
     out.print(f"Report: {stages.folder / 'report.html'}", markup=False, soft_wrap=True)
     if done.record["exit_code"]:
         raise typer.Exit(done.record["exit_code"])
+
+
+def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
+    from ..quant.base.atomic_io import check_output
+
+    if resume is None:
+        folder.check()
+    else:
+        check_output(resume, "--resume", folder=True)
 
 
 def _show_steps(recipe: Recipe, as_json: bool) -> None:

@@ -42,7 +42,7 @@ def check_local(folder: Path) -> None:
         )
 
 
-def resolve_model(name: str | None) -> Path:
+def resolve_model(name: str | None, *, local: bool = False) -> Path:
     """The local path of a model: a directory, a GGUF file, the name of a bundled model, or a hub id.
 
     The header of a GGUF file is read, so that one which cannot be served is refused before torch is
@@ -70,7 +70,7 @@ def resolve_model(name: str | None) -> Path:
         )
     if path.suffix == GGUF_SUFFIX:
         raise BadInput(f"there is no file {path}")
-    if _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+    if not local and _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
         return _from_hub(name)
     raise BadInput(
         f"no model {name!r}: it is neither a folder, nor a .gguf file, nor a hub id (owner/name), nor a "

@@ -29,7 +29,7 @@ def tracked() -> Iterator[Path]:
 def too_large(paths: Iterable[Path]) -> Iterator[str]:
     """One line for every file beyond the limit that is not allowed."""
     for path in paths:
-        name = path.resolve().relative_to(ROOT).as_posix()
+        name = (path.parent.resolve() / path.name).relative_to(ROOT).as_posix()
         if name in ALLOWED or not path.is_file():
             continue
         if (num_bytes := path.stat().st_size) > MAX_BYTES:

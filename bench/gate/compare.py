@@ -16,7 +16,7 @@ from ...quant.base.errors import BadInput
 from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
 from ..record.result import plain
 from ..record.run_data import RunData
-from ..record.weights import served_weight_bytes
+from ..record.weights import served_weight_bytes, widened_notes
 from .counts import Check, check, failure_words, length_change, mean_value, relative_change
 from .gate import COUNTED, Counted, Limit, Measured, Outcome, speed_limits, with_waiting
 from .judge import BUSY, Delta, background_error, is_paired, judge, other_load
@@ -199,7 +199,7 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
             record = result["llmopt"]
             where = "its sampler" if record.get("slowdown_where") == "sampler" else "it"
             notes.append(f"{side}: {where} was slowed {record['slowdown']:g} times on purpose")
-    return tuple(notes)
+    return (*notes, *widened_notes({"the base": base, "the new model": new}))
 
 
 def unusable(base: RunData, new: RunData) -> str | None:

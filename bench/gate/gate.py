@@ -18,6 +18,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
 from ..record.result import mean_output_len
+from ..record.weights import served_weight_bytes
 from .scored import SCORED, Scored
 from .task_scored import PREFIX, TaskScored
 
@@ -108,7 +109,7 @@ def _share_failed(result: Mapping[str, Any]) -> float | None:
 COUNTED = {
     one.key: one
     for one in (
-        Counted("weight_bytes", "Weights held", "bytes", _memory("weight_bytes")),
+        Counted("weight_bytes", "Weights as served", "bytes", served_weight_bytes),
         Counted("checkpoint_bytes", "Checkpoint on disk", "bytes", _memory("checkpoint_bytes")),
         Counted("kv_cache_bytes", "KV cache", "bytes", _memory("kv_cache_bytes")),
         Counted("peak_resident_bytes", "Peak resident", "bytes", _memory("peak_resident_bytes")),
@@ -209,7 +210,7 @@ def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
     if not math.isfinite(bound):
         raise BadInput(f"gate: {value!r} in the limit of {name} is no finite number")
     if not percent:
-        if isinstance(what, Measured) and bound <= 0:
+        if value[0] in "+-" or (isinstance(what, Measured) and bound <= 0):
             raise BadInput(
                 f"gate: {name}{sign}{value} is a bound on the value itself: write {value}% for a change"
             )

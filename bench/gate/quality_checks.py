@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...quant.base.errors import BadInput
 from ..quality.block_bootstrap import CONFIDENCE, Interval, quantile
 from ..quality.summary import blocks_of
 from ..record.run_data import RunData
@@ -36,6 +37,12 @@ class QualityGate:
     max_perplexity_increase: float | None = None
     max_kl: float | None = None
     min_top1: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_kl is not None and not 0 <= self.max_kl < math.inf:
+            raise BadInput(f"the highest KL divergence is {self.max_kl}: give nats, such as 0.02")
+        if self.min_top1 is not None and self.min_top1 > 1:
+            raise BadInput(f"the least top-1 agreement is {self.min_top1:.0%}: give at most 100%")
 
     @property
     def limits(self) -> list[Limit]:

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
-from ...quant.request.names import check_method, format_names
+from ...quant.calibration.sources import check_source
+from ...quant.methods.options import check_group_size, choose_bits
+from ...quant.request.names import AUTO, check_method, format_names
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import parse_share
 from ..gate.quality_checks import QualityGate
@@ -42,6 +44,11 @@ class QuantizeStep(_Strict):
     def _known_names(self) -> Self:
         check_method(self.method)
         format_names(self.format)
+        if self.method != AUTO:
+            choose_bits(self.method, self.bits)
+        check_group_size(self.group_size)
+        if self.calibration is not None:
+            check_source(self.calibration)
         return self
 
 

@@ -36,3 +36,11 @@ def widened_words(name: str, result: Mapping[str, Any]) -> str:
         f"This machine ran {name} in float32, its file is in {stored}: bytes are against the file, "
         "speed against float32."
     )
+
+
+def widened_notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """`widened_words` of each of several runs by name; none where no other is quantized."""
+    if not any(result["llmopt"]["identity"]["quantization"] for result in results.values()):
+        return []
+    notes = (widened_words(name, result) for name, result in results.items())
+    return [note for note in notes if note]

@@ -11,7 +11,7 @@ from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from ..record.comparable import incomparable
 from ..record.run_data import RunData
-from ..record.weights import served_weight_bytes
+from ..record.weights import served_weight_bytes, widened_notes
 from .comparison_plots import bars_svg, latency_samples
 from .formula_table import formula_table
 from .money import money_sections
@@ -194,4 +194,4 @@ def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if result["llmopt"]["interrupted"]:
             obstacles.append(f"{name} was interrupted.")
     notes = [warning for result in results.values() for warning in warnings(result)]
-    return [*obstacles, *dict.fromkeys(notes)]
+    return [*obstacles, *dict.fromkeys(notes), *widened_notes(results)]

@@ -17,12 +17,15 @@ TrustRemoteCode = Annotated[
 def writable(
     context: typer.Context, parameter: typer.CallbackParam, path: Path | None
 ) -> Path | None:
-    """Callback of an option that names an output: it is checked as the line is read, before any work."""
-    from ...quant.base.atomic_io import check_output
+    """Callback of an option that names a file to write: checked as the line is read, before any work."""
+    return _checked(context, parameter, path, folder=False)
 
-    if path is not None and not context.resilient_parsing:
-        check_output(path, parameter.opts[0])
-    return path
+
+def writable_folder(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names a folder to write into."""
+    return _checked(context, parameter, path, folder=True)
 
 
 def writable_if_new(
@@ -30,6 +33,16 @@ def writable_if_new(
 ) -> Path | None:
     """Callback of an option that names a cache: it is read where it exists, and else written."""
     return path if path is None or path.exists() else writable(context, parameter, path)
+
+
+def _checked(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None, *, folder: bool
+) -> Path | None:
+    from ...quant.base.atomic_io import check_output
+
+    if path is not None and not context.resilient_parsing:
+        check_output(path, parameter.opts[0], folder=folder)
+    return path
 
 
 @dataclass(frozen=True, slots=True)

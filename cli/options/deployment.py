@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .common import writable
+from .common import writable_folder
 from .groups import Hidden
 
 
@@ -85,7 +85,10 @@ class DeployOutputOptions:
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=writable, help="Folder to write into. Default: deploy-NAME."
+            "--output",
+            "-o",
+            callback=writable_folder,
+            help="Folder to write into. Default: deploy-NAME.",
         ),
         Hidden("--out"),
     ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...engine.config.config import EngineConfig
@@ -19,4 +20,18 @@ class EngineOptions(words_of(EngineConfig, PANEL)):
         Raises:
             BadInput: an invalid value.
         """
-        return keywords_of(EngineConfig, self)
+        keywords = keywords_of(EngineConfig, self)
+        _check_models(keywords)
+        return keywords
+
+
+def _check_models(keywords: Mapping[str, Any]) -> None:
+    """Raises BadInput for adapters and a draft model that are not there, before torch is imported."""
+    from ...quant.adapters.settings import LoraSettings
+    from ...quant.models import resolve_model
+
+    for folder in keywords.get("loras", {}).values():
+        LoraSettings.read(folder)
+    speculation = keywords.get("speculation")
+    if speculation is not None and speculation.draft_model is not None:
+        resolve_model(str(speculation.draft_model))

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from .common import Json, TrustRemoteCode, writable, writable_if_new
+from .common import Json, TrustRemoteCode, writable_folder, writable_if_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CheckpointOptions:
         typer.Option(
             "--output",
             "-o",
-            callback=writable,
+            callback=writable_folder,
             help="Folder to create. Default: ./MODEL-METHOD-BITSbit.",
         ),
     ] = None

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .common import Json, writable
+from .common import Json, writable_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class FolderOptions:
         typer.Option(
             "--output",
             "-o",
-            callback=writable,
+            callback=writable_folder,
             help="The run folder to create. Default: one in --result-dir, named by time and run.",
         ),
     ] = None
@@ -31,7 +31,7 @@ class FolderOptions:
         from ...quant.base.atomic_io import check_output
 
         if self.output is None:
-            check_output(self.result_dir / "run", "--result-dir")
+            check_output(self.result_dir / "run", "--result-dir", folder=True)
 
     def check(self) -> None:
         """Raises `BadInput` before measuring if the output exists or cannot be written."""

@@ -115,12 +115,12 @@ def open_images(
         return ImageSupport(reason="language_model_only is set: leave it out")
     if through_transformers and asks_for_token_types(checkpoint):
         return ImageSupport(
-            reason=f"the images of {folder} change masks of attention, which transformers' modules are not "
-            "given here"
+            reason=f"the images of {checkpoint.path} change masks of attention, which transformers' modules "
+            "are not given here"
         )
     if not has_processor(folder):
         return ImageSupport(
-            reason=f"{folder} has no preprocessor_config.json or processor_config.json"
+            reason=f"{checkpoint.path} has no preprocessor_config.json or processor_config.json"
         )
     try:
         processor = ImageProcessor(

@@ -144,24 +144,34 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
 
 
-def check_output(path: Path, option: str) -> None:
+def check_output(path: Path, option: str, *, folder: bool | None = None) -> None:
     """Write to the nearest existing folder above `path`, or to `path` if it is one; leaves nothing behind.
 
     Permission bits do not tell: root ignores them, and file systems may be read-only or full.
 
+    Args:
+        folder: whether a folder is made at `path`, or a file; None: what is there decides.
+
     Raises:
-        BadInput: nothing can be written there; the message names `option`.
+        BadInput: nothing can be written there, or a file is where a folder is wanted, or the other way
+            round; the message names `option`.
     """
-    folder = path if path.is_dir() else path.parent
+    above = path.parent
     try:
-        while not folder.exists():
-            folder = folder.parent
-        with tempfile.TemporaryFile(dir=folder) as file:
+        if path.is_dir():
+            above = path
+            if folder is False:
+                raise BadInput(f"{option} {path}: a folder is there: name a file in it")
+        elif folder and path.exists():
+            raise BadInput(f"{option} {path}: a file is there: name a folder")
+        while not above.exists():
+            above = above.parent
+        with tempfile.TemporaryFile(dir=above) as file:
             file.write(b"0")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise BadInput(
-            f"{option} {path}: cannot write in {folder}: {reason}; name another place"
+            f"{option} {path}: cannot write in {above}: {reason}; name another place"
         ) from error
 
 

@@ -17,6 +17,6 @@ def device_names(asked: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in asked.split(","))
     for name in names:
-        if not re.fullmatch(rf"({'|'.join(KINDS)})(:\d+)?", name):
+        if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
             raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")
     return names

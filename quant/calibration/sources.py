@@ -45,6 +45,24 @@ def plain_text(document: Document) -> str:
     return "\n".join(turn["content"] for turn in document)
 
 
+def check_source(source: str | Path) -> None:
+    """Raises BadInput where `source` is neither a file of texts nor a hub dataset id; reads nothing."""
+    path = Path(source).expanduser()
+    if source in (STORIES, MIXED):
+        return
+    if path.is_file():
+        if path.suffix not in _FILES:
+            raise BadInput(f"calibration file {path} is neither .txt nor .jsonl nor .json")
+        return
+    name = str(source)
+    if not _HUB_ID.fullmatch(name) or path.exists() or name.startswith(("~", ".", "/")):
+        raise BadInput(
+            f"calibration data {name!r} is no .txt, .jsonl or .json file and no hub dataset id"
+        )
+    if path.suffix in _FILES:
+        raise BadInput(f"calibration file {path} does not exist")
+
+
 def read_documents(source: str | Path) -> tuple[str, list[Document]]:
     """The source's name for the manifest, and its documents.
 
@@ -57,23 +75,13 @@ def read_documents(source: str | Path) -> tuple[str, list[Document]]:
     if source in (STORIES, MIXED):
         name = f"bundled {Path(source).name}"
         return name, list(_mixed()) if source == MIXED else _from_text(STORIES)
+    check_source(source)
     path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix == ".jsonl":
-            return path.name, list(_from_jsonl(str(path), _read(path).splitlines()))
-        if path.suffix == ".json":
-            return path.name, list(_from_json(path))
-        if path.suffix == ".txt":
-            return path.name, _from_text(path)
-        raise BadInput(f"calibration file {path} is neither .txt nor .jsonl nor .json")
-    name = str(source)
-    if _HUB_ID.fullmatch(name) and not path.exists() and not name.startswith(("~", ".", "/")):
-        if path.suffix in _FILES:
-            raise BadInput(f"calibration file {path} does not exist")
-        return name, list(_from_hub(name))
-    raise BadInput(
-        f"calibration data {name!r} is no .txt, .jsonl or .json file and no hub dataset id"
-    )
+    if not path.is_file():
+        return str(source), list(_from_hub(str(source)))
+    if path.suffix == ".jsonl":
+        return path.name, list(_from_jsonl(str(path), _read(path).splitlines()))
+    return path.name, list(_from_json(path)) if path.suffix == ".json" else _from_text(path)
 
 
 @cache

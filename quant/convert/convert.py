@@ -22,6 +22,7 @@ from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
+from ..models import short_name
 from ..plan.contents import CheckpointContents
 from ..plan.loaders import loaders, loads_in
 from ..plan.unquantized import model_parameters, unquantized_modules
@@ -102,8 +103,8 @@ class _Job:
         )
         quantization = completed_config(quantization, self._work)
         config["quantization_config"] = quantization
-        for name, content in self._source.companions().items():
-            write_atomically(self._work / name, content)
+        for companion, content in self._source.companions().items():
+            write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
         for file_name, content in config_files(quantization).items():
             write_atomically(self._work / file_name, to_json(content))
@@ -203,8 +204,8 @@ class _Job:
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""
-        for name, content in self._source.companions().items():
-            write_atomically(self._work / name, content)
+        for companion, content in self._source.companions().items():
+            write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
         type_name = mix_of(max(dict.fromkeys(blocks), key=blocks.count))
@@ -222,7 +223,7 @@ class _Job:
         return {
             "llmopt": version("llmopt"),
             "torch": version("torch"),
-            "model": origin.get("model", self._source.folder.resolve().name),
+            "model": origin.get("model", short_name(self._source.path)),
             "converted_from": {
                 "format": checkpoint_format(self._source).name,
                 "method": origin.get("method"),

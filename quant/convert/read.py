@@ -20,13 +20,11 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
     """
     config = checkpoint.quantization_config
     if config is None:
-        raise BadInput(
-            f"{checkpoint.folder} is not quantized: its config has no quantization_config"
-        )
+        raise BadInput(f"{checkpoint.path} is not quantized: its config has no quantization_config")
     try:
         return format_of(config)
     except BadInput as error:
-        raise BadInput(f"{checkpoint.folder}: {error}") from error
+        raise BadInput(f"{checkpoint.path}: {error}") from error
 
 
 def quantized_modules(checkpoint: Checkpoint) -> set[str]:
@@ -50,7 +48,7 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
     if not modules:
         marker_list = " or ".join(repr(marker) for marker in weight_format.markers)
         raise BadInput(
-            f"{checkpoint.folder} says quant_method {weight_format.name!r}, but no tensor in it ends "
+            f"{checkpoint.path} says quant_method {weight_format.name!r}, but no tensor in it ends "
             f"in {marker_list}"
         )
     module_scheme(checkpoint, min(modules))
@@ -64,7 +62,7 @@ def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> N
         module = name.removesuffix(".weight")
         if module != name and module not in modules and checkpoint.dtype_name(name) in _CODES:
             raise BadInput(
-                f"{checkpoint.folder}: {name} holds {checkpoint.dtype_name(name)} codes, but its "
+                f"{checkpoint.path}: {name} holds {checkpoint.dtype_name(name)} codes, but its "
                 "scales are missing: the checkpoint is incomplete"
             )
 
@@ -79,7 +77,7 @@ def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
     try:
         return weight_format.scheme(checkpoint.quantization_config or {}, module)
     except BadInput as error:
-        raise BadInput(f"{checkpoint.folder}: {error}") from error
+        raise BadInput(f"{checkpoint.path}: {error}") from error
 
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:

@@ -43,13 +43,22 @@ class Feedback:
     damp: float
 
 
-def asymmetric_shift(weight: torch.Tensor, cross: torch.Tensor, feedback: Feedback) -> torch.Tensor:
+def asymmetric_shift(
+    weight: torch.Tensor,
+    cross: torch.Tensor,
+    feedback: Feedback,
+    gram: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What to add to a weight `[out, in]` whose output shall be that of the float model's inputs.
 
     For inputs `x` of the layer and `y` of the float model's, `|W yᵀ - W' xᵀ|²` is least where `W'` is nearest
     to `W + W C H⁻¹`, with `C` the sum of `(y - x) xᵀ`, in the metric of `H`: GPTQ's problem with another
     target. (GPTAQ, arXiv:2504.02692, writes it column by column.) A quarter of it is taken, as there, since
     calibration knows `C` with noise.
+
+    Args:
+        gram: `x xᵀ`, where `H` is that of other tokens too and may be far less in the directions of `x`: the
+            shift then goes no farther than brings the outputs of `x` nearest.
     """
     channels, diagonal = feedback.channels, feedback.diagonal
     moved = (weight @ cross).index_select(1, channels)
@@ -62,7 +71,10 @@ def asymmetric_shift(weight: torch.Tensor, cross: torch.Tensor, feedback: Feedba
     )
     shift = torch.empty_like(solved)
     shift[:, channels] = solved
-    return shift.mul_(_ASYMMETRIC_SHARE)
+    shift.mul_(_ASYMMETRIC_SHARE)
+    if gram is not None and (squared := float((shift @ gram).mul_(shift).sum())) > 0:
+        shift.mul_(min(1.0, float((weight @ cross).mul_(shift).sum()) / squared))
+    return shift
 
 
 def rounding_order(gram: torch.Tensor, act_order: str, group: int, vector: int) -> torch.Tensor:

@@ -76,6 +76,11 @@ def gram_of(problem: LayerProblem, linear: str) -> torch.Tensor:
     return shrunk
 
 
+def own_gram(problem: LayerProblem, linear: str) -> torch.Tensor | None:
+    """The Gram matrix of an expert's own tokens, which `gram_of` shrinks; None for any other linear."""
+    return None if router_of(problem, linear) is None else problem.statistics[linear].gram
+
+
 def squares_of(problem: LayerProblem, linear: str) -> torch.Tensor:
     """The diagonal of `gram_of` over the tokens, float32 `[in]`: mean squares of the inputs."""
     statistics, router = problem.statistics[linear], router_of(problem, linear)

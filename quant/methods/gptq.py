@@ -23,7 +23,7 @@ from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
-from .expert_statistics import WORSE_EXPERT, gram_of, routers_of, too_few, worse_expert
+from .expert_statistics import WORSE_EXPERT, gram_of, own_gram, routers_of, too_few, worse_expert
 from .options import choose_bits, refuse_options
 from .rounding import linear_grid, round_plain, round_weight
 
@@ -172,7 +172,8 @@ class StageWork:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         cross = problem.statistics[names[0]].cross
         if cross is not None:
-            weight = weight + asymmetric_shift(weight, cross, factor)
+            own = own_gram(problem, names[0])
+            weight = weight + asymmetric_shift(weight, cross, factor, own)
         grid = linear_grid(problem, names[0], weight)
         slots = factor.channels
         if permuted:  # groups are made of channels that are next to each other in rounding order

@@ -15,7 +15,7 @@ class MethodOptions:
 
     Attributes:
         solver: how codes are chosen: the nearest, or with GPTQ's error feedback; `auto` is what is best for
-            the method, which `solvers.solver_of` says.
+            the method, which `options.solver_of` says.
         act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
             (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
             in natural order (`none`).

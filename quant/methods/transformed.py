@@ -30,7 +30,7 @@ from ..trellis.scale_fit import fitted_scales
 from ..tuning.sign_descent import tune
 from ..tuning.transform_scales import TunedScales
 from .base import LayerProblem, LayerResult, SchemeOptions
-from .expert_statistics import gram_of
+from .expert_statistics import gram_of, own_gram
 from .gptq import StageWork, quantize_stages, unusable
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite, require_scales
@@ -112,7 +112,9 @@ class _Work(StageWork):
         turned = sides.forward(weight)
         cross = self.problem.statistics[name].cross
         if cross is not None:
-            turned += asymmetric_shift(turned, sides.of_inputs(cross), factor)
+            own = own_gram(self.problem, name)
+            own = None if own is None else sides.of_inputs(own)
+            turned += asymmetric_shift(turned, sides.of_inputs(cross), factor, own)
         solved = solve(
             turned, factor, grid, slots=factor.channels, static_groups=True, weighted=False
         )

@@ -61,7 +61,7 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     model_type, text_type = str(checkpoint.config.get("model_type")), config.get("model_type")
     num_layers = config.get("num_hidden_layers")
     if text_type in FAMILIES and (not isinstance(num_layers, int) or num_layers < 1):
-        raise BadInput(f"{checkpoint.folder}/config.json has no usable num_hidden_layers")
+        raise BadInput(f"{checkpoint.path}: the config has no usable num_hidden_layers")
     model = MetaModel(checkpoint)
     layers = _mapped(checkpoint, model) if text_type in FAMILIES else None
     if layers is not None:

@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or `BadInput` naming the file and the line."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise BadInput(f"{path} is missing") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid JSON ({error}): it may be half-written") from error
@@ -231,5 +231,10 @@ def gguf_file_of(path: Path) -> Path | None:
 
 
 def _begins_with_magic(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be read: {error.strerror or type(error).__name__}"
+        ) from error

@@ -98,7 +98,7 @@ class MetaModel:
             if ".0." in disk
         )
         if not prefixes:
-            raise BadInput(f"{self.checkpoint.folder} holds no tensors of decoder layer 0")
+            raise BadInput(f"{self.checkpoint.path} holds no tensors of decoder layer 0")
         return prefixes.most_common(1)[0][0]
 
     def _names_in_layer(self, index: int) -> dict[str, str]:
@@ -181,7 +181,7 @@ class MetaModel:
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise BadInput(
-                f"{self.checkpoint.folder}: {what} does not fit its config: {reason}"
+                f"{self.checkpoint.path}: {what} does not fit its config: {reason}"
             ) from error
 
     def empty(self, index: int) -> None:
@@ -211,7 +211,7 @@ class MetaModel:
         head = self.model.get_output_embeddings()
         path = next((name for name, module in self.model.named_modules() if module is head), None)
         if head is None or path is None:
-            raise BadInput(f"{self.checkpoint.folder}: the model has no output projection")
+            raise BadInput(f"{self.checkpoint.path}: the model has no output projection")
         bias = getattr(head, "bias", None)
         return self._read(f"{path}.weight"), None if bias is None else self._read(f"{path}.bias")
 
@@ -223,7 +223,7 @@ class MetaModel:
         """
         disks = self._sources_of(name)
         if not disks:
-            raise BadInput(f"{self.checkpoint.folder} has no tensor '{name}'")
+            raise BadInput(f"{self.checkpoint.path} has no tensor '{name}'")
         if len(disks) == 1 and self.weight_map.is_direct(disks[0]):
             return self._stored(disks[0])
         state = self.weight_map.converted({disk: self._stored(disk) for disk in disks})

@@ -106,10 +106,14 @@ def compiler_command() -> list[str]:
     Raises:
         BuildFailed: there is none.
     """
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    executable = shutil.which(compiler[0])
+    given = os.environ.get("CC") or "cc"
+    try:
+        compiler = shlex.split(given)
+    except ValueError as error:
+        raise BuildFailed(f"CC={given}: {error}") from error
+    executable = shutil.which(compiler[0]) if compiler else None
     if executable is None:
-        raise BuildFailed(f"there is no C compiler ({compiler[0]})")
+        raise BuildFailed(f"there is no C compiler ({given})")
     return [executable, *compiler[1:]]
 
 

@@ -425,7 +425,7 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
     default = BUNDLED_SEQ_LEN if is_bundled(checkpoint.folder) else DEFAULT_SEQ_LEN
     context = checkpoint.text_config.get("max_position_embeddings", default)
     if not isinstance(context, int) or context < 1:
-        raise BadInput(f"{checkpoint.folder}/config.json has no usable max_position_embeddings")
+        raise BadInput(f"{checkpoint.path}: the config has no usable max_position_embeddings")
     if request.seq_len is None:
         return min(default, context)
     if request.seq_len > context:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ..base.device_name import device_names
 from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE, LARGEST, KvStrategy
+from ..calibration.sources import check_source
 from ..methods.options import check_group_size, choose_bits, refuse_knobs, refuse_solver, solver_of
 from ..methods.settings import METHOD_FACTS, MethodOptions, SchemeOptions
 from .names import AUTO, check_method, format_names
@@ -135,6 +136,8 @@ def check_request(request: QuantizeRequest) -> None:
         _check_target(request)
     _check_options(request)
     _check_kv_cache(request)
+    if request.calibration is not None:
+        check_source(request.calibration)
     if request.gguf_type is not None and "gguf" not in formats:
         raise BadInput("--gguf-type belongs to --format gguf")
     if not request.errors:

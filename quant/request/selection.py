@@ -35,7 +35,7 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
     held = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
     if not held.issuperset(range(len(architecture.layers))):  # may have more: MTP layers
         raise BadInput(
-            f"{checkpoint.folder} holds {len(held)} decoder layers, "
+            f"{checkpoint.path} holds {len(held)} decoder layers, "
             f"but its config says {len(architecture.layers)}"
         )
     return {
@@ -61,7 +61,7 @@ def matrix_shape(checkpoint: Checkpoint, module: str) -> tuple[int, int]:
     """Shape of one linear, or BadInput where it is missing or not a float matrix."""
     name = f"{module}.weight"
     if name not in checkpoint:
-        raise BadInput(f"{checkpoint.folder} has no tensor {name!r}")
+        raise BadInput(f"{checkpoint.path} has no tensor {name!r}")
     dtype, shape = checkpoint.dtype_name(name), checkpoint.shape(name)
     if dtype not in BYTES_OF or len(shape) != 2:
         raise BadInput(

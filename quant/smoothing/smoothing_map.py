@@ -105,7 +105,7 @@ def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
         if len(maps) == len(kinds) or set(kinds) <= {entry.kind for entry in maps}:
             return maps
     raise BadInput(
-        f"{checkpoint.folder}: no foldable pairs can be discovered for model type "
+        f"{checkpoint.path}: no foldable pairs can be discovered for model type "
         f"{checkpoint.config.get('model_type')!r}, which awq and smoothquant need"
         f"{f' ({reason})' if reason else ''}: use rtn or gptq"
     ) from reason

@@ -112,7 +112,7 @@ class LayerStream:
         except Exception as error:  # a model's own code may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BadInput(
-                f"{self.checkpoint.folder}: the layers of model type "
+                f"{self.checkpoint.path}: the layers of model type "
                 f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
             ) from error
 

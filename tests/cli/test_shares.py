@@ -94,3 +94,24 @@ def test_a_gate_on_a_share_is_at_most_one() -> None:
         30,
         1.5,
     ]
+
+
+@pytest.mark.parametrize("word", ["perplexity<=+5", "completed>=-5", "weight_bytes<=+0", "kl<=-1"])
+def test_a_signed_number_in_a_gate_needs_its_percent_sign(word: str) -> None:
+    with pytest.raises(BadInput, match=r"a bound on the value itself: write [+-]\d% for a change"):
+        parse_gate(word)
+
+
+@pytest.mark.parametrize("word", ["inf", "nan", "-1"])
+def test_the_highest_divergence_is_a_number_of_nats(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmopt("compare", "base", "new", "--max-kl", word) == 2
+    assert f"divergence is {float(word)}: give nats" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="give nats"):
+        _ = CompareStep(max_kl=float(word)).quality_gate
+
+
+def test_an_agreement_is_at_most_all() -> None:
+    with pytest.raises(BadInput, match="is 500%: give at most 100%"):
+        _ = CompareStep(min_top1="500%").quality_gate

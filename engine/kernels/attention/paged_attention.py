@@ -365,8 +365,9 @@ def attend_sdpa(
         count = decode.rows.numel()
         k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
         v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
-        for held in (k, v):  # what is not written may be NaN, and is with weight 0
-            held.masked_fill_(batch.decode_unwritten, 0)
+        if k.device.type == "cpu":  # what is not written may be NaN there, and is with weight 0
+            for held in (k, v):
+                held.masked_fill_(batch.decode_unwritten, 0)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
         first = (
             None if sink_queries is None else sink_queries.index_select(0, decode.rows).view_as(q)

@@ -197,6 +197,11 @@ class TransformersModel:
     ) -> bool:
         """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
         caches = [LayerCache.empty(layout, 4, 4, self._device, self._dtype) for layout in layouts]
+        if (
+            self._device.type != "cpu"
+        ):  # as in `KvCache`: libraries' kernels may weigh unwritten rows
+            for part in (part for cache in caches for part in cache.parts):
+                part.zero_()
         held = tuple(state.empty(2, self._device) for state in states)
         split = 4
         first = self._step(tokens, [(0, split, [2])], held)

@@ -69,11 +69,11 @@ def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     if len(bases) > 1:
         bases = [base for base in bases if _holds(checkpoint, base + first)]
     if len(bases) > 1:
-        raise BadInput(f"{checkpoint.folder} holds several decoders: {', '.join(sorted(bases))}")
+        raise BadInput(f"{checkpoint.path} holds several decoders: {', '.join(sorted(bases))}")
     if spec.multimodal:
         _check_names(checkpoint, spec, bases[0] if bases else spec.names.bases[0])
     if not bases:
-        raise BadInput(f"{checkpoint.folder} has no tensor {spec.names.bases[0] + table!r}")
+        raise BadInput(f"{checkpoint.path} has no tensor {spec.names.bases[0] + table!r}")
     return bases[0]
 
 
@@ -87,7 +87,7 @@ def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
     for module in modules:
         name = f"{base}{spec.names.layer.format(0)}{module}"
         if not _holds(checkpoint, f"{name}."):
-            raise NotCovered(f"{checkpoint.folder} has no {name}")
+            raise NotCovered(f"{checkpoint.path} has no {name}")
 
 
 def _holds(checkpoint: Checkpoint, prefix: str) -> bool:

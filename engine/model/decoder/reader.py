@@ -69,11 +69,11 @@ class CheckpointReader:
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != shape:
             raise BadInput(
-                f"{self._checkpoint.folder}: {name} has shape {tuple(tensor.shape)}, "
+                f"{self._checkpoint.path}: {name} has shape {tuple(tensor.shape)}, "
                 f"but config.json makes it {shape}"
             )
         if not tensor.is_floating_point():
-            raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
+            raise BadInput(f"{self._checkpoint.path}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
         moved = tensor.to(self._device, dtype or self._dtype)
         # A tensor that still aliases the mapped file would keep all of the file in memory.
@@ -138,7 +138,7 @@ class CheckpointReader:
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
             raise BadInput(
-                f"{self._checkpoint.folder}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but "
+                f"{self._checkpoint.path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but "
                 f"config.json makes it {size} whole numbers"
             )
         self._unread.discard(name)
@@ -244,7 +244,7 @@ class CheckpointReader:
             scale = self._checkpoint.tensor(path).float().flatten()
             if scale.numel() not in (1, num_heads) or not bool((scale > 0).all()):
                 raise BadInput(
-                    f"{self._checkpoint.folder}: {path} holds {scale.numel()} values and must hold positive "
+                    f"{self._checkpoint.path}: {path} holds {scale.numel()} values and must hold positive "
                     f"scales, 1 or {num_heads} (one for each KV head)"
                 )
             self._unread.discard(path)
@@ -268,7 +268,7 @@ class CheckpointReader:
         )
         if left:
             raise BadInput(
-                f"{self._checkpoint.folder}: {len(left)} tensors have no place in the model that "
+                f"{self._checkpoint.path}: {len(left)} tensors have no place in the model that "
                 f"config.json describes, the first is {left[0]}"
             )
 
@@ -280,7 +280,7 @@ class CheckpointReader:
         weight = read_quantized(self._checkpoint, module)
         if weight.shape != (out_features, in_features):
             raise BadInput(
-                f"{self._checkpoint.folder}: {module} unpacks to {weight.shape}, "
+                f"{self._checkpoint.path}: {module} unpacks to {weight.shape}, "
                 f"but config.json makes it {(out_features, in_features)}"
             )
         self._unread -= tensor_names(self._checkpoint, module)

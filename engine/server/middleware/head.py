@@ -32,4 +32,6 @@ class HeadMiddleware:
         finally:
             getting.cancel()
             await asyncio.wait({getting})
+            if not getting.cancelled():
+                getting.exception()  # the response has begun: its log line is the app's
         await send({"type": "http.response.body"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
 from ...planner.model.families import has_table_rule
 from ...planner.model.shapes import ModelShape
@@ -83,7 +84,7 @@ class ModelFacts:
         count = self._num_parameters
         return {
             "parent_model": "",
-            "format": "gguf" if quantized.get("quant_method") == "gguf" else "safetensors",
+            "format": "gguf" if gguf_file_of(self._engine.folder) else "safetensors",
             "family": self._family,
             "families": [self._family],
             "parameter_size": "unknown" if count is None else _short(count),

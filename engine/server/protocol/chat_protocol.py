@@ -144,7 +144,11 @@ class AllowedToolList(BaseModel):
     """The tools of an `allowed_tools`, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Field(min_length=1, max_length=128)]
+    tools: Annotated[
+        list[AllowedFunction],
+        Field(min_length=1, max_length=128),
+        client_tools(None, "function"),
+    ]
 
 
 class AllowedTools(BaseModel):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
+from llmopt.bench.gate.gate import COUNTED
 from llmopt.bench.recipes.recipe import Recipe
 from llmopt.bench.recipes.recipe_run import RecipeRun, VariantRun
 from llmopt.bench.report.comparison_page import delta_cards
@@ -56,6 +57,12 @@ def test_weights_are_compared_with_the_stored_file(held: int, dtype: str, said: 
     verdict = recipe_verdict(run)
     assert verdict.headline.startswith("awq keeps 34 % of the weight bytes")
     assert verdict.sentence.endswith(said) and ("float32" in verdict.sentence) == bool(said)
+    compared = run.variants[0].comparison
+    assert [note for note in compared.notes if "This machine" in note] == (
+        [said.replace("the original", "the base")] if said else []
+    )
+    gate = COUNTED["weight_bytes"]
+    assert [gate.read(data.result) for data in (run.base, run.variants[0].data)] == [100, 34]
     original, awq = summary_table(run).rows
     assert (original[1], awq[1]) == ("100 B", "34 B (34 %)")
     comparison = run.variants[0].comparison

@@ -26,7 +26,7 @@ from ...support.live_server import RunningServer, make_engine, running, slow_ste
 KEYS = ("sesame", "rosebud")
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 OPTIONS = ServerOptions(
-    api_keys=KEYS, header_timeout_seconds=3, max_connections=12, max_concurrency_per_key=1
+    api_keys=KEYS, header_timeout_seconds=4, max_connections=12, max_concurrency_per_key=1
 )
 
 

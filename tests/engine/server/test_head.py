@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from typing import Any
+
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
+from llmopt.engine.server.middleware.head import HeadMiddleware
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -53,3 +58,25 @@ def test_a_page_elsewhere_may_ask_for_heads() -> None:
     asks = {"Origin": "https://app.example", "Access-Control-Request-Method": "HEAD"}
     with running(make_engine("stories260K"), options) as server, server.http() as http:
         assert http.options("/v1/models", headers=asks).status_code == 200
+
+
+def test_a_response_that_fails_behind_its_start_leaves_no_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("behind the start")
+
+    async def ask() -> list[str]:
+        sent: list[str] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+
+        scope: Any = {"type": "http", "method": "HEAD"}
+        await HeadMiddleware(fails)(scope, lambda: asyncio.sleep(0), send)  # pyright: ignore
+        gc.collect()
+        return sent
+
+    assert asyncio.run(ask()) == ["http.response.start", "http.response.body"]
+    assert "never retrieved" not in caplog.text

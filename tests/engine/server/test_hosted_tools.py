@@ -188,3 +188,15 @@ def test_allowed_tools_go_on_without_hosted_ones(served: RunningServer) -> None:
         max_output_tokens=100,
     )
     assert {item["name"] for item in answer["output"]} == {"clock"}
+    function = {"type": "function", "function": {"name": "clock", "parameters": PARAMETERS}}
+    allowed = {"mode": "required", "tools": [hosted, {"function": {"name": "clock"}}]}
+    answer = posted(
+        served,
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[function, hosted],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        max_tokens=100,
+    )
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"clock"}

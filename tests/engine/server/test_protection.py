@@ -241,7 +241,7 @@ def test_a_response_that_takes_too_long_is_ended() -> None:
             ):
                 lines = [line for line in response.iter_lines() if line]
             last = json.loads(lines[-1].removeprefix("data: "))
-            assert last["error"]["code"] == "timeout" and len(lines) > 10
+            assert last["error"]["code"] == "timeout" and len(lines) > 1
         assert hurried.wait_until_idle().kv_blocks_used == 0
 
 

@@ -240,6 +240,7 @@ def test_a_whole_model_as_gguf_and_back(
     source = Checkpoint(quantized(method="rtn", **options, **QUICK).output)
     module = "model.layers.3.self_attn.q_proj"
     assert convert(source, "gguf", tmp_path / "gguf").lossless
+    assert [path.name for path in (tmp_path / "gguf").glob("*.gguf")] == ["gguf-Q8_0.gguf"]
     file = open_checkpoint(tmp_path / "gguf")
     weight = read_quantized(source, module).dequantize()
     assert torch.equal(read_quantized(file, module).dequantize(), weight)

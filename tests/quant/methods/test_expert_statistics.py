@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
-from llmopt.quant.methods.expert_statistics import gram_of, squares_of, too_few
+from llmopt.quant.methods.expert_statistics import gram_of, own_gram, squares_of, too_few
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.families import family_of
 
@@ -94,3 +95,33 @@ def test_an_expert_below_a_share_of_the_tokens_is_rounded_plainly() -> None:
     reasons = {report.module: report.fallback for report in reports}
     assert "5 calibration tokens were routed" in reasons["model.layers.0.mlp.experts.7.up_proj"]
     assert "no calibration token" in reasons["model.layers.0.mlp.experts.3.down_proj"]
+
+
+@pytest.mark.parametrize("seen", [6, 1500])
+def test_the_cross_term_of_few_tokens_brings_their_outputs_nearer(seen: int) -> None:
+    """Beside a shrunk Gram matrix the plain shift of few tokens overshoots, and makes them worse."""
+    width, name = 512, "mlp.experts.0.gate_proj"
+    wanted = correlated_inputs(2000, width, seed=3)
+    noise = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(4))
+    inputs = wanted + 0.05 * noise * wanted.std(0)
+    record, router = InputStatistics(width), InputStatistics(width)
+    record.add(inputs[:seen])
+    record.add_cross(inputs[:seen], wanted[:seen])
+    router.add(inputs)
+    problem = replace(moe_layer(), statistics={name: record, "mlp.gate": router})
+    weight = heavy_weight(64, width, seed=5)
+    factor = feedback(gram_of(problem, name), torch.arange(width), 0.01)
+    assert factor is not None and record.cross is not None and own_gram(problem, "mlp.gate") is None
+
+    def lost(shift: torch.Tensor) -> float:
+        return float((wanted[:seen] @ weight.T - inputs[:seen] @ (weight + shift).T).square().sum())
+
+    plain, held = (
+        asymmetric_shift(weight, record.cross, factor, gram)
+        for gram in (None, own_gram(problem, name))
+    )
+    none = torch.zeros_like(weight)
+    if seen < 10:
+        assert lost(held) < 0.5 * lost(none) < lost(none) < lost(plain)
+    else:
+        assert torch.equal(held, plain) and lost(held) < lost(none)
