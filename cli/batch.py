@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options.common import Json, writable
-from .options.engine import EngineOptions
+from .options.engine import EngineOptions, check_models
 from .options.groups import with_groups
 from .options.serve.media import MediaOptions
 from .options.serving import ServedModelOptions
@@ -60,7 +60,9 @@ def batch(
     from .output.console import people
 
     asked = model or DEFAULT_MODEL
-    config = EngineConfig(model=asked, **engine.keywords())
+    keywords = engine.keywords()
+    check_models(keywords)
+    config = EngineConfig(model=asked, **keywords)
     for_app = {"model_name": served.served_name(asked), **served.for_app()}
     limits = media.limits()
     target = output or file.with_suffix(".out.jsonl")

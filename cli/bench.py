@@ -10,7 +10,7 @@ import typer
 
 from .options.common import ModelOptions
 from .options.conversation import ConversationOptions
-from .options.engine import EngineOptions
+from .options.engine import EngineOptions, check_models
 from .options.groups import values_of, with_groups
 from .options.load import LoadOptions
 from .options.result import ResultOptions
@@ -73,6 +73,7 @@ def bench(
         run_bench_grid(given, grid, result, tracking.trackers())
         return
     options = checked(BenchOptions, given, "option")
+    check_models(given)
     _check_inputs(options, wanted)
     if sweep.is_asked_for:
         run_sweep(options, sweep, wanted, result, tracking.trackers())

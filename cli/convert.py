@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -40,8 +41,6 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
-    from dataclasses import asdict
-
     from ..quant.base.atomic_io import check_output
     from ..quant.models import resolve_model, short_name
     from ..quant.request.names import check_format
@@ -55,8 +54,8 @@ def convert(
     from ..quant.open import open_checkpoint
     from .output.console import TerminalProgress, emit_json, result_console
 
-    checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
-    result = run(checkpoint, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
+    opened = open_checkpoint(path, trust_remote_code=trust_remote_code)
+    result = run(opened, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
     if as_json:
         emit_json(asdict(result) | {"lossless": result.lossless})
     console = result_console(as_json)

@@ -10,7 +10,7 @@ import typer
 from . import handover
 from .config.config_file import with_config
 from .options.common import ModelOptions
-from .options.engine import EngineOptions
+from .options.engine import EngineOptions, check_models
 from .options.groups import with_groups
 from .options.protection import ProtectionOptions
 from .options.serve.media import MediaOptions
@@ -54,7 +54,9 @@ def serve_local(
     folder = resolve_model(name)  # before torch is imported
     from ..engine.config.config import EngineConfig
 
-    config = EngineConfig(model=name, **engine.keywords())
+    keywords = engine.keywords()
+    check_models(keywords)
+    config = EngineConfig(model=name, **keywords)
     from ..engine.server.launch import is_loopback
 
     options = protection.server_options(is_loopback=is_loopback(serving.host))

@@ -161,7 +161,7 @@ class BenchOptions(EngineFields, BaseModel):
     @classmethod
     def _known_backend(cls, name: str) -> str:
         if name not in BACKEND_NAMES:
-            raise ValueError(f"no backend {name!r}: {offer(name, BACKEND_NAMES)}")
+            raise ValueError(f"no --backend {name!r}: {offer(name, BACKEND_NAMES)}")
         return name
 
     @field_validator("percentile_metrics")

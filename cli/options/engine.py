@@ -20,12 +20,10 @@ class EngineOptions(words_of(EngineConfig, PANEL)):
         Raises:
             BadInput: an invalid value.
         """
-        keywords = keywords_of(EngineConfig, self)
-        _check_models(keywords)
-        return keywords
+        return keywords_of(EngineConfig, self)
 
 
-def _check_models(keywords: Mapping[str, Any]) -> None:
+def check_models(keywords: Mapping[str, Any]) -> None:
     """Raises BadInput for adapters and a draft model that are not there, before torch is imported."""
     from ...quant.adapters.settings import LoraSettings
     from ...quant.models import resolve_model

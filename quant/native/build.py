@@ -113,7 +113,7 @@ def compiler_command() -> list[str]:
         raise BuildFailed(f"CC={given}: {error}") from error
     executable = shutil.which(compiler[0]) if compiler else None
     if executable is None:
-        raise BuildFailed(f"there is no C compiler ({given})")
+        raise BuildFailed(f"there is no C compiler ({compiler[0] if compiler else given})")
     return [executable, *compiler[1:]]
 
 

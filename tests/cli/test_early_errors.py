@@ -39,7 +39,7 @@ LINES = {
     "quantize --group-size 0": "--group-size 0: give a positive number, or -1",
     "quantize stories3": "no model 'stories3'",
     "bench --dataset sharegtp": "no dataset 'sharegtp': the nearest is sharegpt",
-    "bench --backend opena": "no backend 'opena': the nearest is openai",
+    "bench --backend opena": "no --backend 'opena': the nearest is openai",
     "bench --device cdua": "device: choose auto, cpu, cuda, mps or cuda:N",
     "bench --request-rate -1": "request_rate",
     "bench nothere": "no model 'nothere'",

@@ -11,16 +11,14 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
-from llmopt.engine.kernels.graphs.advance_step import native_advance
 from llmopt.engine.kernels.graphs.cpu_graph import GraphMemoryPool
 from llmopt.quant.base.scheme import IntScheme
 
 from ...support.lora_world import write_adapter
+from ...support.native_paths import native_paths
 from ...support.quantized_world import random_model, write_checkpoint
 
-needs_compiler = pytest.mark.skipif(
-    native_advance().reason is not None, reason="the C kernels are not compiled"
-)
+needs_compiler = pytest.mark.skipif(not native_paths(), reason="the C kernels are not compiled")
 SAMPLED = {16: 0.8}
 """Temperature of the requests that are not greedy."""
 

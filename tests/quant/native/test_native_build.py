@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.native import build, processor
+
+from ...support.native_paths import native_paths
 
 SOURCE = "int llmopt_answer(void) { return 42; }\n"
 
@@ -98,3 +101,30 @@ def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -
     native = examine()["native"]
     assert (native["path"] is None) != (native["reason"] is None)
     assert os.fspath(native["cache"]).endswith("llmopt/native")
+
+
+KERNELS = {
+    "engine.kernels.attention.native_attention": ["native_attention"],
+    "engine.kernels.elementwise.native_layer": ["native_layer"],
+    "engine.kernels.elementwise.native_rows": ["native_rows"],
+    "engine.kernels.graphs.advance_step": ["native_advance"],
+    "engine.kernels.hadamard.e8p_linear": ["native_e8p"],
+    "engine.kernels.hadamard.trellis_linear": ["native_trellis", "native_trellis_integer"],
+    "engine.kernels.linear.lookup": ["native_lookup"],
+    "engine.kernels.linear.native_linear": ["native_linear"],
+    "engine.kernels.moe.native_experts": ["native_experts"],
+    "engine.kernels.sampling.argmax": ["native_argmax"],
+    "quant.ggml.codes": ["native_codes"],
+    "quant.trellis.viterbi": ["native_viterbi"],
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_every_kernel_compiles_where_there_is_a_compiler(module: str) -> None:
+    """Their own tests are skipped where a kernel is not there, for whatever reason."""
+    if not native_paths():
+        pytest.skip("no C compiler, or no instruction path of this processor")
+    loaded = import_module(f"llmopt.{module}")
+    assert [getattr(loaded, name)().reason for name in KERNELS[module]] == [None] * len(
+        KERNELS[module]
+    )

@@ -12,6 +12,8 @@ import pytest
 from llmopt.quant.native import build, openmp
 from llmopt.quant.native.build import HEADERS, BuildFailed, compiled, parallel_start
 
+from ...support.native_paths import native_paths
+
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -116,7 +118,8 @@ def test_spinning_openmp_threads_are_not_competed_with(monkeypatch: pytest.Monke
     monkeypatch.setattr(build, "sleeps_soon", lambda: False)
     assert choose() == build.ParallelStart(4096, "torch's OpenMP")
     monkeypatch.setattr(build, "sleeps_soon", lambda: True)
-    assert choose().name == "a pool"
+    if native_paths():  # the pool is compiled
+        assert choose().name == "a pool"
     monkeypatch.setenv("CC", "no-such-compiler")
     assert choose().name == "torch's OpenMP"
     monkeypatch.setattr(build, "openmp_start", lambda: None)
