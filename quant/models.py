@@ -49,6 +49,9 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
     imported. Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
     under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
 
+    Args:
+        local: take no hub id, for a command that names a checkpoint that it or `quantize` wrote.
+
     Raises:
         BadInput: no such model here, a GGUF file that cannot be read, or the download failed.
     """
@@ -73,8 +76,9 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
     if not local and _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
         return _from_hub(name)
     raise BadInput(
-        f"no model {name!r}: it is neither a folder, nor a .gguf file, nor a hub id (owner/name), nor a "
-        f"bundled model: {offer(name, bundled_models())}"
+        f"no model {name!r}: it is neither a folder, nor a .gguf file, "
+        f"{'' if local else 'nor a hub id (owner/name), '}nor a bundled model: "
+        f"{offer(name, bundled_models())}"
     )
 
 
