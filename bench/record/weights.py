@@ -12,8 +12,8 @@ def served_weight_bytes(result: Mapping[str, Any]) -> int | None:
     A machine that needs float32 holds them in twice as many, which is no reason to quantize.
     """
     record = result["llmopt"]
-    held, stored = (record["memory"][key] for key in ("weight_bytes", "checkpoint_bytes"))
-    if held is None or stored is None or record["identity"]["quantization"]:
+    held, stored = record["memory"]["weight_bytes"], record["memory"].get("checkpoint_bytes")
+    if held is None or stored is None or record["identity"].get("quantization"):
         return held
     return min(held, stored)
 

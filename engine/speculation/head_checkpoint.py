@@ -22,7 +22,7 @@ class HeadsCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        self.folder = self.path = Path(folder)
         self.config = read_json(self.folder / "config.json")
         path = next((p for name in FILES if (p := self.folder / name).is_file()), None)
         if path is None:

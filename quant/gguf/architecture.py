@@ -151,13 +151,19 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             raise BadInput(f"{file.path} lacks the key {name}.{short}: it is no whole model")
         return keys[f"{name}.{short}"]
 
+    def size(short: str) -> int:
+        value = key(short)
+        if not isinstance(value, int) or value < 1:
+            raise BadInput(f"{file.path}: {name}.{short} is {value!r}, not a number above 0")
+        return value
+
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in file.tensors:
             raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "hidden_act": family.activations[-1],
-        **{theirs: int(key(ours)) for theirs, ours in _SHAPE_KEYS.items()},
+        **{theirs: size(ours) for theirs, ours in _SHAPE_KEYS.items()},
         family.epsilon[0]: _shortest(key(family.epsilon[1])),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -167,9 +173,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "dtype": "bfloat16",
     }
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = int(keys.get(f"{name}.attention.head_count_kv", heads))
-    head_dim = keys.get(f"{name}.attention.key_length", config["hidden_size"] // heads)
-    config["head_dim"] = int(head_dim)
+    for ours, theirs, otherwise in (
+        ("num_key_value_heads", "attention.head_count_kv", heads),
+        ("head_dim", "attention.key_length", config["hidden_size"] // heads),
+    ):
+        config[ours] = size(theirs) if f"{name}.{theirs}" in keys else otherwise
     for ours, theirs in family.keys.items():
         value = keys.get(f"{name}.{theirs}")
         if value is not None:

@@ -143,7 +143,7 @@ class GgufFile:
             name = cursor.string(f"tensor {index} of {count}")
             dims = cursor.number("I", name)
             if not 1 <= dims <= _MAX_DIMS:
-                raise BadInput(f"{self.path}: tensor {name} has {dims} dimensions: it is damaged")
+                raise BadInput(f"{self.path}: tensor {name!r} has {dims} dimensions: it is damaged")
             sizes = [cursor.number("Q", name) for _ in range(dims)]
             number, offset = cursor.number("I", name), cursor.number("Q", name)
             raw.append((name, tuple(reversed(sizes)), number, offset))
@@ -156,17 +156,17 @@ class GgufFile:
             type_name = _TYPE_NAMES.get(number)
             if type_name is None:
                 raise BadInput(
-                    f"{self.path}: tensor {name} has ggml type {number}, which is not read here "
+                    f"{self.path}: tensor {name!r} has ggml type {number}, which is not read here "
                     f"(read are {', '.join(TYPE_NUMBERS)})"
                 )
             if shape[-1] % TYPE_SIZES[type_name][0]:
                 raise BadInput(f"{self.path}: rows of {shape[-1]} do not fit {type_name} ({name})")
             if name in infos:
-                raise BadInput(f"{self.path} holds tensor {name} twice: it is damaged")
+                raise BadInput(f"{self.path} holds tensor {name!r} twice: it is damaged")
             info = TensorInfo(name, shape, type_name, base + offset, data_bytes(type_name, shape))
             if info.start + info.nbytes > len(self._bytes):
                 raise BadInput(
-                    f"{self.path} is cut off: tensor {name} should end at byte "
+                    f"{self.path} is cut off: tensor {name!r} should end at byte "
                     f"{info.start + info.nbytes}, the file has {len(self._bytes)}"
                 )
             infos[name] = info

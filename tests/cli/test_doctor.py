@@ -17,6 +17,7 @@ from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE, torch_silu_gate
 
+from ..support.native_paths import needs_compiler
 from .test_shell import told
 
 
@@ -141,6 +142,7 @@ def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
     assert not tried.path.exists()
 
 
+@needs_compiler
 def test_a_self_test_of_every_kernel_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--self-test", "--json") == 0
     health = json.loads(capsys.readouterr().out)["health"]

@@ -1,9 +1,10 @@
-"""Instruction paths of the C kernels that tests can take on this machine."""
+"""Instruction paths of the C kernels that tests can take on this machine, and the mark of tests that need one."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from llmopt.quant.native.build import BuildFailed, compiler_command
 from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
 
@@ -17,3 +18,8 @@ def native_paths() -> list[str]:
     forced = os.environ.get(VARIABLE, "auto")
     here = [path.name for path in PATHS if path.needs <= processor_flags()]
     return [name for name in here if forced in ("auto", name)]
+
+
+needs_compiler = pytest.mark.skipif(
+    not native_paths(), reason="without a C compiler it takes minutes, or there is nothing to test"
+)

@@ -15,10 +15,9 @@ from llmopt.engine.kernels.graphs.cpu_graph import GraphMemoryPool
 from llmopt.quant.base.scheme import IntScheme
 
 from ...support.lora_world import write_adapter
-from ...support.native_paths import native_paths
+from ...support.native_paths import needs_compiler
 from ...support.quantized_world import random_model, write_checkpoint
 
-needs_compiler = pytest.mark.skipif(not native_paths(), reason="the C kernels are not compiled")
 SAMPLED = {16: 0.8}
 """Temperature of the requests that are not greedy."""
 

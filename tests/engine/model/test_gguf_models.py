@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ...support.gguf_support import STORIES, TEXT, random_model, write_model
+from ...support.native_paths import native_paths
 
 TOKENS = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
 KINDS = (
@@ -70,7 +71,8 @@ def test_logits_are_those_of_the_dequantized_weights(written, tmp_path):
     # The blocks stay packed. The decoder's tied head shares the embedding's; transformers' modules look up
     # floats.
     embedding = 0 if isinstance(built.runner.decoder, Decoder) else 512 * 256 * 4
-    assert built.memory.weight_bytes < 1.15 * path.stat().st_size + embedding
+    if native_paths():  # torch's operations hold their codes in other layouts
+        assert built.memory.weight_bytes < 1.15 * path.stat().st_size + embedding
 
 
 @pytest.mark.parametrize("written", ["stories3M", "qwen2"], indirect=True)

@@ -22,6 +22,7 @@ from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.native import build
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
+from ...support.native_paths import needs_compiler
 
 KEYS = ("sesame", "rosebud")
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
@@ -259,6 +260,7 @@ def test_log_probabilities_that_are_held_are_bounded(
     assert server.wait_until_idle().kv_blocks_used == 0
 
 
+@needs_compiler
 def test_a_library_that_others_could_write_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,14 @@ from llmopt.quant.methods.rounding import round_plain
 from llmopt.quant.methods.transformed import QUIP, TRELLIS, TransformedCodes
 
 from ...support.layer_problems import heavy_weight, one_linear
-from ...support.native_paths import native_paths
+from ...support.native_paths import needs_compiler
 
 
+@needs_compiler
 @pytest.mark.parametrize(("method", "scheme"), [(TRELLIS, TrellisScheme(2)), (QUIP, E8pScheme(2))])
 def test_the_nearest_codes_are_taken_where_they_have_less_error(
     method: TransformedCodes, scheme: TrellisScheme | E8pScheme
 ) -> None:
-    if method is TRELLIS and not native_paths():
-        pytest.skip("the search of trellis codes takes minutes without a C compiler")
     problem = one_linear(heavy_weight(128, 128), scheme, scale_dtype=torch.float16)
     result = method.quantize_layer(problem)
     (report,) = result.reports

@@ -16,6 +16,9 @@ from llmopt.quant.methods.base import InputStatistics, SchemeOptions
 from llmopt.quant.methods.transformed import TRELLIS
 
 from ...support.layer_problems import heavy_weight, one_linear
+from ...support.native_paths import needs_compiler
+
+pytestmark = needs_compiler  # the search of trellis codes
 
 
 def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:

@@ -23,6 +23,7 @@ from llmopt.recipes import MODELS
 
 from ...support.cli_process import LlmoptProcess
 from ...support.gguf_support import random_model
+from ...support.native_paths import native_paths
 from ...support.quant_support import llmopt_environment
 
 KILLS = int(os.environ.get("LLMOPT_KILLS", "0"))
@@ -103,6 +104,8 @@ def single_thread() -> Iterator[None]:
 def test_killed_runs_end_with_the_same_bytes(
     tmp_path: Path, wide: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name in WHOLE_BLOCKS and not native_paths():
+        pytest.skip("the searches of codes take minutes without a C compiler")
     if name in CASES:
         model, words = wide if name in WHOLE_BLOCKS else TINY, CASES[name]
     else:

@@ -24,6 +24,7 @@ from llmopt.quant.request.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 
 from ...support.model_families import save_model
+from ...support.native_paths import needs_compiler
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 # The widths of quip are odd ones, times 32.
@@ -37,6 +38,7 @@ MIXED: dict[str, dict[str, Any]] = {
     "trellis": {"bits": 2, "overrides": (r"down_proj$=bits:3",)},
     "quip": {"bits": 3},
 }
+pytestmark = needs_compiler  # the searches of codes
 TUNED = MethodOptions(asymmetric=True, finetune_steps=6, batch_size=2)
 
 

@@ -16,6 +16,9 @@ from llmopt.quant.request.request import QuantizeRequest
 from safetensors.torch import load_file
 
 from ...support.model_families import save_model
+from ...support.native_paths import needs_compiler
+
+pytestmark = needs_compiler  # the search of trellis codes
 
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
