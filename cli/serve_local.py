@@ -42,6 +42,7 @@ def serve_local(
     media: MediaOptions,
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
+    from ..quant.base.errors import BadInput
     from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
 
@@ -55,6 +56,9 @@ def serve_local(
     from ..engine.config.config import EngineConfig
 
     keywords = engine.keywords()
+    served = serving.served_name(name)
+    if served in keywords.get("loras", {}):
+        raise BadInput(f"--lora {served}: the model itself is served by that name")
     check_models(keywords)
     config = EngineConfig(model=name, **keywords)
     from ..engine.server.launch import is_loopback
@@ -63,7 +67,7 @@ def serve_local(
     options = replace(operation.added_to(options), media=media.limits())
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
-    _serve(config, folder, serving.served_name(name), options, serving)
+    _serve(config, folder, served, options, serving)
 
 
 def _serve(
@@ -76,12 +80,9 @@ def _serve(
     """Validate all options before the model loads, then serve."""
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.observability.logs import configure_logging
-    from ..quant.base.errors import BadInput
 
     for_app = serving.for_app()
     listener = bind(serving.host, serving.port)
-    if served in config.loras:
-        raise BadInput(f"--lora {served}: the model itself is served by that name")
     configure_logging(options.log_format)
     _tell(options, "loading", f"loading {folder} ...", model=str(folder))
     bound_kernel_caches()
