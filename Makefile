@@ -83,7 +83,6 @@ $(LINKS)/llmopt:
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/python tools/check_words.py
 	$(VENV)/bin/python tools/large_files.py
 	$(VENV)/bin/pyright
 
