@@ -1,15 +1,18 @@
-"""The structure of the source: modules a folder, import cycles, long files and functions, popular modules.
+"""The structure of the source: modules, folders and lines, import cycles, and how often one idea is asked for
+in many places.
 
     python tools/structure.py [--top 10]
 
-Exits with 1 where folders or modules import each other in a circle.
-tests/test_architecture.py asserts the same from the same functions.
+Exits with 1 where folders or modules import each other in a circle, or a docstring opens with a word that
+says nothing. tests/test_architecture.py asserts the same from the same functions. How many files a prompt
+enters is told by tools/path_trace.py, which runs one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +26,10 @@ FLOORS = ("quant", "engine", "bench", "cli")
 DATA = "recipes"
 """Bundled data: anyone may import it."""
 MAX_LINES = 500
+KINDS = "quant.kinds"
+"""Where a quantization kind may be named."""
+RIDDLE = re.compile(r"(?:What|Of|See|As|Its|None)\b")
+"""First words of a docstring that leaves its subject out."""
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -164,25 +171,81 @@ def functions(modules: Iterable[Module]) -> Iterator[tuple[int, str]]:
                 yield (node.end_lineno or 0) - node.lineno + 1, f"{module.name}.{node.name}"
 
 
+def riddles(modules: Iterable[Module]) -> Iterator[str]:
+    """Docstrings, and texts behind a constant or field, that open with a word of `RIDDLE`, by their place."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                continue
+            text = node.value.value
+            if isinstance(text, str) and RIDDLE.match(text.lstrip()):
+                yield f"{module.path.relative_to(ROOT)}:{node.lineno}: {text.lstrip()[:60]!r}"
+
+
+def scheme_checks(modules: Iterable[Module]) -> Counter[str]:
+    """Calls of `isinstance` with a class `…Scheme`, and `case …Scheme()`, by module."""
+    counts: Counter[str] = Counter()
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                named: ast.AST = node.args[1]
+            elif isinstance(node, ast.MatchClass):
+                named = node.cls
+            else:
+                continue
+            counts[module.name] += bool(re.search(r"'\w+Scheme'", ast.dump(named)))
+    return +counts
+
+
+def naming(modules: Iterable[Module], word: str) -> list[str]:
+    """Modules whose code or strings have the word."""
+    pattern = re.compile(rf"\b{word}\b")
+    return [m.name for m in modules if pattern.search(m.path.read_text(encoding="utf-8"))]
+
+
+def repeated_classes(modules: Iterable[Module]) -> dict[str, list[str]]:
+    """Names of public classes that stand in more than one module."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module.name)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--top", type=int, default=10, help="rows of each list")
     top = arguments.parse_args().top
     modules = read_modules()
+    sources = [module for module in modules.values() if not module.is_package]
     graph = module_graph(modules)
     circles = [*cycles(folder_graph(modules)), *cycles(graph)]
     counts = modules_in(modules)
-    print(f"{sum(counts.values())} modules in {len(counts)} folders")
+    lines: Counter[str] = Counter()
+    for module in modules.values():
+        lines[module.name.split(".")[0]] += module.num_lines
+    print(f"{sum(counts.values())} modules in {len(counts)} folders, {sum(lines.values())} lines")
+    print("  " + ", ".join(f"{floor} {count}" for floor, count in lines.items()))
     for folder, count in sorted(counts.items()):
         print(f"  {count:4} {folder.replace('.', '/')}/")
     print(f"import cycles of folders and modules: {len(circles)}")
     for circle in circles:
         print(f"  {' <-> '.join(circle)}")
+    checks = scheme_checks(m for m in sources if not m.name.startswith(KINDS))
+    print(f"isinstance(…Scheme) outside of {KINDS.replace('.', '/')}/: {sum(checks.values())}")
+    show("  by module", ((count, name) for name, count in checks.items()), top)
+    print(f"modules that name model_type: {len(naming(sources, 'model_type'))}")
+    repeated = repeated_classes(sources)
+    show("class names in several modules", ((len(m), name) for name, m in repeated.items()), top)
+    opaque = list(riddles(modules.values()))
+    print(f"docstrings that open with What, Of, See, As, Its or None: {len(opaque)}")
+    print("".join(f"  {place}\n" for place in opaque[:top]), end="")
     popular = Counter(other for imported in graph.values() for other in imported)
     show("most imported modules", ((count, name) for name, count in popular.items()), top)
     show("longest files", ((module.num_lines, name) for name, module in modules.items()), top)
     show("longest functions", functions(modules.values()), top)
-    return 1 if circles else 0
+    return 1 if circles or opaque else 0
 
 
 def show(title: str, rows: Iterable[tuple[int, str]], top: int) -> None:
