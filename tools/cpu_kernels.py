@@ -38,14 +38,11 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     TiledDequantLinear,
     prepare_quantized_linear,
 )
-from llmopt.quant.base.scheme import (
-    TRELLIS_CODEBOOKS,
-    Activations,
-    E8pScheme,
-    IntScheme,
-    LookupScheme,
-    TrellisScheme,
-)
+from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from llmopt.quant.tensors.e8p import E8pTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.lookup import LookupTensor

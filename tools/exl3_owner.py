@@ -24,9 +24,9 @@ LARGEST = 1e-3  # of the largest weight
 
 def write(path: Path) -> None:
     """Write each case under its name, and its dequantized weight as `NAME.dense`."""
-    from llmopt.quant.base.scheme import TrellisScheme
     from llmopt.quant.formats.exl3 import Exl3Format
     from llmopt.quant.grids.trellis_grid import round_to_trellis
+    from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
     stored: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)

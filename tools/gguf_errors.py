@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import torch
-from llmopt.quant.base.scheme import GGUF_BLOCKS
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.container import TYPE_NUMBERS
+from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS
 from llmopt.quant.model.checkpoint import Checkpoint
 
 NEEDS_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")

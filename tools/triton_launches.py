@@ -16,11 +16,15 @@ from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_weight,
     stack_packed_weights,
 )
-from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 

@@ -21,10 +21,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.scheme import Activations, Fp4Scheme, IntScheme
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.compressed_tensors import CompressedTensorsFormat
 from llmopt.quant.formats.modelopt import ALGORITHMS, ModelOptFormat, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.plan.vllm_rules import Matrix
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "owners" / "rules_vllm.py"

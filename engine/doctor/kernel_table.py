@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-    VectorwiseScheme,
-)
+from ...quant.base.scheme import Activations, Scheme
+from ...quant.kinds.codebook.scheme import CodebookScheme
+from ...quant.kinds.e8p.scheme import E8pScheme
+from ...quant.kinds.fp4.scheme import Fp4Scheme
+from ...quant.kinds.fp8.scheme import FloatScheme
+from ...quant.kinds.ggml.scheme import GgufScheme
+from ...quant.kinds.integer.scheme import IntScheme
+from ...quant.kinds.lookup.scheme import LookupScheme
+from ...quant.kinds.trellis.scheme import TrellisScheme
+from ...quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.dispatch import Choice
 from ..kernels.elementwise.dispatch import (

@@ -13,11 +13,12 @@ import torch
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
-from ..base.scheme import Scheme, scheme_record
+from ..base.scheme import Scheme
 from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat, config_of
 from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
+from ..kinds.registry import scheme_record
 from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json

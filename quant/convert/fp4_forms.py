@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..base.scheme import Fp4Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
 from ..tensors.fp4 import E8M0_BIAS, Fp4Tensor
 
 NVFP4, MXFP4 = Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4")

@@ -8,20 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import (
-    PER_CHANNEL,
-    Activations,
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-    VectorwiseScheme,
-)
+from ..base.scheme import PER_CHANNEL, Activations, Scheme
 from ..formats.base import WeightFormat
 from ..formats.gguf import as_blocks
 from ..formats.gguf_fp4 import gguf_to_fp4
@@ -35,6 +22,15 @@ from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
 from ..grids.trellis_grid import round_to_trellis
 from ..grids.vectorwise_grid import round_to_rows
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.lookup.scheme import LookupScheme
+from ..kinds.trellis.scheme import TrellisScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor

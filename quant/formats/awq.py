@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import (

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.base import QuantizedTensor
 
 Config = Mapping[str, Any]

@@ -20,7 +20,9 @@ from typing import Any, Literal
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import CodebookScheme, Scheme, VectorwiseScheme
+from ..base.scheme import Scheme
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 from ..tensors.vectorwise import VectorwiseTensor

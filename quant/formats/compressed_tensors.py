@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import FloatScheme, Fp4Scheme, IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor

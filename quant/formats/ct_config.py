@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import BadInput
-from ..base.scheme import (
-    FP4_BLOCKS,
-    PER_CHANNEL,
-    SUPPORTED_BITS,
-    Activations,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-)
+from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Activations
+from ..kinds.fp4.scheme import FP4_BLOCKS, Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
 from .base import Config, matches
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"

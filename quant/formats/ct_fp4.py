@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Fp4Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
 from ..tensors.fp4 import Fp4Tensor
 from .base import (
     TensorSource,

@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import FloatScheme, IntScheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
 from .base import (

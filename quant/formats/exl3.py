@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import TRELLIS_CODEBOOKS, Scheme, TrellisScheme
+from ..base.scheme import Scheme
+from ..kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from ..raw.container import Entry, read_headers
 from ..tensors.base import QuantizedTensor
 from ..tensors.trellis import TrellisTensor

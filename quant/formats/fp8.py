@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Activations, FloatScheme, Scheme
+from ..base.scheme import Activations, Scheme
+from ..kinds.fp8.scheme import FloatScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import Fp8Tensor
 from .base import (

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Fp4Scheme, GgufScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp4 import Fp4Tensor
 from ..tensors.gguf import GgufTensor

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import Fp4Scheme, GgufScheme
 from ..ggml.table_blocks import pack_codes, table_codes
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.fp4 import Fp4Tensor
 from ..tensors.gguf import GgufTensor
 

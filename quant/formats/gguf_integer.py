@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, Fp4Scheme, GgufScheme, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
 from ..ggml.simple_blocks import WIDTH, read_half, simple_codes
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
 

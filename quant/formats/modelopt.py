@@ -26,7 +26,9 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Activations, FloatScheme, Fp4Scheme, Scheme
+from ..base.scheme import Activations, Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import E8pScheme, Scheme
+from ..base.scheme import Scheme
 from ..e8p.codebook import DIM
 from ..e8p.packing import MULTIPLE, pack_codes, unpack_codes, words_of
 from ..e8p.search import RESIDUAL_STEPS
+from ..kinds.e8p.scheme import E8pScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.e8p import E8pTensor
 from .base import SCALE_DTYPES, Config, TensorSource, expect_dtype, expect_matrix, only_scheme

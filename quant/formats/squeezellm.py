@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import LookupScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.lookup.scheme import LookupScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.lookup import LookupTensor
 from .base import (

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS
+from ..kinds.ggml.scheme import GGUF_BLOCKS
 from .k_blocks import dequantize_affine, dequantize_signed
 from .k_quants import quantize_k
 from .k_small_blocks import dequantize_q2, dequantize_q3

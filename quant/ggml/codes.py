@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.scheme import GGUF_BLOCKS
+from ..kinds.ggml.scheme import GGUF_BLOCKS
 from ..native.build import Native, native
 from .k_blocks import affine_fields, signed_fields
 from .k_small_blocks import q2_fields, q3_fields

@@ -10,10 +10,11 @@ import torch
 from safetensors import safe_open
 
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS, Scheme
+from ..base.scheme import Scheme
 from ..formats.gguf import BLOCKS_SUFFIX
 from ..formats.gguf_integer import block_type_of
 from ..ggml.blocks import quantize_blocks
+from ..kinds.ggml.scheme import GGUF_BLOCKS
 from ..model.checkpoint import Checkpoint
 from .architecture import (
     ROPE_FACTORS,

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS, GgufScheme
 from ..formats.gguf import BLOCKS_SUFFIX
 from ..ggml.blocks import dequantize_blocks
+from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..model.checkpoint import Checkpoint
 from ..tensors.gguf import GgufTensor
 from .architecture import ROPE_FACTORS, permuted_heads, stored_config

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..base.atomic_io import TEMPORARY_SUFFIX, flush_folder, no_space_or
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS
+from ..kinds.ggml.scheme import GGUF_BLOCKS
 from ..model.checkpoint import GGUF_MAGIC
 
 VERSION = 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..base.errors import BadInput
-from ..base.scheme import GGUF_BLOCKS, GgufScheme
+from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from .mix_rules import Category, ModelShape, category_of, default_embedding, default_head, wanted
 from .names import to_gguf
 

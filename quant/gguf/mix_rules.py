@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ..base.scheme import GGUF_BLOCKS
+from ..kinds.ggml.scheme import GGUF_BLOCKS
 
 _LOW = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
 _LARGER_LOW = ("IQ2_S", "IQ2_M")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import GgufScheme
 from ..ggml.blocks import quantize_blocks
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.gguf import GgufTensor
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from ..base.device import HOST
-from ..base.scheme import CodebookScheme
+from ..kinds.codebook.scheme import CodebookScheme
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 from .base import Parameters
 from .range_search import RangedGrid, fitted_steps

@@ -10,10 +10,10 @@ from typing import Self
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import E8pScheme
 from ..e8p.codebook import DIM
 from ..e8p.packing import MULTIPLE
 from ..e8p.search import Codes, nearest, values_of
+from ..kinds.e8p.scheme import E8pScheme
 from ..tensors.e8p import E8pTensor
 from ..trellis.hadamard import HadamardTransform, whole_width
 from ..trellis.incoherence import Incoherence, spread_evenly

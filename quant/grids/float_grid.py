@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from ..base.errors import BadInput
-from ..base.scheme import FloatScheme
+from ..kinds.fp8.scheme import FloatScheme
 from ..tensors.fp8 import BLOCK, E4M3_MAX, Fp8Tensor
 from .base import Parameters
 from .scalar_grid import Affine, ScalarGrid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Fp4Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
 from ..tensors.fp4 import E2M1_MAX, E8M0_BIAS, Fp4Tensor, e2m1_table, fp4_factors
 from ..tensors.fp8 import E4M3_MAX
 from .base import Parameters

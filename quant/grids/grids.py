@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import (
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-)
+from ..base.scheme import Scheme
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.lookup.scheme import LookupScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from .base import Grid
 from .codebook_grid import CodebookGrid
 from .float_grid import FloatGrid

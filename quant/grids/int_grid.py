@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import IntScheme
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.integer import IntTensor
 from .base import Parameters
 from .range_search import RangedGrid, fitted_line, fitted_steps

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import GgufScheme
 from ..ggml.fit import error_weights, extremes_of, in_chunks, whole
 from ..ggml.k_blocks import WIDTH, pack_affine, pack_signed
 from ..ggml.k_quants import AFFINE, SIGNED
 from ..ggml.k_search import AffineCodes, SignedCodes, search_affine, search_signed
 from ..ggml.k_small_blocks import pack_q2, pack_q3
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
 from .scalar_grid import Affine, ScalarGrid, snap_to_integers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import LookupScheme
+from ..kinds.lookup.scheme import LookupScheme
 from ..tensors.lookup import LookupTensor
 from .base import Grid, Parameters
 from .lookup_kmeans import fit_tables, sort_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import GgufScheme
 from ..ggml.simple_blocks import WIDTH, pack_simple
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
 from .range_search import RangedGrid, fitted_line, fitted_steps

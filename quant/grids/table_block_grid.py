@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import GgufScheme
 from ..ggml.fit import in_chunks
 from ..ggml.table_blocks import IQ4_VALUES, fit_nl, fit_xs, nearest_iq4, pack_nl, pack_xs
+from ..kinds.ggml.scheme import GgufScheme
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
 from .scalar_grid import Affine, ScalarGrid

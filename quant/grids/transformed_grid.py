@@ -13,7 +13,8 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from ..base.scheme import E8pScheme, TrellisScheme
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..tensors.transformed import TransformedTensor
 from ..trellis.incoherence import Incoherence
 from .base import Grid, Parameters

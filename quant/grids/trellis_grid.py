@@ -12,7 +12,9 @@ from typing import Self
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import SUPPORTED_BITS, IntScheme, TrellisScheme
+from ..base.scheme import SUPPORTED_BITS
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..tensors.trellis import TrellisTensor
 from ..trellis.codebook import codebook
 from ..trellis.hadamard import BLOCK

@@ -11,7 +11,7 @@ import zlib
 
 import torch
 
-from ..base.scheme import TrellisScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from .trellis_grid import TrellisGrid
 
 # Mean squared error of the nearest paths, of the mean square of the weights behind the transforms, by bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import VectorwiseScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from ..tensors.vectorwise import VectorwiseTensor
 from .base import Parameters
 from .scalar_grid import Affine, ScalarGrid, snap_to_integers

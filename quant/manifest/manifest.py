@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration
+from ..kinds.registry import scheme_record
 from ..methods.base import MethodOptions, ModuleReport
 from ..methods.solvers import solver_name
 from ..plan.contents import stored

@@ -8,8 +8,9 @@ its target is the output of the float model.
 from __future__ import annotations
 
 from ..base.memory import temporaries_kept
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import Scheme
 from ..grids.grids import refuses_solver
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from ..tuning.block import Block

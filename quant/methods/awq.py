@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import Scheme
 from ..grids.input_statistics import relative
+from ..kinds.integer.scheme import IntScheme
 from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.scheme import IntScheme
 from ..grids.input_statistics import quadratic_form
 from ..grids.int_grid import range_grid
+from ..kinds.integer.scheme import IntScheme
 
 _STEPS = 20
 _MAX_SHRINK = 0.5

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..base.scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
 
 GRID = 20
 _ROWS = 256  # small enough to stay in a core's cache

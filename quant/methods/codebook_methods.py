@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Literal
 
 from ..base.errors import BadInput
-from ..base.scheme import CODEBOOK_BLOCKS, Activations, CodebookScheme, Fp4Scheme, Scheme
+from ..base.scheme import Activations, Scheme
+from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
+from ..kinds.fp4.scheme import Fp4Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

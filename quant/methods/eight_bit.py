@@ -9,7 +9,10 @@ as in DeepSeek-V3 (arXiv:2412.19437).
 from __future__ import annotations
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, Activations, FloatScheme, IntScheme, Scheme, VectorwiseScheme
+from ..base.scheme import PER_CHANNEL, Activations, Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

@@ -14,11 +14,12 @@ from typing import Self
 
 import torch
 
-from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
 from ..base.workers import spread
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from ..grids.grids import refuses_solver
+from ..kinds.integer.scheme import IntScheme
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor

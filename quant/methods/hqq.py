@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import Scheme
 from ..grids.int_grid import round_to_nearest
+from ..kinds.integer.scheme import IntScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, SchemeOptions

@@ -7,18 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import (
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-    VectorwiseScheme,
-)
+from ..base.scheme import Scheme
 from ..grids.base import Grid
 from ..grids.block_grid import round_to_blocks
 from ..grids.codebook_grid import round_to_codebook
@@ -30,6 +19,15 @@ from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
 from ..grids.trellis_grid import round_to_trellis
 from ..grids.vectorwise_grid import round_to_rows
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.lookup.scheme import LookupScheme
+from ..kinds.trellis.scheme import TrellisScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from ..model.families import fused_name
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX

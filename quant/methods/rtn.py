@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..base.scheme import IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.integer.scheme import IntScheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, Activations, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Activations, Scheme
+from ..kinds.integer.scheme import IntScheme
 from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import LookupScheme, Scheme
+from ..base.scheme import Scheme
 from ..grids.lookup_grid import assign, largest_weights, uniform_tables
 from ..grids.lookup_kmeans import fit_tables, sort_rows
+from ..kinds.lookup.scheme import LookupScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.lookup import LookupTensor
 from .base import InputStatistics, LayerProblem, LayerResult, SchemeOptions

@@ -19,12 +19,14 @@ import torch
 
 from ..base.errors import BadInput, first_line
 from ..base.memory import temporaries_kept
-from ..base.scheme import E8pScheme, Scheme, TrellisScheme
+from ..base.scheme import Scheme
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import asymmetric_shift, feedback, rounding_order
 from ..grids.e8p_grid import E8pGrid
 from ..grids.transformed_grid import TransformedGrid
 from ..grids.trellis_grid import TrellisGrid
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..tensors.transformed import TransformedTensor
 from ..trellis.scale_fit import fitted_scales
 from ..tuning.sign_descent import tune

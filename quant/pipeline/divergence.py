@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from ..base.progress import Progress
-from ..base.scheme import Scheme, TrellisScheme
+from ..base.scheme import Scheme
 from ..calibration.image_inputs import Images
 from ..grids.trellis_noise import noisy
+from ..kinds.trellis.scheme import TrellisScheme
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
-from ..base.scheme import E8pScheme, TrellisScheme
 from ..e8p.search import search_operations as e8p_operations
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..model.families import Family

@@ -11,8 +11,8 @@ from typing import Any
 from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE
 from ..base.progress import Progress, Silent
-from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration, no_calibration
+from ..kinds.registry import scheme_record
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint

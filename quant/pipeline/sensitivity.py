@@ -18,8 +18,10 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
-from ..base.scheme import IntScheme, Scheme, TrellisScheme
+from ..base.scheme import Scheme
 from ..calibration.image_inputs import Images
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..plan.plan import Plan, check_plan

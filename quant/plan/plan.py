@@ -11,7 +11,7 @@ import torch
 from ..base.device import devices_of
 from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE, KvStrategy
-from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.base import HoldsKvScales, WeightFormat, config_of
 from ..formats.gguf_integer import block_type_of
@@ -21,6 +21,7 @@ from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
 from ..gguf.mix_rules import shape_of
+from ..kinds.integer.scheme import IntScheme
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import SMOOTHING, solver_of
 from ..methods.registry import METHODS

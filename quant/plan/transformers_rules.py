@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..base.scheme import FloatScheme, Fp4Scheme, IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
 from ..model.parameters import Loaded
 from .contents import CheckpointContents
 from .unquantized import by_kind

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, IntScheme, Scheme
+from ..base.scheme import Scheme
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.integer.scheme import IntScheme
 from .contents import CheckpointContents
 
 VERSION = "0.32"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import (
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-    VectorwiseScheme,
-)
+from ..base.scheme import Scheme
+from ..kinds.codebook.scheme import CodebookScheme
+from ..kinds.e8p.scheme import E8pScheme
+from ..kinds.fp4.scheme import Fp4Scheme
+from ..kinds.fp8.scheme import FloatScheme
+from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.lookup.scheme import LookupScheme
+from ..kinds.trellis.scheme import TrellisScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from ..trellis.hadamard import whole_width
 from .base import QuantizedTensor
 from .codebook import NESTED_BLOCK, CodebookTensor

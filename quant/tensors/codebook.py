@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import CodebookScheme
+from ..kinds.codebook.scheme import CodebookScheme
 from .base import QuantizedTensor
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: bitsandbytes' float32 values.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import E8pScheme
 from ..e8p.search import Codes, values_of
+from ..kinds.e8p.scheme import E8pScheme
 from ..trellis.hadamard import HadamardTransform
 from ..trellis.incoherence import Incoherence
 from .transformed import TransformedTensor

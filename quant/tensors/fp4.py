@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import Fp4Scheme
+from ..kinds.fp4.scheme import Fp4Scheme
 from .base import QuantizedTensor
 
 # Sign, two bits of exponent, one of mantissa.

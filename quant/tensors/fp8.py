@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import FloatScheme
+from ..kinds.fp8.scheme import FloatScheme
 from .base import QuantizedTensor
 
 E4M3_MAX = 448.0

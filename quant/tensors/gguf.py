@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import GgufScheme
 from ..ggml.blocks import dequantize_blocks
+from ..kinds.ggml.scheme import GgufScheme
 from .base import QuantizedTensor
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import IntScheme
+from ..kinds.integer.scheme import IntScheme
 from .base import QuantizedTensor
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import LookupScheme
+from ..kinds.lookup.scheme import LookupScheme
 from .base import QuantizedTensor
 
 _ROWS = 256  # rows per chunk, because 64-bit indices take twice the memory of the weights

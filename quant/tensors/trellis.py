@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import TrellisScheme
+from ..kinds.trellis.scheme import TrellisScheme
 from ..trellis.incoherence import Incoherence
 from ..trellis.tiles import TILE, from_sequences, unpack_states
 from ..trellis.viterbi import values_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.scheme import VectorwiseScheme
+from ..kinds.vectorwise.scheme import VectorwiseScheme
 from .base import QuantizedTensor
 
 

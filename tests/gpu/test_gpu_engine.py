@@ -15,8 +15,10 @@ from llmopt.engine.doctor.kernel_table import SCHEMES
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_inputs
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import GgufScheme, Scheme, TrellisScheme
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM
 

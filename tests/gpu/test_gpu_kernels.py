@@ -22,7 +22,10 @@ from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
+from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ..support.attention_world import STORED, World
 from ..support.quantized_world import quantized

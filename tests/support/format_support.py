@@ -9,24 +9,21 @@ from typing import Any
 
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.e8p_grid import round_to_e8p
 from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.integer import IntTensor

@@ -10,15 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.base.scheme import (
-    CodebookScheme,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    LookupScheme,
-    TrellisScheme,
-)
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.e8p_grid import round_to_e8p
@@ -27,6 +18,13 @@ from llmopt.quant.grids.fp4_grid import round_to_fp4
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.lookup_grid import round_to_uniform_tables
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file

@@ -19,8 +19,8 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
 )
 from llmopt.engine.kernels.linear.trial import linear_trial
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.convert.requantize import round_weight
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ..gpu_figures.sections import World
 from .expectation import Expectation, Facts, Finding

@@ -17,7 +17,8 @@ import torch
 from llmopt.bench.machine.ceilings import copy_bandwidth, matmul_flops
 from llmopt.engine.planner.device.roofline import decode_step_bytes, prefill_flops
 from llmopt.engine.planner.model.shapes import ModelShape
-from llmopt.quant.base.scheme import FloatScheme, IntScheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from .figure import OURS, PLAIN, Figure, figure
 from .ours import Ours, prompts_of

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from llmopt.engine.doctor.self_test import ONE_LAUNCH, WHOLE, Sizes
 from llmopt.engine.planner.model.catalog import find_model
-from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from safetensors.torch import load_file, save_file
 
 FORMAT = "compressed-tensors"

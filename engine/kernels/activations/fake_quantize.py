@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import Activations, Fp4Scheme, Scheme, VectorwiseScheme
+from ....quant.base.scheme import Activations, Scheme
 from ....quant.grids.fp4_grid import block_scales, e2m1_codes
+from ....quant.kinds.fp4.scheme import Fp4Scheme
+from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ....quant.tensors.fp4 import e2m1_table, fp4_factors
 from ....quant.tensors.fp8 import E4M3_MAX
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ....quant.base.scheme import E8pScheme, Scheme, TrellisScheme
+from ....quant.base.scheme import Scheme
+from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.native.build import Native
 from .e8p_linear import native_e8p
 from .native_hadamard import FLOAT_BITS

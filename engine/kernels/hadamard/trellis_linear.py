@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import TRELLIS_CODEBOOKS
+from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
 from ....quant.native.build import Native, native
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.trellis import TrellisTensor

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....quant.base.scheme import E8pScheme, Scheme, TrellisScheme
+from ....quant.base.scheme import Scheme
+from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.tensors.base import QuantizedTensor
 from ..common.runtime import refuses_rows
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....quant.base.scheme import FloatScheme, Scheme
+from ....quant.base.scheme import Scheme
+from ....quant.kinds.fp8.scheme import FloatScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows

@@ -11,20 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import (
-    PER_CHANNEL,
-    CodebookScheme,
-    E8pScheme,
-    GgufScheme,
-    LookupScheme,
-    Scheme,
-    TrellisScheme,
-)
+from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.ggml.codes import block_codes
 from ....quant.ggml.k_blocks import affine_scales, signed_scales
 from ....quant.ggml.k_small_blocks import q3_scales
 from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.ggml.table_blocks import table as iq4_table
+from ....quant.kinds.codebook.scheme import CodebookScheme
+from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.lookup.scheme import LookupScheme
+from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
 from ....quant.tensors.fp4 import Fp4Tensor, e2m1_table

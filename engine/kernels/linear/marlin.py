@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....quant.base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.kinds.integer.scheme import IntScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.integer import IntTensor
 from ..common.backends import hub_kernel, refuses_device

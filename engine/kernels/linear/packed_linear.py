@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ....quant.base.scheme import Activations, IntScheme, Scheme, VectorwiseScheme
+from ....quant.base.scheme import Activations, Scheme
+from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.gguf import GgufTensor

@@ -14,19 +14,16 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.errors import BadInput
-from ....quant.base.scheme import (
-    PER_CHANNEL,
-    E8pScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.formats.base import pack_words, unpack_words
 from ....quant.ggml.lattice_tables import LATTICES
+from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.fp4.scheme import Fp4Scheme
+from ....quant.kinds.fp8.scheme import FloatScheme
+from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.lookup.scheme import LookupScheme
+from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
 from ....quant.tensors.fp4 import Fp4Tensor

@@ -17,17 +17,14 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import (
-    PER_CHANNEL,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.kinds.codebook.scheme import CodebookScheme
+from ....quant.kinds.fp4.scheme import Fp4Scheme
+from ....quant.kinds.fp8.scheme import FloatScheme
+from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.lookup.scheme import LookupScheme
+from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp8 import BLOCK
 from ....quant.tensors.lookup import LookupTensor

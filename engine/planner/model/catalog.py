@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ....quant.base.scheme import GGUF_BLOCKS
+from ....quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ....quant.model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
 from ....recipes import MODELS as BUNDLED
 from ..probe.answers import probed

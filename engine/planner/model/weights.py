@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ....quant.base.scheme import GgufScheme
+from ....quant.kinds.ggml.scheme import GgufScheme
 from .shapes import ModelShape, Role, Tensor
 
 UNQUANTIZED_BYTES = 2

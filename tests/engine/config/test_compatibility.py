@@ -23,7 +23,7 @@ from llmopt.engine.config.compatibility import (
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS
 
 from ...support.heads_world import write_eagle, write_medusa

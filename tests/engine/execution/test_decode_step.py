@@ -12,7 +12,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.kernels.graphs.cpu_graph import GraphMemoryPool
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.lora_world import write_adapter
 from ...support.native_paths import needs_compiler

@@ -21,14 +21,12 @@ from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 from llmopt.engine.server.loop.loop import EngineLoop
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    IntScheme,
-    LookupScheme,
-    TrellisScheme,
-)
+from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
 from ...support.heads_world import write_eagle, write_eagle3, write_medusa
 from ...support.lora_world import write_adapter

@@ -20,14 +20,11 @@ from llmopt.engine.kernels.elementwise.native_layer import (
 from llmopt.engine.kernels.linear.grid import grid_of
 from llmopt.engine.kernels.linear.lattice_grid import lattice_grid
 from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    Scheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.native import arm, processor
 from llmopt.quant.native.processor import VARIABLE, choose_path, processor_flags
 

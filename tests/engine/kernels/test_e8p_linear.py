@@ -13,9 +13,9 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import E8pScheme
 from llmopt.quant.e8p.codebook import points, residual_points
 from llmopt.quant.e8p.search import RESIDUAL_STEPS
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.e8p import E8pTensor
 from llmopt.quant.trellis.hadamard import whole_width

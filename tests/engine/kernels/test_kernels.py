@@ -14,8 +14,8 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
 )
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 
 def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0):

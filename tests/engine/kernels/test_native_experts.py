@@ -14,15 +14,12 @@ from llmopt.engine.kernels.moe.native_experts import NativeExperts, native_exper
 from llmopt.engine.kernels.moe.routing import RoutingRule, route_torch
 from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import (
-    Activations,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.gguf import GgufTensor
 

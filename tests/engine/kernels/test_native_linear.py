@@ -28,20 +28,17 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.ggml.codes import LAYOUTS, block_codes_torch
 from llmopt.quant.ggml.lattice_tables import LATTICES
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.native.build import Native
 from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.base import QuantizedTensor

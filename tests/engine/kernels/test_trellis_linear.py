@@ -18,7 +18,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import TRELLIS_CODEBOOKS, TrellisScheme
+from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.tensors.trellis import TrellisTensor
 from llmopt.quant.trellis.codebook import codebook

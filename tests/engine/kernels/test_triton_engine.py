@@ -11,7 +11,9 @@ from llmopt.engine.execution import graph_setting, step_graphs
 from llmopt.engine.kernels.activations.quantized_activations import QuantizedActivations
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
+from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.model_families import save_model
 from ...support.quantized_world import random_model, write_checkpoint

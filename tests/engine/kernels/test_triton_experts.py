@@ -13,14 +13,11 @@ from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.quantized_world import quantized

@@ -13,8 +13,8 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import QuantizeRequest

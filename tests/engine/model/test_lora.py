@@ -19,7 +19,7 @@ from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.engine.model.layers.adapter_slots import SlotMask, SlottedWeights
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM

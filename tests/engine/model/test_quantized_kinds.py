@@ -21,16 +21,14 @@ from llmopt.engine.kernels.activations.fake_quantize import (
     fake_quantize_inputs,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    LookupScheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.grids.fp4_grid import global_scale_of
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

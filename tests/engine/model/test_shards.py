@@ -19,16 +19,14 @@ from llmopt.engine.model.parallel.shard import Shard
 from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.engine.tensor_parallel.channel import Channel
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.gguf import GgufTensor
 

@@ -13,7 +13,7 @@ from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS,
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.llm import LLM
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...support.heads_world import write_eagle, write_medusa

@@ -11,8 +11,8 @@ import pytest
 import torch
 from llmopt.quant.adapters.merge import WeightedAdapter, merge
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.convert.read import read_quantized
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file

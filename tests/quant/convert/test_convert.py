@@ -10,19 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.read import read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.manifest.conversion import Conversion
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.model.checkpoint import Checkpoint, read_json

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import Activations, Fp4Scheme, GgufScheme
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.convert.fp4_forms import MXFP4, NVFP4, fp4_forms
 from llmopt.quant.convert.requantize import requantize
 from llmopt.quant.formats.gguf_fp4 import fp4_to_gguf, gguf_to_fp4
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.tensors.fp4 import Fp4Tensor
 
 from ...support.format_support import make

@@ -11,15 +11,13 @@ import pytest
 import torch
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import verify
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME
 from llmopt.quant.open import open_checkpoint
 from safetensors.torch import load_file, save_file

@@ -13,15 +13,7 @@ from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
@@ -29,6 +21,11 @@ from llmopt.quant.grids.float_grid import round_to_fp8
 from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from safetensors.torch import load_file, save_file

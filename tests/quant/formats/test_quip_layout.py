@@ -8,10 +8,10 @@ from fractions import Fraction
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import E8pScheme
 from llmopt.quant.e8p.codebook import points, residual_points
 from llmopt.quant.formats.registry import FORMATS, config_files, format_of
 from llmopt.quant.grids.e8p_grid import round_to_e8p
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
 
 from ...support.format_support import MODULE, Tensors, random_weight, stored
 

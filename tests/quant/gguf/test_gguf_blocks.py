@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import GGUF_BLOCKS, GgufScheme, IntScheme
 from llmopt.quant.formats.gguf_integer import block_type_of, gguf_to_int, int_to_gguf
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.ggml.k_blocks import pack_affine
 from llmopt.quant.grids.block_grid import round_to_blocks
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.rounding import round_plain, round_weight
 from llmopt.quant.tensors.gguf import GgufTensor
 

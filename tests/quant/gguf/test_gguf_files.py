@@ -15,7 +15,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import GgufScheme, IntScheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.formats.gguf import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
@@ -26,6 +25,8 @@ from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, w
 from llmopt.quant.gguf.families import FAMILIES
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
 from llmopt.quant.open import open_checkpoint

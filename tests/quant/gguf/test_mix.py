@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import GgufScheme
 from llmopt.quant.gguf.mix import (
     GGUF_TYPES,
     embedding_type,
@@ -17,6 +16,7 @@ from llmopt.quant.gguf.mix import (
     output_type,
 )
 from llmopt.quant.gguf.mix_rules import ModelShape, shape_of
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
 
 LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import Activations, Fp4Scheme
+from llmopt.quant.base.scheme import Activations
 from llmopt.quant.grids.fp4_grid import (
     Fp4Grid,
     block_scales,
@@ -16,6 +16,7 @@ from llmopt.quant.grids.fp4_grid import (
     global_scale_of,
     round_to_fp4,
 )
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.rounding import round_weight
 from llmopt.quant.tensors.fp4 import Fp4Tensor, e2m1_table, fp4_factors

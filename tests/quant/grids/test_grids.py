@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import (
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    GgufScheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.feedback.column_loop import solve
 from llmopt.quant.feedback.error_feedback import feedback
 from llmopt.quant.grids.base import Grid, Parameters, group_of
 from llmopt.quant.grids.grids import grid_of
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.tensors.integer import IntTensor
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import TrellisScheme
 from llmopt.quant.grids.trellis_grid import round_to_trellis
 from llmopt.quant.grids.trellis_noise import noisy
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
 from ...support.layer_problems import heavy_weight
 

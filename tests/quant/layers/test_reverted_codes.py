@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import E8pScheme, TrellisScheme
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.layers.quantized_layer import reverted
 from llmopt.quant.methods.rounding import round_plain
 from llmopt.quant.methods.transformed import QUIP, TRELLIS, TransformedCodes

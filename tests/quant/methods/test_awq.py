@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import awq
 from llmopt.quant.methods.awq import Awq
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import FloatScheme, IntScheme, Scheme
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.grids.int_grid import group_ranges, round_to_nearest, search_ranges
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.base import (
     InputStatistics,

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import (
-    Activations,
-    CodebookScheme,
-    FloatScheme,
-    Fp4Scheme,
-    IntScheme,
-    LookupScheme,
-    Scheme,
-    VectorwiseScheme,
-)
+from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.base import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 

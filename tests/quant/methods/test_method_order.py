@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
     LayerProblem,

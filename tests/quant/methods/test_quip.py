@@ -9,8 +9,8 @@ import pytest
 import torch
 from llmopt.engine.planner.model.weights import stored_recipe
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import E8pScheme
 from llmopt.quant.grids.e8p_grid import round_to_e8p
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.methods.base import SchemeOptions
 from llmopt.quant.methods.transformed import QUIP
 from llmopt.quant.pipeline.estimate import estimate_operations

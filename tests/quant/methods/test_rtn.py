@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 SCHEMES = st.builds(
     IntScheme, st.sampled_from([4, 8]), st.sampled_from([8, 16, 32, -1]), st.booleans()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_activations
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import Activations, IntScheme
+from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
     LayerProblem,

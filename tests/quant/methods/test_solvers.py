@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import CodebookScheme, GgufScheme, IntScheme
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import MethodOptions, SchemeOptions
 from llmopt.quant.methods.folding import scaled_problem
 from llmopt.quant.methods.gptq import Gptq

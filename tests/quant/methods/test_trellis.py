@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme, TrellisScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.trellis_grid import round_to_trellis
+from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.methods.base import InputStatistics, SchemeOptions
 from llmopt.quant.methods.transformed import TRELLIS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llmopt.engine.model.decoder.families import SUPPORTED_MODEL_TYPES
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, GgufScheme, Scheme
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.grids.grids import grid_of
+from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.tuning.grid_rounding import GridRounding
 
 from ...support.layer_problems import correlated_inputs, heavy_weight, statistics_of

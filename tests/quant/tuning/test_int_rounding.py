@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import PER_CHANNEL, IntScheme
+from llmopt.quant.base.scheme import PER_CHANNEL
 from llmopt.quant.grids.grids import grid_of
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tuning.int_rounding import IntRounding
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import E8pScheme, TrellisScheme
 from llmopt.quant.grids.e8p_grid import round_to_e8p
 from llmopt.quant.grids.trellis_grid import round_to_trellis
+from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.tensors.transformed import TransformedTensor
 from llmopt.quant.tuning.transform_scales import TunedScales
 

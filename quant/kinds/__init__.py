@@ -1,0 +1,1 @@
+"""Quantization kinds: a folder each, and the registry that lists them."""

@@ -1,0 +1,1 @@
+"""QuIP#'s points of the E8 lattice between Hadamard transforms."""

@@ -1,0 +1,64 @@
+"""The scheme of 8-bit floats (e4m3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ...base.errors import BadInput
+from ...base.scheme import Activations, Scheme
+
+BLOCK = 128
+_FLOAT_GRANULARITIES = ("tensor", "channel", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class FloatScheme(Scheme):
+    """8-bit floating-point weights (e4m3, largest value 448).
+
+    Attributes:
+        granularity: one scale for the weight, for an output channel, or for a 128 × 128 block.
+        activations: None: 16-bit activations (weight-only quantization).
+    """
+
+    kind_name: ClassVar[str] = "float"
+
+    granularity: Literal["tensor", "channel", "block"]
+    activations: Activations | None = None
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.granularity not in _FLOAT_GRANULARITIES:
+            raise BadInput(
+                f"an fp8 scale for each {self.granularity} means nothing: "
+                f"choose one of {', '.join(_FLOAT_GRANULARITIES)}"
+            )
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Shape of the scales of a weight; blocks at the edge may be smaller than 128."""
+        if self.granularity == "tensor":
+            return 1, 1
+        if self.granularity == "channel":
+            return out_features, 1
+        return -(-out_features // BLOCK), -(-in_features // BLOCK)
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of values and float32 scales over the number of weights."""
+        rows, columns = self.scale_shape(out_features, in_features)
+        return 8 + 32 * rows * columns / (out_features * in_features)
+
+    @property
+    def scale_group(self) -> int:
+        return BLOCK if self.granularity == "block" else 0
+
+    @classmethod
+    def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
+        for scheme in (cls("block", Activations("fp8", "group128")), cls("block")):
+            yield scheme.rank_near(other), scheme
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `fp8 block a-fp8-group128`."""
+        text = f"fp8 {self.granularity}"
+        return text if self.activations is None else f"{text} {self.activations.label}"

@@ -1,0 +1,1 @@
+"""ggml's block quantization types, as GGUF files hold them."""

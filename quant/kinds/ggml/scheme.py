@@ -1,0 +1,88 @@
+"""The scheme of ggml's block types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...base.errors import BadInput
+from ...base.scheme import Scheme
+
+# Weights in a block and its bytes, from ggml's block structs.
+GGUF_BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufScheme(Scheme):
+    """One of ggml's block quantization types.
+
+    Attributes:
+        type: ggml's name in capitals, such as `Q4_K`.
+    """
+
+    kind_name: ClassVar[str] = "gguf"
+    searches_ranges: ClassVar[bool] = True
+
+    type: str
+
+    def __post_init__(self) -> None:
+        if self.type not in GGUF_BLOCKS:
+            raise BadInput(
+                f"GGUF type {self.type!r} is not supported: choose one of {', '.join(GGUF_BLOCKS)}"
+            )
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Weights per block and bytes per block."""
+        return GGUF_BLOCKS[self.type]
+
+    @property
+    def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bits per code: the first digit of the name."""
+        return next(int(letter) for letter in self.type if letter.isdigit())
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of a block over its weights."""
+        weights, num_bytes = self.block
+        return num_bytes * 8 / weights
+
+    @property
+    def scale_group(self) -> int:
+        return 16 if self.type in ("Q2_K", "Q3_K", "Q6_K") else 32
+
+    def run_length(self, in_features: int) -> int:
+        return 32
+
+    @classmethod
+    def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
+        if other.kind_name == "fp4":  # of ggml's types of as many bits this errs least
+            yield 0, cls("IQ4_NL")
+        for scheme in (cls("Q4_0"), cls("Q8_0")):
+            yield scheme.rank_near(other), scheme
+
+    @property
+    def label(self) -> str:
+        """Short form: the type's name."""
+        return self.type

@@ -1,0 +1,1 @@
+"""SqueezeLLM: a lookup table per output channel, and a sparse matrix of float weights."""

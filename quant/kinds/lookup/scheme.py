@@ -1,0 +1,44 @@
+"""The scheme of lookup tables and sparse weights (SqueezeLLM)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...base.errors import BadInput
+from ...base.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LookupScheme(Scheme):
+    """Non-uniform quantization: a lookup table per output channel, and a sparse matrix of float weights.
+
+    Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
+
+    Attributes:
+        bits: width of a code; a table has `2**bits` values.
+        sparse_fraction: fraction of the weights that are kept in 16 bits in the sparse matrix.
+    """
+
+    kind_name: ClassVar[str] = "lookup"
+
+    bits: int
+    sparse_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 8):
+            raise BadInput(f"{self.bits}-bit tables are not supported: choose 2, 3, 4 or 8")
+        if not 0 <= self.sparse_fraction < 0.5:
+            raise BadInput(
+                f"a sparse fraction of {self.sparse_fraction} means nothing: give 0 to 0.5"
+            )
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes, 16-bit tables and sparse values (16-bit value, 32-bit column)."""
+        return self.bits + 16 * 2**self.bits / in_features + 48 * self.sparse_fraction
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `lookup4 s0.45%`."""
+        sparse = f" s{self.sparse_fraction:.2%}" if self.sparse_fraction else ""
+        return f"lookup{self.bits}{sparse}"

@@ -1,0 +1,1 @@
+"""QTIP's trellis codes between Hadamard transforms, in EXL3's form."""

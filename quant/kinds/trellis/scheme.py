@@ -1,0 +1,51 @@
+"""The scheme of trellis codes (QTIP, EXL3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...base.errors import BadInput
+from ...base.scheme import Scheme
+
+TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
+
+
+@dataclass(frozen=True, slots=True)
+class TrellisScheme(Scheme):
+    """Trellis codes of weights between Hadamard transforms (QTIP, in EXL3's form), with float16 scales.
+
+    Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024
+    (arXiv:2406.11235).
+
+    Attributes:
+        bits: that a weight adds to the state of its tile's trellis.
+        codebook: how the value of a state is computed: `3inst`, `mcg` or `mul1`.
+    """
+
+    kind_name: ClassVar[str] = "trellis"
+
+    bits: int
+    codebook: str = "mul1"
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise BadInput(f"{self.bits}-bit trellises are not supported: choose 1 to 8")
+        if self.codebook not in TRELLIS_CODEBOOKS:
+            raise BadInput(
+                f"there is no codebook {self.codebook!r}: choose {', '.join(TRELLIS_CODEBOOKS)}"
+            )
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of states and of the 16-bit scales of inputs and outputs."""
+        return self.bits + 16 / out_features + 16 / in_features
+
+    @classmethod
+    def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
+        yield 1, cls(other.bits)
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `trellis2 mul1`."""
+        return f"trellis{self.bits} {self.codebook}"

@@ -1,0 +1,41 @@
+"""The scheme of LLM.int8()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...base.scheme import Activations, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class VectorwiseScheme(Scheme):
+    """LLM.int8(): row-wise int8; input channels with an outlier beyond `threshold` are computed in 16 bits.
+
+    Dettmers et al., "LLM.int8()", NeurIPS 2022 (arXiv:2208.07339).
+    """
+
+    kind_name: ClassVar[str] = "vectorwise"
+
+    threshold: float = 6.0
+    bits: int = 8
+
+    @property
+    def activations(self) -> Activations:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Inputs below the threshold are quantized per token."""
+        return Activations("int8")
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes and float32 absmax of the rows over the number of weights."""
+        return 8 + 32 / in_features
+
+    @classmethod
+    def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
+        scheme = cls()
+        yield scheme.rank_near(other), scheme
+
+    @property
+    def label(self) -> str:
+        """Short form."""
+        return f"llm.int8 t{self.threshold:g}"
