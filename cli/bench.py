@@ -157,7 +157,7 @@ def _report(
     judged: Judged, options: BenchOptions, result: ResultOptions, trackers: Sequence[Tracker]
 ) -> Path:
     """Write the run, and its baseline if it was measured too; log and print the run."""
-    from ..bench.files.run_folder import stamped
+    from ..bench.record.run_folder import stamped
     from ..bench.session.run_files import write_run
     from ..bench.tracking.tracked_run import of_result
     from .output.bench_tables import show_run

@@ -30,12 +30,12 @@ def run_bench_grid(
     Raises:
         BadInput: an option or a parameter file is invalid, or the folder is of something else.
     """
-    from ..bench.files.interrupt import interrupts_held
     from ..bench.grid.page import write_grid
     from ..bench.grid.plan import plan_grid
     from ..bench.grid.run import open_grid, run_grid
     from ..bench.grid.table import parse_axes
     from ..bench.tracking.tracked_run import of_result
+    from ..quant.base.atomic_io import interrupts_held
     from .output.console import TerminalProgress, emit_json, people, result_console
     from .output.tracking import track
 

@@ -74,9 +74,9 @@ def _write_page(
     """The comparison as HTML and Markdown, where they were asked for."""
     if files.output is None and files.markdown is None:
         return
-    from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_html, to_markdown
     from ..bench.report.comparison_page import comparison_page
+    from ..quant.base.atomic_io import write_atomically
 
     if files.output is not None:
         write_atomically(files.output, to_html(comparison_page(before, after, comparison)))

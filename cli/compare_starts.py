@@ -74,7 +74,7 @@ def _plan(
     """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
     from dataclasses import replace
 
-    from ..bench.files.run_folder import stamped
+    from ..bench.record.run_folder import stamped
     from ..bench.starts.builds import parse_builds
     from ..bench.starts.plan import Budget, Plan, can_interleave
     from ..quant.base.atomic_io import check_output
@@ -123,9 +123,9 @@ def _begin(folder: Path, plan: Plan) -> None:
 
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     """The files that were asked for besides those in the folder."""
-    from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_markdown
     from ..bench.starts.files import page_of, pooled
+    from ..quant.base.atomic_io import write_atomically
     from .output.verdict_files import write_machine_readable
 
     if files.markdown is not None:

@@ -23,9 +23,9 @@ def report(
     ] = None,
 ) -> None:
     """Combine runs into one page: speed, quality and size side by side, and the Pareto front."""
-    from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_html, to_markdown
     from ..bench.record.run_data import RunData
+    from ..quant.base.atomic_io import write_atomically
     from .output.console import result_console
 
     read = [RunData.read(path) for path in runs]

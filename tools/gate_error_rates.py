@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llmopt.bench.files.run_folder import write_atomically
 from llmopt.bench.gate.gate import Limit, parse_gate, with_waiting
 from llmopt.bench.gate.job_rates import (
     SLOWDOWNS,
@@ -31,6 +30,7 @@ from llmopt.bench.gate.job_rates import (
 )
 from llmopt.bench.gate.rates import error_rates, read_starts
 from llmopt.bench.page.page import markdown_table
+from llmopt.quant.base.atomic_io import write_atomically
 
 OLD = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")
 STARTS = ("identical-starts", "identical-starts-loaded")

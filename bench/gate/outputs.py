@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ..files.run_folder import write_atomically
+from ...quant.base.atomic_io import write_atomically
 from ..record.result import to_json
 from .compare import Comparison, RunData
 from .counts import Check

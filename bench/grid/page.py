@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.run_folder import write_atomically
+from ...quant.base.atomic_io import write_atomically
 from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict
 from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
 from ..page.text import MISSING, number, percent

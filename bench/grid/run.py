@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...quant.model.checkpoint import read_json
-from ..files.run_folder import write_atomically
 from ..options.options import BenchOptions
 from ..record.result import RESULT_NAME, BenchRun, to_json
 from ..server.served import is_ready, served

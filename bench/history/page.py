@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files.run_folder import write_atomically
+from ...quant.base.atomic_io import write_atomically
 from ..page.page import Figure, Page, Section, Table, Tone, Verdict, to_html, to_markdown
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
 from ..page.text import number, percent

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...quant.base.errors import BadInput
-from ..files.run_folder import atomic_file
+from ..record.run_folder import atomic_file
 from .run import HistoryRun
 
 if TYPE_CHECKING:

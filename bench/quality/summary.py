@@ -34,6 +34,8 @@ FORMULAS = {
     "distribution than in the reference's",
     "quality interval": "95 %: block bootstrap over documents, or the windows of a joined text (segments of "
     "them where there are fewer than 20)",
+    "KL of served models": "over the tokens that both servers tell among their likeliest, and a bucket "
+    "with the rest: Σ p·(ln p − ln q) in nats, a lower bound of the KL divergence over the vocabulary",
 }
 
 

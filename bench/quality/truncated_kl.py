@@ -10,10 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-FORMULAS = {
-    "KL of served models": "over the tokens that both servers tell among their likeliest, and a bucket "
-    "with the rest: Σ p·(ln p − ln q) in nats, a lower bound of the KL divergence over the vocabulary",
-}
 # Sums of rounded probabilities leave a rest of about this size, of either sign.
 SMALLEST_REST = 1e-9
 

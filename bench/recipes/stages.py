@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
-from ..files.run_folder import write_atomically
 from .recipe import Recipe
 
 JOURNAL_NAME = "journal.json"

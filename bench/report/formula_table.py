@@ -6,7 +6,7 @@ from ..client import certify
 from ..machine import roofline
 from ..metrics import metrics, steady, turns
 from ..page.page import Table
-from ..quality import summary, truncated_kl
+from ..quality import summary
 
 
 def formula_table() -> Table:
@@ -26,7 +26,6 @@ def formulas() -> dict[str, str]:
         **steady.FORMULAS,
         **turns.FORMULAS,
         **summary.FORMULAS,
-        **truncated_kl.FORMULAS,
         **roofline.FORMULAS,
         **certify.FORMULAS,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..files.run_folder import write_atomically
+from ...quant.base.atomic_io import write_atomically
 from ..page.page import Page, to_html, to_markdown
 
 

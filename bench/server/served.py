@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
 from ...quant.base.openmp_spins import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.models import bundled_models, resolve_model
 from ...recipes import DEFAULT_MODEL
-from ..files.interrupt import interrupts_held
 from ..machine.environment import without_secrets
 from ..options.options import BenchOptions
 from .presets import HOST, Preset, preset

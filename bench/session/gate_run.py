@@ -6,12 +6,12 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
 from ..client.address import Address
 from ..client.served_model import find_served
-from ..files.run_folder import write_atomically
 from ..gate.compare import Comparison, compare
 from ..gate.outputs import write_benchmark_json, write_junit
 from ..gate.verdict_wanted import VerdictWanted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..files.interrupt import interrupts_held
-from ..files.run_folder import atomic_folder
+from ...quant.base.atomic_io import interrupts_held
 from ..metrics.step_trace import STEPS_NAME, write_steps
 from ..record.requests_table import (
     REQUESTS_CSV_NAME,
@@ -14,6 +13,7 @@ from ..record.requests_table import (
     write_requests_csv,
 )
 from ..record.result import RESULT_NAME, BenchRun, to_json
+from ..record.run_folder import atomic_folder
 from ..report.report import write_report
 
 ENVIRONMENT_NAME = "environment.json"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.execution.step_trace import StepRecorder
+from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model, short_name
-from ..files.interrupt import interrupts_held
 from ..load.adapters import adapter_of
 from ..load.image_preparation import images_part
 from ..load.injected_delay import injected_delay

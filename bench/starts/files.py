@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..files.run_folder import write_atomically
+from ...quant.base.atomic_io import write_atomically
 from ..gate.gate import MEASURED
 from ..gate.start_values import value_of_start
 from ..page.page import Page, Section, Table, to_html, to_markdown

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
-from ..files.run_folder import write_atomically
 from ..gate.compare import QualityGate, parse_share
 from ..gate.gate import Limit, parse_gate, speed_limits
 from ..gate.scored import Scored

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files.interrupt import interrupts_held
+from ...quant.base.atomic_io import interrupts_held
 from ..record.result import RESULT_NAME
 from ..server.served import stop
 from ..session.pass_turns import TurnPipe, give_turns

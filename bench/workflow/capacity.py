@@ -13,10 +13,10 @@ from ...engine.planner.model.kv_dtypes import OF_ENGINE
 from ...engine.planner.plan.plan_json import plan_as_dict
 from ...engine.planner.plan.plan_request import PlanRequest, plan_for
 from ...engine.planner.plan.replay import WrittenPlan, read_plan
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import read_json
 from ...quant.models import resolve_model
-from ..files.run_folder import write_atomically
 from ..options.options import BenchOptions
 from ..options.sweep_loads import parse_loads
 from ..recipes.capacity_run import CapacityRun

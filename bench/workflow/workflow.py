@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import verify
@@ -17,7 +18,6 @@ from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.plan import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
-from ..files.run_folder import write_atomically
 from ..gate.compare import Comparison, RunData, compare
 from ..recipes.recipe import BASE_NAME, Recipe, Variant
 from ..recipes.recipe_run import RecipeRun, VariantRun

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
-from ..files.run_folder import write_atomically
 from .workload import ConversationTurn, Message, Tokenizer, Workload, WorkloadItem
 
 # Format 2 has conversations; a workload of single requests is written as format 1.

@@ -10,7 +10,8 @@ from ...quant.base.errors import BadInput
 from .random_workload import allowed_tokens
 from .workload import Tokenizer, Workload, fit_lengths, numbered
 
-PREFIX_LEN, SUFFIX_LEN, OUTPUT_LEN, NUM_PREFIXES = 256, 256, 128, 10
+PREFIX_DEFAULTS = {"prefix": 256, "suffix": 256, "output": 128}
+NUM_PREFIXES = 10
 
 
 def prefix_repetition_workload(
@@ -41,7 +42,7 @@ def prefix_repetition_workload(
         )
     lengths, notes = fit_lengths(
         {"prefix": prefix_len, "suffix": suffix_len, "output": output_len},
-        {"prefix": PREFIX_LEN, "suffix": SUFFIX_LEN, "output": OUTPUT_LEN},
+        PREFIX_DEFAULTS,
         max_model_len,
         "--prefix-repetition-",
     )

@@ -8,7 +8,8 @@ from ...recipes import DATA
 from .workload import Tokenizer, Workload, fit_lengths, numbered
 
 VERSE = DATA / "sonnets.txt"
-INPUT_LEN, OUTPUT_LEN, PREFIX_LEN = 550, 150, 200
+# The prefix is part of the input of 550 tokens: `input` is what follows it.
+SONNET_DEFAULTS = {"prefix": 200, "input": 350, "output": 150}
 
 
 def sonnet_workload(
@@ -30,14 +31,13 @@ def sonnet_workload(
     Raises:
         BadInput: explicit lengths that exceed the model's context.
     """
-    # The prefix is part of the input: the part after it is fitted to the context.
     behind = None
     if input_len is not None:
-        prefix_len = min(PREFIX_LEN, input_len // 2) if prefix_len is None else prefix_len
+        prefix_len = min(SONNET_DEFAULTS["prefix"], input_len // 2) if prefix_len is None else prefix_len
         behind = input_len - prefix_len
     lengths, notes = fit_lengths(
         {"prefix": prefix_len, "input": behind, "output": output_len},
-        {"prefix": PREFIX_LEN, "input": INPUT_LEN - PREFIX_LEN, "output": OUTPUT_LEN},
+        SONNET_DEFAULTS,
         max_model_len,
         "--sonnet-",
     )

@@ -43,7 +43,7 @@ class FolderOptions:
 
     def folder(self, name: str) -> Path:
         """The folder of the run of that name."""
-        from ...bench.files.run_folder import stamped
+        from ...bench.record.run_folder import stamped
 
         return self.output or stamped(self.result_dir, name)
 

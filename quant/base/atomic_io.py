@@ -1,4 +1,4 @@
-"""Atomic file writes: temporary file, fsync, rename. Safetensors streaming on top of it."""
+"""Atomic file writes (temporary file, fsync, rename), safetensors streaming on top of them, deferred Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from .errors import BadInput
@@ -48,10 +51,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise no_space_or(error, path) from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` atomically; see `atomic_file`."""
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write bytes, or text as UTF-8, atomically; see `atomic_file`."""
     with atomic_file(path) as file:
-        file.write(data)
+        file.write(data if isinstance(data, bytes) else data.encode("utf-8"))
 
 
 def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry]) -> str:
@@ -232,3 +235,27 @@ def no_space_or(error: OSError, path: Path) -> Exception:
             f"no space left while writing {path}: free some and run the same command again"
         )
     return error
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ignore the first Ctrl-C while a result is assembled; a second one interrupts as usual.
+
+    Only the main thread receives signals, so in other threads this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

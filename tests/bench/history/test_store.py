@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.files import run_folder
 from llmopt.bench.history import store
 from llmopt.bench.history.run import HistoryRun
+from llmopt.bench.record import run_folder
 from llmopt.quant.base.errors import BadInput
 
 from tests.support.history_runs import IDENTITY, result_of

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.files.run_folder import atomic_folder, stamped, write_atomically
 from llmopt.bench.gate.compare import Outcome, RunData, compare, parse_share
 from llmopt.bench.gate.quality_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
@@ -19,12 +18,14 @@ from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_ma
 from llmopt.bench.page.plot_style import canvas, to_svg
 from llmopt.bench.record.requests_table import requests_table, write_requests
 from llmopt.bench.record.result import SCHEMA_VERSION, plain, to_json
+from llmopt.bench.record.run_folder import atomic_folder, stamped
 from llmopt.bench.record.vllm_record import vllm_part
 from llmopt.bench.report.comparison_page import comparison_page
 from llmopt.bench.report.console_table import console_table
 from llmopt.bench.report.formula_table import formulas
 from llmopt.bench.report.plan_residuals import plan_section
 from llmopt.bench.report.report import write_report
+from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
 
 VLLM_KEYS = [

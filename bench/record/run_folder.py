@@ -63,12 +63,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under a temporary name beside it, then rename it."""
-    with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
 def flush(path: Path) -> None:
     """fsync a file or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)

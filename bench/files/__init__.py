@@ -1,1 +1,0 @@
-"""Run folders: atomic writes, also under Ctrl-C."""
