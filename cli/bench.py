@@ -24,8 +24,8 @@ from .options.workload import ArrivalOptions, DataOptions
 if TYPE_CHECKING:
     from ..bench.gate.verdict_wanted import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.session.gate_run import Judged
-    from ..bench.tracking.tracked_run import Tracker
+    from ..bench.record.tracking import Tracker
+    from ..bench.session.run_sessions import Judged
 
 
 @with_groups
@@ -103,8 +103,8 @@ def _run(
     trackers: Sequence[Tracker],
 ) -> None:
     """Measure once, report, and judge if that is wanted. Nothing before imports torch."""
-    from ..bench.server.served import served
-    from ..bench.session.gate_run import run_judged
+    from ..bench.load.started_server import served
+    from ..bench.session.run_sessions import run_judged
     from .output.console import TerminalProgress
 
     progress = TerminalProgress()
@@ -136,8 +136,8 @@ def _judge(
     trackers: Sequence[Tracker],
 ) -> None:
     """The verdict, its files and its exit code; the run is logged with them."""
-    from ..bench.session.gate_run import write_verdict
-    from ..bench.tracking.tracked_run import of_result
+    from ..bench.record.tracking import of_result
+    from ..bench.session.run_sessions import write_verdict
     from .output.comparison import print_comparison
     from .output.console import result_console
     from .output.tracking import track
@@ -158,8 +158,8 @@ def _report(
 ) -> Path:
     """Write the run, and its baseline if it was measured too; log and print the run."""
     from ..bench.record.run_folder import stamped
-    from ..bench.session.run_files import write_run
-    from ..bench.tracking.tracked_run import of_result
+    from ..bench.record.tracking import of_result
+    from ..bench.session.run_sessions import write_run
     from .output.bench_tables import show_run
     from .output.console import emit_json, people, result_console
     from .output.tracking import track
@@ -190,7 +190,7 @@ def _report(
 
 def _print_client_errors(target: TargetOptions, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
-    from ..bench.client.certify import check_client
+    from ..bench.load.certify import check_client
     from ..bench.report.client_report import check_table
     from .output.console import TerminalProgress, emit_json, result_console
 

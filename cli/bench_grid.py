@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bench.grid.plan import Plan
-    from ..bench.tracking.tracked_run import Tracker
+    from ..bench.record.tracking import Tracker
     from .options.result import ResultOptions
     from .options.sweep import GridOptions
 
@@ -34,7 +34,7 @@ def run_bench_grid(
     from ..bench.grid.plan import plan_grid
     from ..bench.grid.run import open_grid, run_grid
     from ..bench.grid.table import parse_axes
-    from ..bench.tracking.tracked_run import of_result
+    from ..bench.record.tracking import of_result
     from ..quant.base.atomic_io import interrupts_held
     from .output.console import TerminalProgress, emit_json, people, result_console
     from .output.tracking import track
@@ -80,7 +80,7 @@ def commands(plan: Plan) -> list[str]:
     """The command lines of a grid: each server's, and below it its benchmarks'."""
     from ..bench.grid.params import bench_words
     from ..bench.grid.plan import changed_fields
-    from ..bench.server.served import dry_command
+    from ..bench.load.started_server import dry_command
 
     lines = []
     for row in plan.rows():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..bench.gate.verdict_wanted import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.tracking.tracked_run import Tracker
+    from ..bench.record.tracking import Tracker
     from .options.result import ResultOptions
     from .options.sweep import SweepOptions
 
@@ -29,8 +29,8 @@ def run_sweep(
     Raises:
         BadInput: more than one of them, or combined with a comparison.
     """
+    from ..bench.record.tracking import of_sweep
     from ..bench.report.sweep_page import write_sweep
-    from ..bench.tracking.tracked_run import of_sweep
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
     from .output.tracking import track
@@ -54,10 +54,9 @@ def run_sweep(
 
 
 def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
+    from ..bench.load.started_server import served
     from ..bench.options.sweep_loads import parse_loads
-    from ..bench.server.served import served
-    from ..bench.session.slo import search_slo
-    from ..bench.session.sweep import SweepTarget, sweep_loads
+    from ..bench.session.sweep import SweepTarget, search_slo, sweep_loads
     from .output.console import TerminalProgress
 
     kind = sweep.kind()

@@ -128,7 +128,7 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
     if stages.recipe.capacity is not None:
         return _capacity(stages, progress)
     from ..bench.report.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
-    from ..bench.workflow.workflow import run_recipe
+    from ..bench.session.workflow import run_recipe
 
     run = run_recipe(stages, progress)
     # The report has all columns; 80 columns fit only these.
@@ -144,7 +144,7 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
 
 def _capacity(stages: Stages, progress: Progress) -> _Done:
     from ..bench.report.capacity_page import capacity_table, capacity_verdict, write_capacity_report
-    from ..bench.workflow.capacity import run_capacity
+    from ..bench.session.workflow import run_capacity
 
     run = run_capacity(stages, progress)
     write_capacity_report(run)

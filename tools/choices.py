@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.bench.quality.passage import ProtocolOptions, read_passage
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmopt.bench.quality.passage import Passage
-from llmopt.bench.quality.protocols import read_passage
+from llmopt.bench.quality.passage import Passage, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.config.config import EngineConfig

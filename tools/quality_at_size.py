@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 from llmopt.bench.machine.environment import peak_memory_bytes, restart_peak_memory
-from llmopt.bench.quality.passage import Passage
-from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import summarize
 from llmopt.cli.output.console import TerminalProgress

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.quality.protocols import EVALUATION_TEXT, read_passage
+from llmopt.bench.quality.passage import EVALUATION_TEXT, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import FORMULAS, summarize
 from llmopt.engine.config.config import EngineConfig

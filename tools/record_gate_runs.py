@@ -84,9 +84,9 @@ class Start:
     """A start in this process: the loaded session and its passes with their clocks."""
 
     def __init__(self, side: str, given: argparse.Namespace) -> None:
-        from llmopt.bench.load.injected_delay import InjectedDelay, spin
+        from llmopt.bench.load.inprocess import InjectedDelay, spin
         from llmopt.bench.options.options import BenchOptions
-        from llmopt.bench.session.session import BenchSession
+        from llmopt.bench.session.engine_session import EngineSession
         from llmopt.quant.base.progress import Silent
 
         options = BenchOptions(
@@ -96,7 +96,7 @@ class Start:
             num_threads=1,
             quality=False,
         )
-        self._session = BenchSession(options, Silent())
+        self._session = EngineSession(options, Silent())
         kind, factor = read_side(side)
         if factor != 1.0:
             wait = time.sleep if kind == "sleep" else spin

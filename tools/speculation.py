@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmopt.bench.quality.protocols import EVALUATION_TEXT
+from llmopt.bench.quality.passage import EVALUATION_TEXT
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...quant.base.errors import BadInput
-from ..quality.block_bootstrap import CONFIDENCE, Interval, quantile
-from ..quality.summary import blocks_of
+from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
 from ..record.run_data import RunData
 from .counts import Check, relative_change, shown
 from .gate import Limit, Outcome

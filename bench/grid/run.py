@@ -13,11 +13,10 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...quant.model.checkpoint import read_json
+from ..load.started_server import is_ready, served
 from ..options.options import BenchOptions
 from ..record.result import RESULT_NAME, BenchRun, to_json
-from ..server.served import is_ready, served
-from ..session.run_files import write_run
-from ..session.run_sessions import run_bench
+from ..session.run_sessions import run_bench, write_run
 from .plan import Cell, Plan, spec_differences
 
 GRID_NAME = "grid.json"

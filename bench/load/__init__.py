@@ -1,1 +1,1 @@
-"""In-process load driver, and the breakdown of engine steps into phases."""
+"""Load generation: in process, and over HTTP by worker processes; servers under load and their metrics."""

@@ -1,22 +1,28 @@
-"""In-process target: drives the engine directly, without transport, in one loop and on one clock."""
+"""In-process target: drives the engine directly, without transport, in one loop and on one clock.
+
+Images are decoded and processed when their request is sent, and timed. A hook can stretch a phase of the
+engine's steps, to test that a comparison detects a slowdown.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from statistics import mean
+from typing import TYPE_CHECKING, Any, Literal
 
+from ...engine.base.image_input import NO_IMAGES, Images
 from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput
-from ..metrics.trace import StepRecord
+from ..metrics.trace import RequestTrace, StepRecord
 from ..workloads.workload import WorkloadItem
-from .image_preparation import ImagePreparation
-from .target import Chunk
+from .load import Chunk
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.execution.prompt_pass import PromptPass
+    from ...engine.multimodal.encoder_cache import EncoderCache
     from ...engine.scheduling.outputs import RequestOutput
 
 # Polling interval of the idle wait: negligible cost, and an interrupt takes effect at once.
@@ -169,3 +175,111 @@ class InProcessTarget:
         tokens = output.new_token_ids
         at_end = output.finish_reason == "stop" and tokens[-1:]
         return tokens[:-1] if at_end and tokens[-1] in self._engine.eos_token_ids else tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What `Engine.add_request` takes."""
+
+    token_ids: Sequence[int]
+    images: Images = NO_IMAGES
+
+
+@dataclass(slots=True)
+class ImagePreparation:
+    """Counts and seconds of the images that were prepared since the last `reset`."""
+
+    num_requests: int = 0
+    num_images: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def reset(self) -> None:
+        self.num_requests = self.num_images = self.num_tokens = 0
+        self.seconds = 0.0
+
+    def prepared(self, item: WorkloadItem, engine: Engine) -> PreparedPrompt:
+        """The prompt of a request; one with images has them behind its text.
+
+        Raises:
+            BadInput: the model takes no images, or one is broken.
+        """
+        if not item.images:
+            return PreparedPrompt(item.prompt_token_ids)
+        from ...engine.multimodal.media import MediaLimits, load_images
+
+        began, support = time.perf_counter(), engine.images
+        if support.processor is None:
+            support.refuse()
+        images = load_images(item.images, MediaLimits())
+        placeholder = engine.tokenizer.convert_tokens_to_ids(support.processor.image_token)
+        text = item.prompt_token_ids
+        prepared = support.prepare([*text, *[placeholder] * len(images)], images)
+        self.num_requests += 1
+        self.num_images += len(images)
+        self.num_tokens += len(prepared.token_ids) - len(text)
+        self.seconds += time.perf_counter() - began
+        return PreparedPrompt(prepared.token_ids, prepared.images)
+
+
+def images_part(
+    preparation: ImagePreparation,
+    encoders: EncoderCache | None,
+    traces: Sequence[RequestTrace],
+) -> dict[str, Any] | None:
+    """The images of a pass, and the parts of the mean TTFT in milliseconds; None without images.
+
+    `prepare` is decoding and the image processor, `encode` the vision tower (a step's encoding is shared
+    among its images), `prefill` the rest, queueing included.
+    """
+    count = preparation.num_requests
+    if encoders is None or not count:
+        return None
+    stats = encoders.stats
+    ttfts = [trace.ttft for trace in traces if trace.success]
+    prepare, encode = (
+        1e3 * seconds / count for seconds in (preparation.seconds, stats.encode_seconds)
+    )
+    return {
+        "num_requests": count,
+        "num_images": preparation.num_images,
+        "image_tokens": preparation.num_tokens,
+        "encoder_cache_hits": stats.num_hits,
+        "encode_seconds": stats.encode_seconds,
+        "mean_ttft_parts_ms": {
+            "prepare": prepare,
+            "encode": encode,
+            "prefill": 1e3 * mean(ttfts) - prepare - encode if ttfts else None,
+        },
+    }
+
+
+def spin(seconds: float) -> None:
+    """Busy-wait: costs CPU time, and leaves the core awake for the following phase."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedDelay:
+    """Engine phase hook: stretches one phase, or whole steps, by `factor`.
+
+    Attributes:
+        wait: passes the added seconds: `spin`, or `time.sleep` for a delay that CPU time does not see.
+    """
+
+    phase: Literal["sample", "step"]
+    factor: float
+    wait: Callable[[float], None] = spin
+
+    def __call__(self, phase: str, seconds: float) -> None:
+        if phase == self.phase:
+            self.wait(seconds * (self.factor - 1))
+
+
+def injected_delay(factor: float, where: Literal["step", "sampler"]) -> InjectedDelay | None:
+    """The hook for the options `slowdown` and `slowdown_where`; None for a factor of 1."""
+    if factor == 1.0:
+        return None
+    return InjectedDelay("sample" if where == "sampler" else "step", factor)

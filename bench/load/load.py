@@ -1,20 +1,75 @@
-"""Load generation: sends a workload to a target in a closed or open loop."""
+"""Load generation: sends a workload to a target in a closed or open loop.
+
+A conversation is a dialogue: its next turn is due its think time after the answer before, with a prompt
+that holds the answers so far.
+"""
 
 from __future__ import annotations
 
 import gc
+import heapq
 import math
+import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Protocol
+
+import numpy as np
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
-from ..metrics.trace import LoadPass, RequestTrace
-from ..workloads.workload import Workload
-from .dialogue import Dialogue, Dialogues
-from .pass_progress import PassProgress
-from .target import Chunk, Target
+from ..metrics.metrics import samples
+from ..metrics.trace import LoadPass, RequestTrace, StepRecord
+from ..workloads.workload import Opening, Workload, WorkloadItem, openings
+
+# A clock's reading less the origin may fall short of the due time that was waited for.
+ROUNDING_SECONDS = 1e-9
+ROUND_ROBIN, RANDOM = "round-robin", "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One streamed chunk of a request: tokens, its end, or an error.
+
+    Attributes:
+        time: `time.perf_counter()` at the delivery.
+        num_tokens: tokens in the chunk; 0 for one that carries only the end or an error.
+        error: why the request failed; empty otherwise.
+        token_ids: the tokens without an end token, where the target knows them.
+    """
+
+    request_id: str
+    time: float
+    num_tokens: int
+    text: str = ""
+    finished: bool = False
+    error: str = ""
+    cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+class Target(Protocol):
+    """A server or an in-process engine: takes requests, returns timed chunks."""
+
+    name: str
+
+    def send(self, item: WorkloadItem) -> None:
+        """Submit a request without blocking; a rejection is returned as a chunk with an error."""
+        ...
+
+    def receive(self, until: float | None) -> list[Chunk]:
+        """Wait for chunks, at most until the clock reads `until` (None: without a limit)."""
+        ...
+
+    def cancel(self) -> None:
+        """Abort all requests in flight."""
+        ...
+
+    def take_steps(self, origin: float) -> list[StepRecord]:
+        """Engine steps since the last call, timed from `origin`; empty where the target has no step trace."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +175,201 @@ def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
         trace.error = chunk.error or ("" if trace.chunk_times else "the response has no token")
         trace.success = not trace.error
     return chunk.finished
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """One conversation and its present turn: waiting or in flight, with its prompt and due time."""
+
+    item: WorkloadItem
+    cycle: int
+    due: float
+    turn: int
+    prompt: tuple[int, ...]
+
+    @property
+    def request_id(self) -> str:
+        """Unique in a pass: the item's id, with its cycle and turn where they are not the first."""
+        return request_id(self.item.request_id, self.cycle, self.turn)
+
+    @property
+    def output_len(self) -> int:
+        return self.item.output_lens[self.turn]
+
+    def request(self) -> WorkloadItem:
+        """The present turn as a request of its own."""
+        return WorkloadItem(
+            self.request_id, self.prompt, self.output_len, self.due, images=self.item.images
+        )
+
+    def trace(self, sent: float) -> RequestTrace:
+        """An empty trace of the present turn, sent at `sent`."""
+        return RequestTrace(
+            self.request_id,
+            len(self.prompt),
+            self.output_len,
+            scheduled=self.due,
+            sent=sent,
+            conversation=self.item.request_id,
+            turn=self.turn,
+            cycle=self.cycle,
+            prompt_token_ids=self.prompt if self.item.turns else (),
+        )
+
+    def answered(self, trace: RequestTrace) -> bool:
+        """Go on to the next turn; False where there is none, or this one failed."""
+        if not trace.success or self.turn == len(self.item.turns):
+            return False
+        turn = self.item.turns[self.turn]
+        self.prompt = turn.prompt(self.prompt, trace.token_ids)
+        self.due = trace.ended + turn.think_seconds
+        self.turn += 1
+        return True
+
+
+class Dialogues:
+    """The conversations of a pass, in the order in which their turns are due.
+
+    A later turn goes before a conversation that has not begun, and needs no place of the limit: it has one.
+    """
+
+    def __init__(
+        self, workload: Workload, max_concurrency: int | None, window: float | None
+    ) -> None:
+        self._openings: Iterator[Opening] = openings(workload, endless=window is not None)
+        self._next = next(self._openings, None)
+        self._limit = max_concurrency
+        self._window = window
+        self._num_open = self._num_failed = self._num_answered = 0
+        self._num_items = len(workload.items)
+        self._thinking: list[tuple[float, int, Dialogue]] = []
+        self._count = 0
+
+    def take_due(self, now: float) -> Dialogue | None:
+        """The next turn that may be sent at `now` (seconds of the pass), or None."""
+        now += ROUNDING_SECONDS
+        if self._window is not None and now >= self._window:
+            self._close()
+            return None
+        if self._thinking and self._thinking[0][0] <= now:
+            return heapq.heappop(self._thinking)[2]
+        if self._next is None or not self._has_place or self._next.due > now:
+            return None
+        cycle, item, due = self._next
+        self._next = next(self._openings, None)
+        self._num_open += 1
+        return Dialogue(item, cycle, due, 0, item.prompt_token_ids)
+
+    def next_due(self) -> float | None:
+        """When the next turn is due, as far as is known without further answers; None if nothing waits."""
+        times = [self._thinking[0][0]] if self._thinking else []
+        if self._next is not None and self._has_place:
+            times.append(self._next.due)
+        if not times:
+            return None
+        return min(times) if self._window is None else min(self._window, *times)
+
+    def answered(self, dialogue: Dialogue, trace: RequestTrace) -> None:
+        """The present turn of `dialogue` has ended: its next one waits, or its place is free.
+
+        A workload of which every item failed at first is not repeated: the target is not there.
+        """
+        self._num_answered += trace.success
+        self._num_failed += not trace.success
+        if self._num_failed >= self._num_items and not self._num_answered:
+            self._close()
+        if dialogue.answered(trace):
+            self._count += 1
+            heapq.heappush(self._thinking, (dialogue.due, self._count, dialogue))
+        else:
+            self._num_open -= 1
+
+    @property
+    def _has_place(self) -> bool:
+        return self._limit is None or self._num_open < self._limit
+
+    def _close(self) -> None:
+        """The window is over: nothing else is sent."""
+        self._thinking.clear()
+        self._next = None
+
+
+def request_id(item_id: str, cycle: int, turn: int) -> str:
+    """`bench-7`, `bench-7/2` for its second turn, `bench-7@1/2` for that of the next cycle."""
+    return item_id + (f"@{cycle}" if cycle else "") + (f"/{turn + 1}" if turn else "")
+
+
+def position(name: str) -> int:
+    """The position in the workload of the item that a request id belongs to."""
+    return int(name.partition("@")[0].partition("/")[0].rpartition("-")[2])
+
+
+def adapter_of(request_id: str, names: Sequence[str], assignment: str, seed: int) -> str | None:
+    """The adapter of a request; None without adapters. The same in every pass, cycle and turn.
+
+    Round-robin goes by the request's position in the workload, random draws by seed and position.
+    """
+    if not names:
+        return None
+    number = position(request_id)
+    if assignment == ROUND_ROBIN:
+        return names[number % len(names)]
+    return random.Random(f"{seed}/{number}").choice(list(names))
+
+
+class PassProgress:
+    """Reports requests to a `Progress`; with a `window` its seconds, with the number of requests beside."""
+
+    def __init__(
+        self, progress: Progress, description: str, num_requests: int, window: float | None
+    ) -> None:
+        self._progress = progress
+        self._window = window
+        self._num_ended = self._shown_seconds = 0
+        total, unit = (
+            (num_requests, "requests") if window is None else (math.ceil(window), "seconds")
+        )
+        progress.start(description, total, unit)
+
+    def request_ended(self, seconds: float) -> None:
+        """A request ended, `seconds` into the pass."""
+        self._num_ended += 1
+        if self._window is None:
+            self._progress.advance()
+            return
+        passed = int(min(seconds, self._window)) - self._shown_seconds
+        if passed > 0:
+            self._shown_seconds += passed
+            self._progress.status(f"{self._num_ended} requests")
+            self._progress.advance(passed)
+
+    def finish(self) -> None:
+        """The pass is over."""
+        self._progress.finish()
+
+
+def lora_part(
+    loads: Sequence[LoadPass], names: Sequence[str], assignment: str
+) -> dict[str, Any] | None:
+    """`llmopt.lora` of a result: the assignment, and what the requests of each adapter took; None without."""
+    if not names:
+        return None
+    traces = [trace for load in loads for trace in load.traces]
+    by_adapter = {
+        name: _figures([trace for trace in traces if trace.lora == name]) for name in names
+    }
+    return {"assignment": assignment, "by_adapter": by_adapter}
+
+
+def _figures(traces: Sequence[RequestTrace]) -> dict[str, Any]:
+    values = samples(traces)
+    medians = {
+        f"median_{metric}_ms": float(np.median(values[metric])) if len(values[metric]) else None
+        for metric in ("ttft", "tpot", "e2el")
+    }
+    return {
+        "requests": len(traces),
+        "failed": sum(not trace.success for trace in traces),
+        "output_tokens": sum(trace.output_len for trace in traces if trace.success),
+        **medians,
+    }

@@ -14,8 +14,7 @@ from ...engine.execution.step_trace import StepRecorder, StepTrace
 from ..page.page import Table
 from ..page.text import number, percent
 from ..workloads.workload import Workload
-from .load import drive
-from .target import Target
+from .load import Target, drive
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine

@@ -1,8 +1,14 @@
-"""Hardware and software environment of a measurement, without host name, user or address."""
+"""Environment of a measurement, without host name, user or address: hardware, software, state.
+
+`hardware_facts` holds what stays over a reboot and decides whether two machines are the same (limits of
+clocks); `machine_state` the clocks, load and temperatures of the moment.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import platform
 import resource
@@ -14,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.base.host import cpu_model, usable_cores
+from ...engine.base.nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
 from ...quant.model.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 SECRET_OPTIONS = ("--api-key", "--header", "--serve-args")
 WHOLE_HASH_BYTES = 2 << 30
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
+CPUINFO = Path("/proc/cpuinfo")
+SYS = Path("/sys")
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -147,3 +156,141 @@ def peak_memory_bytes() -> int:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def hardware_facts(device: str, *, cpuinfo: Path = CPUINFO, sys: Path = SYS) -> dict[str, Any]:
+    """{fact: value} of this machine, with those of the GPU where `device` is one.
+
+    A fact that the system does not have is left out; one that it has, but does not tell, is None.
+    """
+    cpu = {
+        "cpu_model": cpu_model(),
+        "microcode": microcode(cpuinfo),
+        "cpu_cores": os.cpu_count(),
+        "memory_gib": math.ceil(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+    }
+    facts: dict[str, Any] = {
+        "fingerprint": fingerprint(cpu),
+        **cpu,
+        "cpu_governor": governors(sys),
+        "cpu_max_mhz": cpu_max_mhz(sys),
+    }
+    facts = {name: value for name, value in facts.items() if value is not None}
+    return {**facts, **gpu_facts(device)} if device.startswith("cuda") else facts
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """A hash that is the same after a reboot, and another on a runner of the same name with other parts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def microcode(cpuinfo: Path = CPUINFO) -> str | None:
+    """The microcode revision; on Arm the variant and revision of the core. None where there is neither."""
+    try:
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+    except OSError:
+        return None
+    fields = {name.strip(): value.strip() for name, _, value in reversed(lines)}
+    if revision := fields.get("microcode"):
+        return revision
+    if "CPU variant" in fields and "CPU revision" in fields:
+        return f"{fields['CPU variant']}r{fields['CPU revision']}"
+    return None
+
+
+def cpu_max_mhz(sys: Path = SYS) -> int | None:
+    """The highest clock that the frequency governor may choose, over all cores."""
+    limits = []
+    for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_max_freq"):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):
+            return None
+    return max(limits) // 1000 if limits else None
+
+
+def gpu_facts(device: str) -> dict[str, Any]:
+    """Name, memory, driver, power limit and clock settings of a GPU."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    name, memory = properties.name, round(properties.total_memory / 2**30)
+    return {"gpu": name, "gpu_memory_gib": memory, **driver_facts(int(device[5:] or 0))}
+
+
+def driver_facts(index: int, library: Any = None) -> dict[str, Any]:
+    """Driver, power limit and application clocks by NVML; all None without it.
+
+    What the card has no setting for is left out. `library` replaces NVML in tests.
+    """
+    try:
+        nvml = Nvml(index, library)
+    except OSError:
+        return dict.fromkeys(("gpu_driver", "gpu_power_limit_watts", "gpu_sm_mhz"))
+    facts = {
+        "gpu_driver": nvml.driver(),
+        "gpu_power_limit_watts": nvml.power_limit_watts(),
+        "gpu_sm_mhz": nvml.application_clock_mhz(CLOCK_SM),
+        "gpu_memory_mhz": nvml.application_clock_mhz(CLOCK_MEMORY),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def machine_state(device: str, sys: Path = SYS) -> dict[str, Any]:
+    """Load, processor clocks in MHz, governor, temperatures in °C, and GPU state; None where unreadable."""
+    found: dict[str, Any] = {
+        "load_average": list(os.getloadavg()),
+        "cpu_mhz": cpu_clocks(),
+        "governor": governors(sys),
+        "temperature_celsius": temperatures(sys),
+    }
+    if device.startswith("cuda"):
+        found["gpu"] = gpu_state(device)
+    return found
+
+
+def cpu_clocks(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[float] | None:
+    """Lowest and highest current CPU clock."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+        clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    except (OSError, ValueError):
+        return None
+    return [min(clocks), max(clocks)] if clocks else None
+
+
+def governors(sys: Path = SYS) -> str | None:
+    """The frequency governors in use."""
+    names = set()
+    for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor"):
+        try:
+            names.add(path.read_text().strip())
+        except OSError:
+            return None
+    return ", ".join(sorted(names)) or None
+
+
+def temperatures(sys: Path = SYS) -> float | None:
+    """The hottest thermal zone."""
+    found = []
+    for path in sys.glob("class/thermal/thermal_zone*/temp"):
+        try:
+            found.append(int(path.read_text()) / 1000)
+        except (OSError, ValueError):
+            continue
+    return max(found, default=None)
+
+
+def gpu_state(device: str) -> dict[str, Any] | None:
+    """Driver, clocks, temperature and power limit of the engine's GPU; None without NVML."""
+    try:
+        nvml = Nvml(int(device.partition(":")[2] or 0))
+    except OSError:
+        return None
+    return {
+        "driver": nvml.driver(),
+        "sm_mhz": nvml.clock_mhz(CLOCK_SM),
+        "memory_mhz": nvml.clock_mhz(CLOCK_MEMORY),
+        "temperature_celsius": nvml.temperature_celsius(),
+        "power_limit_watts": nvml.power_limit_watts(),
+    }

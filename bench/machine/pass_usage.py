@@ -2,18 +2,24 @@
 
 CPU time does not see a sleep, so the waiting time stands beside it. What the pass itself suffered (time in
 the run queue, involuntary switches, steal) says whether it is to be rejected; the machine's load does not.
+
+Sources: proc(5) for `status` and `stat`, the kernel's sched-stats.rst for `schedstat`, perf_event_open(2) for
+instructions, of which only user space is counted: `perf_event_paranoid` up to 2 allows that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import platform
+import struct
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
-
-from .instructions import InstructionCounter
-from .process_usage import ThreadUsage, TreeUsage, allowed_cpus, steal_seconds, tree_usage
 
 # A shorter pass is not rejected: one time slice of another process would be a large share of it.
 LEAST_JUDGED_SECONDS = 0.1
@@ -21,6 +27,175 @@ LEAST_JUDGED_SECONDS = 0.1
 MAX_RUN_DELAY_SHARE = 0.05
 MAX_STEAL_SHARE = 0.05
 MAX_SWITCHES_PER_CPU_SECOND = 100.0
+PROC = Path("/proc")
+NANOSECONDS = 1e-9
+# CPUCLOCK_SCHED of a process in a dynamic clock id, as clock_getcpuclockid(3) makes it.
+_CPU_CLOCK_OF_PROCESS = 2
+SYSCALLS = {"x86_64": 298, "aarch64": 241}
+_HARDWARE, _INSTRUCTIONS = 0, 1
+_ATTR_BYTES = 120
+# Bits of perf_event_attr: threads that start later are counted too; kernel and hypervisor are not.
+_INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HV = 1 << 1, 1 << 5, 1 << 6
+_CLOSE_ON_EXEC = 8
+
+
+class InstructionCounter:
+    """Counts from its creation to `stop`. A context is not needed: `stop` closes the counters.
+
+    Args:
+        threads: kernel thread ids; threads that they start are counted with them.
+
+    Raises:
+        OSError: the kernel refuses, or the machine has no counter; the message says which.
+    """
+
+    def __init__(self, threads: Iterable[int]) -> None:
+        self._files: list[int] = []
+        try:
+            for thread in threads:
+                self._files.append(_open_counter(thread))
+        except OSError:
+            self._close()
+            raise
+
+    def stop(self) -> int:
+        """The instructions retired since the creation."""
+        try:
+            return sum(struct.unpack("Q", os.read(file, 8))[0] for file in self._files)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+
+def why_not_counted() -> str | None:
+    """Why this machine cannot count the instructions of this process; None where it can."""
+    try:
+        InstructionCounter([0]).stop()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _open_counter(thread: int) -> int:
+    number = SYSCALLS.get(platform.machine()) if platform.system() == "Linux" else None
+    if number is None:
+        raise OSError(f"perf_event_open is not known on {platform.system()} {platform.machine()}")
+    flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HV
+    head = struct.pack("IIQQQQQ", _HARDWARE, _ATTR_BYTES, _INSTRUCTIONS, 0, 0, 0, flags)
+    attributes = ctypes.create_string_buffer(head, _ATTR_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = libc.syscall(number, attributes, thread, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
+    if file < 0:
+        code = ctypes.get_errno()
+        words = "this machine has no counter" if code in (2, 19, 95) else os.strerror(code)
+        raise OSError(code, f"perf_event_open: {words}")
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadUsage:
+    """What the scheduler gave a thread so far.
+
+    Attributes:
+        cpu_seconds: on a CPU.
+        run_delay_seconds: runnable, but in the run queue because others held the CPU.
+        involuntary_switches: times that it lost the CPU while it could have gone on.
+    """
+
+    cpu_seconds: float
+    run_delay_seconds: float
+    involuntary_switches: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeUsage:
+    """A process and its descendants so far: CPU seconds of each process, and the usage of each thread.
+
+    `threads` is empty where the kernel has no schedstat.
+    """
+
+    processes: dict[int, float]
+    threads: dict[int, ThreadUsage]
+
+
+def tree_usage(root: int, proc: Path = PROC) -> TreeUsage:
+    """The usage of `root` and its descendants; processes that end meanwhile are left out."""
+    processes: dict[int, float] = {}
+    threads: dict[int, ThreadUsage] = {}
+    for pid in process_tree(root, proc):
+        if (seconds := process_cpu_seconds(pid)) is not None:
+            processes[pid] = seconds
+        for thread in thread_ids(pid, proc):
+            if (usage := thread_usage(pid, thread, proc)) is not None:
+                threads[thread] = usage
+    return TreeUsage(processes, threads)
+
+
+def process_tree(root: int, proc: Path = PROC) -> list[int]:
+    """`root` and its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in proc.iterdir() if proc.is_dir() else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    tree = [root]
+    for pid in tree:
+        tree += children.get(pid, ())
+    return tree
+
+
+def thread_ids(pid: int, proc: Path = PROC) -> list[int]:
+    """The threads of a process; none if it is gone."""
+    try:
+        return [int(entry.name) for entry in (proc / f"{pid}/task").iterdir()]
+    except OSError:
+        return []
+
+
+def process_cpu_seconds(pid: int) -> float | None:
+    """CPU time of a process over all threads, ended ones included; None if it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | _CPU_CLOCK_OF_PROCESS)
+    except OSError:
+        return None
+
+
+def thread_usage(pid: int, thread: int, proc: Path = PROC) -> ThreadUsage | None:
+    """The usage of a thread; None if it is gone, or where the kernel has no schedstat."""
+    folder = proc / f"{pid}/task/{thread}"
+    try:
+        on_cpu, delay, _ = map(int, (folder / "schedstat").read_text().split())
+        status = (folder / "status").read_text()
+    except (OSError, ValueError):
+        return None
+    switches = status.partition("nonvoluntary_ctxt_switches:")[2].split()
+    return ThreadUsage(
+        on_cpu * NANOSECONDS, delay * NANOSECONDS, int(switches[0]) if switches else 0
+    )
+
+
+def allowed_cpus(pid: int | None) -> set[int]:
+    """The CPUs that a process may use, by default this one; none where the system does not tell."""
+    try:
+        return os.sched_getaffinity(pid or 0)
+    except (AttributeError, OSError):
+        return set()
+
+
+def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
+    """Seconds since boot that the hypervisor ran something else while one of `cpus` had work; None where the
+    system does not report it."""
+    try:
+        lines = (proc / "stat").read_text().splitlines()
+    except OSError:
+        return None
+    rows = {words[0]: words for line in lines if (words := line.split())}
+    stolen = [int(row[8]) for cpu in cpus if len(row := rows.get(f"cpu{cpu}", ())) > 8]
+    return sum(stolen) / os.sysconf("SC_CLK_TCK") if stolen else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ...engine.config.option import options_of
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
 from ..metrics.metrics import METRICS, parse_goodput
-from ..quality.protocols import ProtocolName, ProtocolOptions
+from ..quality.passage import ProtocolName, ProtocolOptions
 from .dataset_names import check_dataset
 from .durations import parse_duration
 from .engine_fields import model_of

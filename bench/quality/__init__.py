@@ -1,1 +1,1 @@
-"""Model quality: perplexity, KL divergence, lm-eval tasks, layer errors."""
+"""Model quality: passages, scores per position, perplexity and KL divergence with intervals."""

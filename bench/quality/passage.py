@@ -1,16 +1,37 @@
-"""Evaluation passages: fixed token ids in windows, with the range of each that is scored."""
+"""Evaluation passages: a text cut into windows by a protocol, which says what is scored.
+
+`documents`: documents separated by blank lines, windows without overlap, all but the first token of a window.
+`gptq`: WikiText-2 of the GPTQ paper and its followers (Frantar et al., 2023; `datautils.py`, `opt.py`): rows
+joined by blank lines, whole windows without overlap, all but the first token of a window.
+`strided`: overlapping windows, of which only the new tokens are scored ("Perplexity of fixed-length models",
+documentation of transformers).
+`llama.cpp`: `llama-perplexity`: whole windows without overlap, BOS for the first token, second half scored.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from ...quant.base.errors import BadInput
+from ...recipes import DATA
+
+EVALUATION_TEXT = DATA / "evaluation.txt"
+ProtocolName = Literal["documents", "gptq", "strided", "llama.cpp"]
+PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
+# The papers' window, and `--ctx-size` of llama-perplexity; a shorter context of the model is the window.
+PAPER_WINDOW = 2048
+LLAMA_CPP_WINDOW = 512
+
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PassageWindow:
     """Tokens that a model reads as one sequence.
 
     The tokens from `first_scored` on are scored, each given those before it in the window.
@@ -43,7 +64,7 @@ class Passage:
         settings: of the protocol, such as window and stride.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[PassageWindow, ...]
     source: str
     protocol: str
     description: str
@@ -72,3 +93,220 @@ class Passage:
             head = [len(window.token_ids), window.first_scored]
             digest.update(np.asarray([*head, *window.token_ids], dtype="<i8").tobytes())
         return digest.hexdigest()
+
+
+class TextTokenizer(Protocol):
+    """The tokenizer interface needed here; `verbose` is transformers' warning about long texts."""
+
+    def encode(
+        self, text: str, /, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolOptions:
+    """A protocol with its settings; None is the protocol's default.
+
+    Raises:
+        BadInput: a setting that contradicts the protocol or another setting.
+    """
+
+    name: ProtocolName = "documents"
+    window: int | None = None
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in PROTOCOLS:
+            raise BadInput(f"quality protocol {self.name!r} is none of {', '.join(PROTOCOLS)}")
+        shortest = 3 if self.name == "llama.cpp" else 2
+        if self.window is not None and self.window < shortest:
+            raise BadInput(f"quality window {self.window}: {self.name} needs {shortest} or more")
+        if self.stride is not None and self.name != "strided":
+            raise BadInput(
+                f"quality stride {self.stride} is for the protocol strided, not for {self.name}"
+            )
+        if self.stride is not None and self.stride < 1:
+            raise BadInput(f"quality stride {self.stride}: need 1 or more")
+
+    def window_of(self, max_model_len: int) -> int:
+        """Tokens per window for a model of that context.
+
+        Raises:
+            BadInput: a window that exceeds the context.
+        """
+        if self.window is not None:
+            if self.window > max_model_len:
+                raise BadInput(
+                    f"quality window {self.window} exceeds the model's context of {max_model_len} tokens"
+                )
+            return self.window
+        if self.name == "documents":
+            return max_model_len
+        default = LLAMA_CPP_WINDOW if self.name == "llama.cpp" else PAPER_WINDOW
+        return min(default, max_model_len)
+
+
+def read_passage(
+    tokenizer: TextTokenizer,
+    *,
+    max_model_len: int,
+    num_tokens: int,
+    path: Path = EVALUATION_TEXT,
+    options: ProtocolOptions | None = None,
+) -> Passage:
+    """Windows of a text file by a protocol, over at most `num_tokens` of its tokens.
+
+    Raises:
+        BadInput: no such file, not text, or too short for one window.
+    """
+    options = options or ProtocolOptions()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise BadInput(f"quality text {path} is not a file") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"quality text {path} is not UTF-8: byte {error.start}") from error
+    window = options.window_of(max_model_len)
+    make: Callable[..., Passage] = {
+        "documents": _documents,
+        "gptq": _gptq,
+        "strided": _strided,
+        "llama.cpp": _llama_cpp,
+    }[options.name]
+    return make(tokenizer, text, path, num_tokens, window, options)
+
+
+def _documents(
+    tokenizer: TextTokenizer,
+    text: str,
+    path: Path,
+    num_tokens: int,
+    window: int,
+    _: ProtocolOptions,
+) -> Passage:
+    """Each document is tokenized by itself, with special tokens."""
+    windows: list[PassageWindow] = []
+    left = num_tokens
+    for number, document in enumerate(filter(str.strip, text.split("\n\n"))):
+        ids = _encode(tokenizer, document.strip())
+        for start in range(0, len(ids), window):
+            tokens = tuple(ids[start : start + min(window, left)])
+            if len(tokens) < 2:
+                continue
+            windows.append(PassageWindow(tokens, document=number))
+            left -= len(tokens)
+        if left < 2:
+            break
+    if not windows:
+        raise BadInput(f"quality text {path} gives no window of two tokens: nothing to score")
+    description = f"documents by blank line, windows of {window}, no overlap, v1"
+    return Passage(tuple(windows), path.name, "documents v1", description, {"window": window})
+
+
+def _gptq(
+    tokenizer: TextTokenizer,
+    text: str,
+    path: Path,
+    num_tokens: int,
+    window: int,
+    options: ProtocolOptions,
+) -> Passage:
+    ids = _encode(tokenizer, joined_rows(text))[:num_tokens]
+    windows = [
+        PassageWindow(tokens) for tokens in _whole_windows(ids, window, path, options, at_least=1)
+    ]
+    description = (
+        f"joined text, whole windows of {window}, no overlap, every token but the first of a window, "
+        "as in the GPTQ paper"
+    )
+    return Passage(tuple(windows), path.name, "gptq v1", description, {"window": window})
+
+
+def _strided(
+    tokenizer: TextTokenizer,
+    text: str,
+    path: Path,
+    num_tokens: int,
+    window: int,
+    options: ProtocolOptions,
+) -> Passage:
+    stride = options.stride or max(1, window // 2)
+    if stride > window:
+        raise BadInput(
+            f"quality stride {stride} exceeds the window of {window} tokens: tokens between would be left out"
+        )
+    ids = _encode(tokenizer, joined_rows(text))[:num_tokens]
+    if len(ids) < 2:
+        raise BadInput(f"quality text {path} gives {len(ids)} tokens: nothing to score")
+    windows: list[PassageWindow] = []
+    scored = 1  # the first token has no context
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        if end > scored:
+            # With a stride as long as the window, the first token of a window has no context either.
+            first = max(scored - begin, 1)
+            if end - begin > first:
+                windows.append(PassageWindow(tuple(ids[begin:end]), first))
+            scored = end
+        if end == len(ids):
+            break
+    description = f"joined text, windows of {window} every {stride} tokens, only new tokens scored"
+    settings = {"window": window, "stride": stride}
+    return Passage(tuple(windows), path.name, "strided v1", description, settings)
+
+
+def _llama_cpp(
+    tokenizer: TextTokenizer,
+    text: str,
+    path: Path,
+    num_tokens: int,
+    window: int,
+    options: ProtocolOptions,
+) -> Passage:
+    ids = _encode(tokenizer, text.removesuffix("\n"))[:num_tokens]
+    bos = leading_special_tokens(tokenizer)
+    windows: list[PassageWindow] = []
+    for tokens in _whole_windows(ids, window, path, options, at_least=2):
+        begun = (bos[0], *tokens[1:]) if bos else tokens
+        windows.append(PassageWindow(begun, window // 2 + 1))
+    description = (
+        f"whole windows of {window}, no overlap, {'BOS for the first token, ' if bos else ''}"
+        "second half scored, as llama-perplexity"
+    )
+    settings = {"window": window, "bos": bool(bos)}
+    return Passage(tuple(windows), path.name, "llama.cpp v1", description, settings)
+
+
+def joined_rows(text: str) -> str:
+    """Lines joined by blank lines, blank lines kept as empty ones: the rows of the `wikitext` data set of
+    Hugging Face, joined as in the code of the GPTQ paper."""
+    return "\n\n".join(row if row.strip() else "" for row in StringIO(text))
+
+
+def leading_special_tokens(tokenizer: TextTokenizer) -> list[int]:
+    """The special tokens that the tokenizer puts before a text, usually BOS or none."""
+    plain = list(tokenizer.encode("a", add_special_tokens=False))
+    whole = list(tokenizer.encode("a"))
+    added = len(whole) - len(plain)
+    for begin in range(added, -1, -1):
+        if whole[begin : begin + len(plain)] == plain:
+            return whole[:begin]
+    return []
+
+
+def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, verbose=False))
+
+
+def _whole_windows(
+    ids: Sequence[int], window: int, path: Path, options: ProtocolOptions, *, at_least: int
+) -> Iterator[tuple[int, ...]]:
+    """Windows of exactly `window` tokens; the rest is left out."""
+    if len(ids) < at_least * window:
+        needed = f"{at_least} windows" if at_least > 1 else "one window"
+        raise BadInput(
+            f"quality text {path} gives {len(ids)} tokens, and {options.name} needs {needed} of {window}: "
+            "raise --quality-tokens, lower --quality-window, or give a longer --quality-text"
+        )
+    for begin in range(0, len(ids) - window + 1, window):
+        yield tuple(ids[begin : begin + window])

@@ -1,15 +1,23 @@
-"""Summary of scores per position: perplexity, KL divergence with its tail, top-1 agreement, moved ranks."""
+"""Summary of scores per position: perplexity, KL divergence with its tail, top-1 agreement, moved ranks.
+
+Positions of a text depend on each other, so that intervals resample whole blocks with replacement (block
+bootstrap; Künsch, 1989): documents, or the windows of a joined text. A text of few blocks has its blocks
+cut into segments.
+
+Servers tell the likeliest tokens only: their KL divergence pools all others in one bucket. Pooling never
+raises a KL divergence (the data-processing inequality), so that this one is a lower bound of that over the
+vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .block_bootstrap import Blocks, Interval, quantile
 from .passage import Passage
 from .positions import QualitySeries
 
@@ -37,6 +45,138 @@ FORMULAS = {
     "KL of served models": "over the tokens that both servers tell among their likeliest, and a bucket "
     "with the rest: Σ p·(ln p − ln q) in nats, a lower bound of the KL divergence over the vocabulary",
 }
+CONFIDENCE = 0.95
+RESAMPLES = 1000
+MIN_BLOCKS = 20
+MIN_SEGMENT = 16
+# Resamples whose weights are in memory at once.
+_BATCH = 16
+Interval = tuple[float | None, float | None]
+NUM_PASSAGES = 5
+PASSAGE_TOKENS = 40
+# Sums of rounded probabilities leave a rest of about this size, of either sign.
+SMALLEST_REST = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The block of each position.
+
+    Attributes:
+        of: int64 [positions], the number of the block, from 0.
+        kind: what a block is, for readers.
+    """
+
+    of: np.ndarray
+    count: int
+    kind: str
+    seed: int = 0
+
+    @classmethod
+    def over(cls, document: np.ndarray, window: np.ndarray, seed: int = 0) -> Blocks:
+        """Documents where there are several, else windows; segments of them where they are too few."""
+        several = len(document) > 0 and bool(document[0] != document[-1])
+        labels, kind = (document, "documents") if several else (window, "windows")
+        of = np.unique(labels, return_inverse=True)[1].astype(np.int64)
+        count = int(of.max()) + 1 if len(of) else 0
+        if count < MIN_BLOCKS and len(of):
+            length = max(MIN_SEGMENT, len(of) // MIN_BLOCKS)
+            starts = np.concatenate([[0], np.flatnonzero(np.diff(of)) + 1])
+            within = np.arange(len(of)) - starts[of]
+            of = np.unique(of * (len(of) + 1) + within // length, return_inverse=True)[1]
+            count, kind = int(of.max()) + 1, f"segments of {length} positions"
+        return cls(of.astype(np.int64), count, kind, seed)
+
+    @property
+    def words(self) -> str:
+        """The resampling, for readers."""
+        return (
+            f"{100 * CONFIDENCE:g} %, block bootstrap over {self.count} {self.kind}, "
+            f"{RESAMPLES:,} resamples"
+        )
+
+    def weights(self) -> Iterator[np.ndarray]:
+        """Batches of resamples, float64 [resamples, blocks]: how often each block was drawn."""
+        rng = np.random.default_rng(self.seed)
+        even = np.full(self.count, 1 / self.count)
+        for begin in range(0, RESAMPLES, _BATCH):
+            size = min(_BATCH, RESAMPLES - begin)
+            yield rng.multinomial(self.count, even, size=size).astype(np.float64)
+
+    def mean(self, values: np.ndarray) -> Interval:
+        """Of the mean of a column."""
+        return self._interval(self.resampled_means(values))
+
+    def resampled_means(self, values: np.ndarray) -> np.ndarray:
+        """The mean of a column in each resample; resamples of equal `Blocks` are the same."""
+        sums = np.bincount(self.of, np.asarray(values, np.float64), self.count)
+        counts = np.bincount(self.of, minlength=self.count).astype(np.float64)
+        return np.concatenate([(w @ sums) / (w @ counts) for w in self.weights()])
+
+    def exp_mean(self, values: np.ndarray) -> Interval:
+        """Of exp of the mean: of a perplexity, from NLLs, or of a ratio of two, from their differences."""
+        return self._interval(np.exp(self.resampled_means(values)))
+
+    def quantile(self, values: np.ndarray, share: float) -> Interval:
+        """Of a quantile. A side that no position of the sample bounds, by order statistics, is None."""
+        low, high = self._interval(self.resampled_quantiles(values, share))
+        tail = (1 - CONFIDENCE) / 2
+        count = len(values)
+        if values.min() == values.max():  # the same at every position, as of equal models
+            return low, high
+        return (
+            None if (1 - share) ** count > tail else low,
+            None if share**count > tail else high,
+        )
+
+    def resampled_quantiles(self, values: np.ndarray, share: float) -> np.ndarray:
+        """The quantile of a column in each resample."""
+        order = np.argsort(values, kind="stable")
+        sorted_values, blocks = np.asarray(values, np.float64)[order], self.of[order]
+        quantiles = []
+        for weights in self.weights():
+            for weight in weights:
+                # The smallest value with at least `share` of the resample at or below it.
+                reached = np.cumsum(weight[blocks])
+                index = np.searchsorted(reached, share * reached[-1] - 1e-9)
+                quantiles.append(sorted_values[min(int(index), len(sorted_values) - 1)])
+        return np.array(quantiles)
+
+    def _interval(self, resampled: np.ndarray) -> Interval:
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(resampled, [tail, 1 - tail])
+        return float(low), float(high)
+
+
+def quantile(values: np.ndarray, share: float) -> float:
+    """The smallest value with at least `share` of all at or below it."""
+    return float(np.quantile(values, share, method="inverted_cdf"))
+
+
+class TruncatedKL(NamedTuple):
+    """KL in nats, and the reference's probability in the bucket."""
+
+    kl: float
+    rest: float
+
+
+def truncated_kl(
+    reference: Mapping[int | str, float], model: Mapping[int | str, float]
+) -> TruncatedKL:
+    """KL(reference ‖ model) over the tokens of both and the bucket.
+
+    Args:
+        reference, model: natural-log probabilities of the likeliest tokens.
+    """
+    shared = reference.keys() & model.keys()
+    p = {token: math.exp(reference[token]) for token in shared}
+    rests = [
+        max(1.0 - math.fsum(mass), SMALLEST_REST)
+        for mass in (p.values(), (math.exp(model[token]) for token in shared))
+    ]
+    kl = math.fsum(p[token] * (reference[token] - model[token]) for token in shared)
+    kl += rests[0] * math.log(rests[0] / rests[1])
+    return TruncatedKL(max(kl, 0.0), rests[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +221,6 @@ class Quality:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def blocks_of(series: QualitySeries, seed: int = 0) -> Blocks:
-    """The blocks over which the positions of a series are resampled."""
-    return Blocks.over(series.needed("document"), series.needed("window"), seed)
 
 
 def summarize(
@@ -134,6 +269,11 @@ def summarize(
     )
 
 
+def blocks_of(series: QualitySeries, seed: int = 0) -> Blocks:
+    """The blocks over which the positions of a series are resampled."""
+    return Blocks.over(series.needed("document"), series.needed("window"), seed)
+
+
 def _kl_values(
     kl: np.ndarray, blocks: Blocks, intervals: dict[str, Interval]
 ) -> dict[str, float | None]:
@@ -145,3 +285,56 @@ def _kl_values(
     for name in GATED_QUANTILES:
         intervals[name] = blocks.quantile(kl, QUANTILES[name])
     return values
+
+
+class Decodes(Protocol):
+    """The tokenizer interface needed here."""
+
+    def decode(self, token_ids: Sequence[int], /) -> Any: ...
+
+
+def hurt_passages(series: QualitySeries, tokenizer: Decodes) -> list[dict[str, Any]] | None:
+    """The runs of up to 40 positions with the largest sums of KL divergence, which do not overlap.
+
+    None without a reference; none where the models are the same.
+    """
+    kl = series.column("kl")
+    if kl is None:
+        return None
+    windows, positions = series.needed("window"), series.needed("position")
+    token_ids = series.needed("token_id")
+    passages = []
+    for begin, end in worst_runs(kl, windows):
+        passages.append(
+            {
+                "window": int(windows[begin]),
+                "position": int(positions[begin]),
+                "mean_kl_nats": float(kl[begin:end].mean()),
+                "tokens": [str(tokenizer.decode([int(token)])) for token in token_ids[begin:end]],
+                "kl_nats": [round(float(value), 5) for value in kl[begin:end]],
+            }
+        )
+    return passages
+
+
+def worst_runs(
+    values: np.ndarray,
+    windows: np.ndarray,
+    *,
+    count: int = NUM_PASSAGES,
+    length: int = PASSAGE_TOKENS,
+) -> list[tuple[int, int]]:
+    """Ranges of at most `length` positions of one window with the largest positive sums, in that order."""
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    last = np.concatenate([np.flatnonzero(np.diff(windows)) + 1, [len(windows)]])
+    begins = np.arange(len(values))
+    ends = np.minimum(begins + length, last[np.searchsorted(last, begins, side="right")])
+    sums = total[ends] - total[begins]
+    runs: list[tuple[int, int]] = []
+    for index in np.argsort(-sums, kind="stable"):
+        begin, end = int(begins[index]), int(ends[index])
+        if len(runs) == count or sums[index] <= 0:
+            break
+        if all(end <= other or begin >= stop for other, stop in runs):
+            runs.append((begin, end))
+    return runs

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.config.config import EngineConfig
 from ...quant.open import open_checkpoint
-from ..load.adapters import ROUND_ROBIN
 from ..load.inprocess import InProcessTarget
-from ..machine.environment import checkpoint_hash, machine_name
-from ..machine.hardware import hardware_facts
+from ..load.load import ROUND_ROBIN
+from ..machine.environment import checkpoint_hash, hardware_facts, machine_name
 from ..options.options import BenchOptions
 from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload

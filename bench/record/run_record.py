@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ..load.adapters import lora_part
+from ..load.load import lora_part
 from ..machine.machine_meter import MachineMeter
 from ..metrics.cost import cost_part
 from ..metrics.metrics import parse_goodput, slo_share

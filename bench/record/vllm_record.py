@@ -10,7 +10,7 @@ from typing import Any
 from ..metrics.metrics import aggregate, parse_goodput
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import BenchOptions
-from ..workloads.arrivals import ramp_rates
+from ..workloads.workload import ramp_rates
 
 
 def vllm_part(

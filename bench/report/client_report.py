@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..client.certify import ClientError
+from ..load.certify import ClientError
 from ..page.page import Section, Table
 from ..page.text import number
 

@@ -7,7 +7,7 @@ from ..gate.gate import Outcome
 from ..load.step_split import reason_in_words, split_table
 from ..page.page import Card, Figure, Page, Section, Table, Verdict
 from ..page.text import number, percent, size
-from ..quality.layer_errors import layer_sections
+from ..quality.sections import layer_sections
 from .comparison_plots import comparison_figures, label_of
 from .comparison_tables import (
     TONES,

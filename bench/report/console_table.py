@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..metrics.metrics import METRICS, percentile_word
-from ..tasks.tables import metric_name, score_words
+from ..tasks.items import metric_name, score_words
 
 WIDTH, LABEL = 50, 40
 

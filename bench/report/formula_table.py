@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..client import certify
+from ..load import certify
 from ..machine import roofline
 from ..metrics import metrics, steady, turns
 from ..page.page import Table

@@ -8,7 +8,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ..page.page import Figure, Page, Section, Table, Tone, Verdict
 from ..page.text import number, percent, size
-from ..quality.layer_errors import layer_sections
+from ..quality.sections import layer_sections
 from ..record.comparable import incomparable
 from ..record.run_data import RunData
 from ..record.weights import served_weight_bytes, widened_notes

@@ -9,7 +9,7 @@ from ..load.step_split import reason_in_words, split_table
 from ..page.page import Figure, Page, Section, Table, Verdict
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..page.text import number, percent, size
-from ..quality.layer_errors import layer_sections
+from ..quality.sections import layer_sections
 from ..recipes.recipe import BASE_NAME
 from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
 from ..record.weights import served_weight_bytes, weight_share, widened_words

@@ -12,8 +12,7 @@ from ..metrics.trace import LoadPass
 from ..metrics.turn_report import turn_section, window_sentence
 from ..page.page import Card, Figure, Page, Section, Verdict
 from ..page.text import number, percent, size
-from ..quality.layer_errors import layer_sections
-from ..quality.quality_section import quality_sections
+from ..quality.sections import layer_sections, quality_sections
 from .client_report import client_section, server_metrics_sections
 from .formula_table import formula_table
 from .latency_tables import latency_tables

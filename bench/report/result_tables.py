@@ -7,7 +7,7 @@ from typing import Any
 
 from ..page.page import Section, Table
 from ..page.text import number, per_second, percent, size
-from ..tasks.tables import task_tables
+from ..tasks.items import task_tables
 from .run_words import load_words
 
 

@@ -1,1 +1,1 @@
-"""Benchmark sessions: in-process, over HTTP, sweeps, paired runs against a base."""
+"""Benchmark sessions: in process, over HTTP, sweeps, paired runs against a base, recipes."""

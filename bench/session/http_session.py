@@ -9,12 +9,10 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
-from ..client.address import BACKENDS, CHAT, COMPLETIONS, Address
-from ..client.driver import HttpDriver
-from ..client.served_model import find_served
-from ..client.server_facts import server_facts
-from ..machine.environment import machine_name
-from ..machine.hardware import hardware_facts
+from ..load.address import BACKENDS, CHAT, COMPLETIONS, Address, find_served, server_facts
+from ..load.driver import HttpDriver
+from ..load.server_metrics import Scraper, pass_metrics, server_metrics_part
+from ..machine.environment import hardware_facts, machine_name
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
@@ -22,20 +20,18 @@ from ..record.conversations import conversations_part
 from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
-from ..server.scrape import Scraper
-from ..server.server_metrics import pass_metrics, server_metrics_part
+from ..tasks.backends import ServedBackend
 from ..tasks.harness import TaskScores, check_template, prepare_tasks, run_tasks
-from ..tasks.served_backend import ServedBackend
 from ..workloads.datasets import build_workload, resolved_options
-from ..workloads.warmup import warmup_workload
-from .served_quality import ServedQuality, score_served
-from .session_base import Session
+from ..workloads.synthetic import warmup_workload
+from .quality import ServedQuality, score_served
+from .session import BenchSession
 
 TARGET = "http"
 ELSEWHERE = "the server is on another machine"
 
 
-class HttpSession(Session):
+class HttpSession(BenchSession):
     """A server measured pass by pass. Leaving the session ends the worker processes.
 
     Raises:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...quant.base.errors import BadInput
-from ..server.presets import preset
+from ..load.presets import preset
 
 THIS_INSTALLATION = (sys.executable, "-m", "llmopt.cli.main")
 # The runner names and judges the runs itself.

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...quant.base.errors import BadInput
-from ..machine.process_usage import PROC, allowed_cpus, thread_ids
+from ..machine.pass_usage import PROC, allowed_cpus, thread_ids
 from .builds import value_of
 
 AUTO, NONE = "auto", "none"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...quant.base.atomic_io import interrupts_held
+from ..load.started_server import stop
 from ..record.result import RESULT_NAME
-from ..server.served import stop
 from ..session.pass_turns import TurnPipe, give_turns
 from .cpus import affinity, pin
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from ...quant.base.errors import BadInput, first_line
 from ..options.options import BenchOptions
-from .backend import TaskBackend
 from .items import TaskItems, items_of
-from .scorer import TaskScorer
+from .scorer import TaskBackend, TaskScorer
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
 

@@ -7,17 +7,105 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput
-from .backend import GenerationRequest, TaskBackend, summed
-from .windows import clipped, rolling_windows
 
 DEFAULT_NEW_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class TargetScore(NamedTuple):
+    """Natural-log probability of a target token, and whether it is the likeliest."""
+
+    logprob: float
+    is_greedy: bool
+
+
+class TaskWindow(NamedTuple):
+    """Input tokens, and the targets predicted at the last `len(targets)` positions."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+class TaskGeneration(NamedTuple):
+    """Token ids to continue; with `messages`, the conversation for a server that applies the template."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    messages: list[dict[str, str]] | None = None
+
+
+class TaskBackend(Protocol):
+    """Where tasks are scored: an idle engine, or a server.
+
+    Attributes:
+        max_inputs: most input tokens of a scored window.
+        longest: most tokens of a prompt with its generation.
+        sends_messages: whether conversations are sent as messages, because the server applies the template.
+    """
+
+    tokenizer: Any
+    max_inputs: int
+    longest: int
+    sends_messages: bool
+
+    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
+        """Scores of the targets of each window."""
+        ...
+
+    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
+        """The text that follows each prompt, up to its first stop string."""
+        ...
+
+
+def summed(scores: Iterable[TargetScore]) -> tuple[float, bool]:
+    """(sum of log-probabilities in nats, whether each token is the likeliest) of a continuation."""
+    kept = list(scores)
+    return math.fsum(score.logprob for score in kept), all(score.is_greedy for score in kept)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """New tokens as text up to a stop string, decoded alone as in lm-eval: a leading space may go."""
+    return before_stops(tokenizer.decode(list(token_ids), skip_special_tokens=True), stops)
+
+
+def before_stops(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stop strings."""
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text
+
+
+def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> TaskWindow:
+    """The continuation with the context truncated on the left to `max_inputs` tokens.
+
+    Raises:
+        BadInput: a part is empty, or the continuation alone does not fit.
+    """
+    if not context or not continuation:
+        raise BadInput("a task gives a context or a continuation without any token")
+    if len(continuation) > max_inputs:
+        raise BadInput(
+            f"a continuation of {len(continuation)} tokens exceeds the {max_inputs} that fit"
+        )
+    whole = [*context, *continuation]
+    return TaskWindow(whole[-(max_inputs + 1) :][:-1], list(continuation))
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[TaskWindow]:
+    """Windows over a text that predict each token once, the first one after `prefix`.
+
+    Each holds `max_inputs` tokens where the text is long enough; the last one overlaps for context.
+    """
+    whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
+    for begin in range(0, len(tokens), max_inputs):
+        end = min(begin + max_inputs, len(tokens))
+        yield TaskWindow(whole[max(0, end - max_inputs) : end], whole[begin + 1 : end + 1])
 
 
 def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
@@ -149,7 +237,7 @@ class TaskScorer:
                     f"a task generates up to {params.max_tokens} tokens; {longest} fit, prompt included"
                 )
             if self._backend.sends_messages:
-                prompts.append(GenerationRequest([], params, json.loads(context)))
+                prompts.append(TaskGeneration([], params, json.loads(context)))
             else:
-                prompts.append(GenerationRequest(self.encode(context)[-max_context:], params))
+                prompts.append(TaskGeneration(self.encode(context)[-max_context:], params))
         return self._backend.generate(prompts, "generations of the tasks")

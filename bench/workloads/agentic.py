@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from .conversations import ChatSegments, ConversationBuilder, ConversationRules, Exchange, in_order
+from .conversations import (
+    ChatSegments,
+    ConversationBuilder,
+    ConversationRules,
+    SourceTurn,
+    in_order,
+)
 from .workload import Message, Workload
 
 NUM_TURNS, TOOL_OUTPUT_GROWTH = 8, 1.25
@@ -85,11 +91,11 @@ def agentic_workload(
     items = []
     for _ in range(num_prompts):
         task = Message("user", write.text(lengths["task"], write.sentence))
-        exchanges = [Exchange((system, task), write.call(), lengths["output"])]
+        exchanges = [SourceTurn((system, task), write.call(), lengths["output"])]
         for growth in results:
             length = max(1, round(lengths["tool-output"] * growth))
             result = Message("user", write.tool_response(length))
-            exchanges.append(Exchange((result,), write.call(), lengths["output"]))
+            exchanges.append(SourceTurn((result,), write.call(), lengths["output"]))
         if item := builder.item(exchanges):
             items.append(item)
     notes += builder.notes()
@@ -101,8 +107,8 @@ def agentic_workload(
 
 def template_tokens(segments: ChatSegments, num_turns: int) -> int:
     """Tokens of a session whose messages are empty, and the slack of its messages."""
-    opening = Exchange((Message("system", ""), Message("user", "")), "")
-    later = [Exchange((Message("user", TOOL_RESPONSE.format("")),), "")] * (num_turns - 1)
+    opening = SourceTurn((Message("system", ""), Message("user", "")), "")
+    later = [SourceTurn((Message("user", TOOL_RESPONSE.format("")),), "")] * (num_turns - 1)
     return sum(map(len, segments.split([opening, *later]))) + SLACK * (num_turns + 1)
 
 

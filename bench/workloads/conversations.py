@@ -21,7 +21,7 @@ _ANSWER = "\ue000answer\ue001"
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SourceTurn:
     """One turn of a source conversation: its new messages, the answer, and how many tokens to generate.
 
     `output_len` None is the length of the answer.
@@ -43,7 +43,7 @@ class ChatSegments:
         self.is_plain = not getattr(tokenizer, "chat_template", None)
         self._template = PLAIN_TEMPLATE if self.is_plain else None
 
-    def split(self, exchanges: Sequence[Exchange]) -> list[tuple[int, ...]]:
+    def split(self, exchanges: Sequence[SourceTurn]) -> list[tuple[int, ...]]:
         """Token ids that each turn appends: the first prompt, then what lies between two answers.
 
         Raises:
@@ -114,7 +114,7 @@ class ConversationBuilder:
         self._rng = np.random.default_rng([rules.seed, 1])
         self._counts: Counter[str] = Counter()
 
-    def item(self, exchanges: Sequence[Exchange]) -> WorkloadItem | None:
+    def item(self, exchanges: Sequence[SourceTurn]) -> WorkloadItem | None:
         """The item of a conversation, without a position; None where too few turns fit."""
         rules = self._rules
         if len(exchanges) < rules.min_turns:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
-from .random_workload import allowed_tokens
+from .synthetic import allowed_tokens
 from .workload import Tokenizer, Workload, WorkloadItem
 
 BLOCK_TOKENS = 512

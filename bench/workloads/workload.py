@@ -1,12 +1,18 @@
-"""Workload: requests with fixed token ids, lengths and arrival times, and their hash."""
+"""Workload: requests with fixed token ids, lengths and arrival times, their hash, and cycles over them.
+
+In a run of fixed duration every cycle behind the first gets a first token of its own: its prompts miss what
+earlier cycles left in a prefix cache, and still share what they share among themselves.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -215,3 +221,124 @@ def fit_lengths(
     words = " + ".join(f"{name} {length}" for name, length in shrunk.items())
     note = f"default lengths cut to {words} to fit the context of {max_model_len}"
     return {**shrunk, **fixed}, [note]
+
+
+def arrival_offsets(
+    count: int, request_rate: float, *, burstiness: float = 1.0, seed: int = 0
+) -> np.ndarray:
+    """Seconds from the start of the run at which each of `count` requests is due, ascending.
+
+    Gaps are drawn from Gamma(shape = burstiness, scale = 1/(rate·burstiness)): 1 is Poisson, less is
+    burstier, infinity is one request every 1/rate seconds. As in vLLM the sum is then rescaled so
+    that the last request is due at exactly `count / rate`: the rate is the one asked for, and the
+    process is a Poisson process conditioned on its end.
+
+    Raises:
+        BadInput: a rate or burstiness that is not above zero.
+    """
+    if not request_rate > 0:
+        raise BadInput(f"--request-rate is {request_rate}: it must be above 0, or inf")
+    if not burstiness > 0:
+        raise BadInput(f"--burstiness is {burstiness}: it must be above 0")
+    if math.isinf(request_rate):
+        return np.zeros(count)
+    if math.isinf(burstiness):
+        return np.arange(1, count + 1) / request_rate
+    rng = np.random.default_rng(seed)
+    due = np.cumsum(rng.gamma(shape=burstiness, scale=1 / (request_rate * burstiness), size=count))
+    return due * (count / request_rate / due[-1])
+
+
+def ramp_offsets(
+    count: int,
+    strategy: str,
+    start_rps: float,
+    end_rps: float,
+    *,
+    burstiness: float = 1.0,
+    seed: int = 0,
+) -> np.ndarray:
+    """Seconds at which each of `count` requests is due while the rate climbs (or falls).
+
+    The rate is a function of the request's index, not of time, as in vLLM: request i of n has
+    p = i/(n - 1) behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p
+    (`exponential`); its gap is drawn around the inverse of that. Nothing is rescaled.
+
+    Raises:
+        BadInput: a rate or burstiness that is not above zero, or an unknown strategy.
+    """
+    rates = ramp_rates(count, strategy, start_rps, end_rps)
+    if not burstiness > 0:
+        raise BadInput(f"--burstiness is {burstiness}: it must be above 0")
+    if math.isinf(burstiness):
+        return np.cumsum(1 / rates)
+    rng = np.random.default_rng(seed)
+    return np.cumsum(rng.gamma(shape=burstiness, scale=1 / (rates * burstiness)))
+
+
+def ramp_rates(count: int, strategy: str, start_rps: float, end_rps: float) -> np.ndarray:
+    """The rate under which each of `count` requests of a ramp is sent.
+
+    Raises:
+        BadInput: a rate that is not above zero, or an unknown strategy.
+    """
+    if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
+        raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
+    done = np.arange(count) / max(count - 1, 1)
+    if strategy == "linear":
+        return start_rps + (end_rps - start_rps) * done
+    if strategy == "exponential":
+        return start_rps * (end_rps / start_rps) ** done
+    raise BadInput(f"--ramp-up-strategy is {strategy!r}: linear or exponential")
+
+
+class Opening(NamedTuple):
+    """An item that begins `due` seconds after the start of the pass."""
+
+    cycle: int
+    item: WorkloadItem
+    due: float
+
+
+def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
+    """The items in the order of their arrival; `endless` repeats them, shifted by a period per cycle."""
+    ordered = sorted(workload.items, key=lambda item: item.arrival_seconds)
+    period = cycle_seconds(workload)
+    names = first_tokens_of_cycles(workload) if endless else ()
+    for cycle in count():
+        for item in ordered:
+            again = with_first_token(item, names[cycle % len(names)]) if cycle else item
+            yield Opening(cycle, again, item.arrival_seconds + cycle * period)
+        if not endless:
+            return
+
+
+def cycle_seconds(workload: Workload) -> float:
+    """Seconds from one cycle's arrivals to the next one's; 0 in a closed loop."""
+    last = max(item.arrival_seconds for item in workload.items)
+    first = min(item.arrival_seconds for item in workload.items)
+    if first > 0 or len(workload.items) == 1:
+        return last  # sampled arrivals: the first waits for one gap too
+    return last * len(workload.items) / (len(workload.items) - 1)
+
+
+def check_endless(workload: Workload, max_concurrency: int | None) -> None:
+    """Raises:
+    BadInput: nothing limits how many requests a run of fixed duration sends at once.
+    """
+    if max_concurrency is None and cycle_seconds(workload) == 0:
+        raise BadInput(
+            "--duration repeats the workload, and nothing limits it: give --max-concurrency or a finite "
+            "--request-rate"
+        )
+
+
+def first_tokens_of_cycles(workload: Workload) -> list[int]:
+    """Different token ids for the cycles, taken from within the prompts; the first is not used."""
+    first = {item.prompt_token_ids[0] for item in workload.items}
+    inner = {token for item in workload.items for token in item.prompt_token_ids[1:]}
+    return [min(first), *(sorted(inner - first) or sorted(first))]
+
+
+def with_first_token(item: WorkloadItem, token: int) -> WorkloadItem:
+    return replace(item, prompt_token_ids=(token, *item.prompt_token_ids[1:]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 if TYPE_CHECKING:
-    from ...bench.tracking.tracked_run import Tracker
+    from ...bench.record.tracking import Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,6 @@ class TrackingOptions:
         """
         if self.mlflow_uri is None and self.wandb_project is None:
             return []
-        from ...bench.tracking.logger import open_trackers
+        from ...bench.record.tracking import open_trackers
 
         return open_trackers(**{field.name: getattr(self, field.name) for field in fields(self)})

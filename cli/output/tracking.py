@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...bench.tracking.tracked_run import TrackedRun, Tracker
+    from ...bench.record.tracking import TrackedRun, Tracker
 
 
 def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:
     """Log a written run to each tracker."""
-    from ...bench.tracking.logger import log_run
+    from ...bench.record.tracking import log_run
     from .console import people
 
     log_run(trackers, run, lambda line: people.print(line, markup=False, soft_wrap=True))

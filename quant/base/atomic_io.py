@@ -1,4 +1,4 @@
-"""Atomic file writes (temporary file, fsync, rename), safetensors streaming on top of them, deferred Ctrl-C."""
+"""Atomic file writes (temporary file, fsync, rename), safetensors streaming on them, and deferred Ctrl-C."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmopt.bench.client.address import BACKENDS
+from llmopt.bench.load.address import BACKENDS
 from llmopt.bench.options.dataset_names import NAMES
 from llmopt.bench.options.options import BACKEND_NAMES
-from llmopt.bench.workloads.kinds import _BUILDERS
+from llmopt.bench.workloads.datasets import _BUILDERS
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.names import offer
 from llmopt.quant.formats.registry import FORMATS

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.recipes.recipe import Recipe
-from llmopt.bench.session import gate_run
+from llmopt.bench.session import run_sessions
 from llmopt.cli import bench, main, serve_local
 from llmopt.cli.options.config_words import word_name
 from llmopt.cli.options.groups import shown_name
@@ -120,7 +120,7 @@ def configs(commands, monkeypatch) -> Captured:
     monkeypatch.setattr(serve_local, "_serve", serve)
     for command in (serve_local, bench):  # the adapters named here are no folders
         monkeypatch.setattr(command, "check_models", lambda _: None)
-    monkeypatch.setattr(gate_run, "run_judged", measure)
+    monkeypatch.setattr(run_sessions, "run_judged", measure)
 
     def config_of(command: str, *words: str) -> EngineConfig:
         with pytest.raises(Stopped) as stopped:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.bench.quality.passage import ProtocolOptions, read_passage
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.calibration import load_calibration
 from llmopt.quant.calibration.sources import STORIES

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.quality.passage import Passage
-from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.summary import FORMULAS
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from llmopt.bench.quality.passage import Passage
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
-from llmopt.bench.quality.slice_scores import reduce_slice
+from llmopt.bench.quality.scoring import reduce_slice
 from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.sampling.logprobs import rows_per_slice
 from safetensors.torch import load_file, save_file

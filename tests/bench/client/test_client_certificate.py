@@ -8,16 +8,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.bench.client.answer import Answer
-from llmopt.bench.client.certify import (
-    ClientError,
-    client_error,
-    judge,
-    measure_client,
-)
-from llmopt.bench.client.fleet import Fleet, FleetPass, default_workers
-from llmopt.bench.client.job import Exchange
-from llmopt.bench.client.known_server import known_server
+from llmopt.bench.load.certify import ClientError, client_error, judge, measure_client
+from llmopt.bench.load.exchange import Answer, Exchange
+from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
@@ -132,7 +126,7 @@ def test_a_starved_run_is_marked_and_gets_no_verdict(
 
 
 def test_the_table_of_the_clients_error(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from llmopt.bench.client import certify
+    from llmopt.bench.load import certify
 
     check = certify.check_client
     monkeypatch.setattr(certify, "check_client", lambda *a, **k: check(*a, streams=(1, 3), **k))

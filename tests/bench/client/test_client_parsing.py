@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from llmopt.bench.client.answer import (
+from llmopt.bench.load.exchange import (
     AT_END,
     PER_CHUNK,
     PER_EVENT,
@@ -17,7 +17,7 @@ from llmopt.bench.client.answer import (
     read_stream,
     refusal,
 )
-from llmopt.bench.client.http1 import NotHttp, Response
+from llmopt.bench.load.http1 import NotHttp, Response
 from llmopt.bench.metrics.trace import RequestTrace
 
 

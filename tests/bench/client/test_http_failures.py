@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.bench.client.address import Address
-from llmopt.bench.client.fleet import Fleet
-from llmopt.bench.client.job import EncodedRequest, Endpoint
+from llmopt.bench.load.address import Address
+from llmopt.bench.load.exchange import EncodedRequest, Endpoint
+from llmopt.bench.load.fleet import Fleet
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.client.pooling import RERANK, batches, read_pooled
+from llmopt.bench.load.address import RERANK
+from llmopt.bench.load.body import batches
+from llmopt.bench.load.exchange import read_pooled
+from llmopt.bench.load.presets import preset
+from llmopt.bench.load.started_server import server_arguments
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.record.result import BenchRun
 from llmopt.bench.report.report import run_page, run_verdict
-from llmopt.bench.server.presets import preset
-from llmopt.bench.server.served import server_arguments
-from llmopt.bench.session.run_files import write_run
-from llmopt.bench.session.run_sessions import run_bench
+from llmopt.bench.session.run_sessions import run_bench, write_run
 from llmopt.bench.workloads.workload import numbered
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS

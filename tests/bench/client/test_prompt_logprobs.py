@@ -12,8 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from llmopt.bench.client.json_http import JsonClient, RequestFailed
-from llmopt.bench.client.prompt_logprobs import NoPromptLogprobs, PromptLogprobs, ScoredToken
+from llmopt.bench.load.json_http import (
+    JsonClient,
+    NoPromptLogprobs,
+    PromptLogprobs,
+    RequestFailed,
+    ScoredToken,
+)
 
 PROMPT = [5, 6, 7, 8]
 VOCABULARY = 9
@@ -172,7 +177,7 @@ def test_infinite_scores_and_unreachable_servers() -> None:
 
 
 def test_a_full_server_is_asked_again_and_a_failure_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmopt.bench.client.json_http.RETRY_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("llmopt.bench.load.json_http.RETRY_SECONDS", (0.01, 0.01))
     seen: list[int] = []
 
     def full_once(body: dict[str, Any]) -> tuple[int, Any]:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from llmopt.bench.client.address import Address
-from llmopt.bench.client.server_facts import server_facts
+from llmopt.bench.load.address import Address, server_facts
 
 VLLM = {
     "/v1/models": '{"object": "list", "data": [{"id": "served", "root": "org/model", "owned_by": "vllm"}]}',

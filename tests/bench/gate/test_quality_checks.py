@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmopt.bench.gate.gate import Outcome, parse_gate
 from llmopt.bench.gate.quality_checks import QualityGate, check_quality, quality_changes
-from llmopt.bench.quality.passage import Passage, Window
+from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.summary import summarize
 from llmopt.bench.record.run_data import RunData
@@ -17,7 +17,7 @@ from llmopt.bench.record.run_data import RunData
 WINDOWS, LENGTH = 50, 100
 COUNT = WINDOWS * LENGTH
 PASSAGE = Passage(
-    tuple(Window((1,) * (LENGTH + 1)) for _ in range(WINDOWS)), "text", "gptq v1", "words"
+    tuple(PassageWindow((1,) * (LENGTH + 1)) for _ in range(WINDOWS)), "text", "gptq v1", "words"
 )
 Columns = dict[str, np.ndarray]
 

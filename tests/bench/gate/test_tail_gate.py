@@ -6,7 +6,7 @@ import pytest
 import torch
 from llmopt.bench.gate.gate import Outcome, parse_gate
 from llmopt.bench.gate.quality_checks import check_quality
-from llmopt.bench.quality.protocols import read_passage
+from llmopt.bench.quality.passage import read_passage
 from llmopt.bench.quality.scoring import PromptScorer, score_passage
 from llmopt.bench.quality.summary import summarize
 from llmopt.bench.record.run_data import RunData

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.bench.load.dialogue import position, request_id
-from llmopt.bench.load.load import drive
+from llmopt.bench.load.load import drive, position, request_id
 from llmopt.bench.metrics.metrics import aggregate
-from llmopt.bench.workloads.cycles import openings
 from llmopt.bench.workloads.workload import (
     ConversationTurn,
     Message,
     Workload,
     WorkloadItem,
     numbered,
+    openings,
 )
 
 from .test_load import Clock, SteppingTarget, clock, workload

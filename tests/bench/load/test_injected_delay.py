@@ -6,8 +6,7 @@ from itertools import count
 from unittest.mock import patch
 
 import pytest
-from llmopt.bench.load.injected_delay import InjectedDelay, injected_delay
-from llmopt.bench.load.inprocess import InProcessTarget
+from llmopt.bench.load.inprocess import InjectedDelay, InProcessTarget, injected_delay
 from llmopt.bench.load.load import drive
 from llmopt.bench.workloads.workload import Workload, WorkloadItem
 from llmopt.engine import LLM
@@ -16,7 +15,7 @@ from llmopt.engine.execution.step_trace import StepRecorder
 
 def test_a_delay_spins_for_the_rest_of_its_factor() -> None:
     delay = InjectedDelay("sample", 3.0)
-    with patch("llmopt.bench.load.injected_delay.time.perf_counter", count().__next__) as clock:
+    with patch("llmopt.bench.load.inprocess.time.perf_counter", count().__next__) as clock:
         delay("sample", 2.0)  # begins at 0, and looks at 1, 2, 3 and 4
         assert clock() == 5
         delay("forward", 2.0)

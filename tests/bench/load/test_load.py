@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from llmopt.bench.load import load
 from llmopt.bench.load.inprocess import InProcessTarget
-from llmopt.bench.load.load import Load, drive
-from llmopt.bench.load.target import Chunk
+from llmopt.bench.load.load import Chunk, Load, drive
 from llmopt.bench.metrics.trace import StepRecord
 from llmopt.bench.workloads.workload import Workload, WorkloadItem, numbered
 from llmopt.quant.base.errors import BadInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from llmopt.bench.load.injected_delay import InjectedDelay
+from llmopt.bench.load.inprocess import InjectedDelay
 from llmopt.bench.load.step_split import (
     PART_OF,
     PARTS,
@@ -15,7 +15,7 @@ from llmopt.bench.load.step_split import (
     split_table,
 )
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.session import BenchSession
+from llmopt.bench.session.engine_session import EngineSession
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.execution.step_phases import Phase
 from llmopt.engine.execution.step_trace import StepTrace
@@ -32,7 +32,7 @@ def test_the_parts_of_a_real_step_add_up_and_a_slowed_sampler_shows(overlapped: 
     options = OPTIONS.model_copy(
         update={"slowdown": 50.0, "slowdown_where": "sampler", "async_scheduling": overlapped}
     )
-    session = BenchSession(options)
+    session = EngineSession(options)
     assert session.run_pass()
     split = session.finish().result["llmopt"]["step_split"]
     assert set(split["parts_ms"]) == set(PARTS) and split["num_steps"] == 5
@@ -52,7 +52,7 @@ def test_the_parts_of_a_real_step_add_up_and_a_slowed_sampler_shows(overlapped: 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_split_says_whether_steps_are_replayed(eager: bool) -> None:
-    session = BenchSession(OPTIONS.model_copy(update={"enforce_eager": eager}))
+    session = EngineSession(OPTIONS.model_copy(update={"enforce_eager": eager}))
     assert session.run_pass()
     result = session.finish().result
     split = result["llmopt"]["step_split"]
@@ -64,7 +64,7 @@ def test_the_split_says_whether_steps_are_replayed(eager: bool) -> None:
 
 
 def test_drafting_is_a_part_of_steps_that_speculate() -> None:
-    session = BenchSession(OPTIONS.model_copy(update={"speculation": SpeculationConfig("ngram")}))
+    session = EngineSession(OPTIONS.model_copy(update={"speculation": SpeculationConfig("ngram")}))
     assert session.run_pass()
     result = session.finish().result
     parts = result["llmopt"]["step_split"]["parts_ms"]

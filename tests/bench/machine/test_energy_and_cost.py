@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.machine.energy import EnergyMeter, Reading, read_rapl
-from llmopt.bench.machine.machine_load import CpuTimes, machine_busy_seconds, other_load
-from llmopt.bench.machine.machine_state import cpu_clocks, governors, machine_state, temperatures
+from llmopt.bench.machine.environment import cpu_clocks, governors, machine_state, temperatures
+from llmopt.bench.machine.machine_meter import (
+    CpuTimes,
+    EnergyMeter,
+    Reading,
+    machine_busy_seconds,
+    other_load,
+    read_rapl,
+)
 from llmopt.bench.metrics.cost import cost_part
 from llmopt.engine.base.nvml import CLOCK_SM, Nvml
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.bench.machine.hardware import (
+from llmopt.bench.machine.environment import (
     cpu_max_mhz,
     driver_facts,
     fingerprint,

@@ -8,24 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmopt.bench.machine import instructions
-from llmopt.bench.machine.instructions import InstructionCounter, why_not_counted
+from llmopt.bench.machine import pass_usage
 from llmopt.bench.machine.pass_usage import (
     LEAST_JUDGED_SECONDS,
+    InstructionCounter,
     PassMeter,
+    ThreadUsage,
+    TreeUsage,
     cpu_between,
     disturbance,
     no_usage,
-    threads_between,
-)
-from llmopt.bench.machine.process_usage import (
-    ThreadUsage,
-    TreeUsage,
     process_cpu_seconds,
     process_tree,
     steal_seconds,
     thread_usage,
+    threads_between,
     tree_usage,
+    why_not_counted,
 )
 
 
@@ -124,5 +123,5 @@ def test_instructions_are_counted_or_the_reason_is_said(monkeypatch: pytest.Monk
         assert counter.stop() > 10_000
     else:
         assert reason.startswith("perf_event_open")
-    monkeypatch.setattr(instructions, "SYSCALLS", {})
+    monkeypatch.setattr(pass_usage, "SYSCALLS", {})
     assert "is not known on" in (why_not_counted() or "")

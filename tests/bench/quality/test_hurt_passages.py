@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from llmopt.bench.page.page import MarkedText, Page, Section, Verdict, to_html, to_markdown
-from llmopt.bench.quality.hurt_passages import hurt_passages, worst_runs
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
-from llmopt.bench.quality.quality_section import marked, quality_sections
+from llmopt.bench.quality.sections import marked, quality_sections
+from llmopt.bench.quality.summary import hurt_passages, worst_runs
 
 
 def test_worst_runs_stay_in_a_window_and_apart() -> None:

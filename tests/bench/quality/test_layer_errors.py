@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.bench.quality.layer_errors import layer_errors, layer_sections, recorded_layer_errors
+from llmopt.bench.quality.sections import layer_errors, layer_sections, recorded_layer_errors
 
 
 def manifest(errors: dict[str, float]) -> dict[str, object]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.bench.quality.passage import Passage
-from llmopt.bench.quality.protocols import (
+from llmopt.bench.quality.passage import (
+    Passage,
     ProtocolOptions,
     joined_rows,
     leading_special_tokens,

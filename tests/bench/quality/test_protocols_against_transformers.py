@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.quality.protocols import EVALUATION_TEXT, ProtocolOptions, read_passage
+from llmopt.bench.quality.passage import EVALUATION_TEXT, ProtocolOptions, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.config.config import EngineConfig

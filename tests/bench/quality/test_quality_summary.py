@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.bench.quality.block_bootstrap import Blocks, quantile
-from llmopt.bench.quality.passage import Passage, Window
+from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
-from llmopt.bench.quality.summary import summarize
+from llmopt.bench.quality.summary import Blocks, quantile, summarize
 from llmopt.quant.base.errors import BadInput
 
-PASSAGE = Passage((Window((1, 2, 3)), Window((3, 3), document=1)), "text", "p", "words")
+PASSAGE = Passage(
+    (PassageWindow((1, 2, 3)), PassageWindow((3, 3), document=1)), "text", "p", "words"
+)
 
 
 def scores(**columns: list[float]) -> PositionScores:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.quality.passage import Passage, Window
+from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.scoring import SCORING_BYTES, score_passage
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
@@ -56,7 +56,7 @@ def peak_bytes(work: Any) -> int:
 def passage(num_windows: int) -> Passage:
     torch.manual_seed(0)
     windows = torch.randint(VOCAB, (num_windows, 150)).tolist()
-    return Passage(tuple(Window(tuple(ids)) for ids in windows), "text", "p", "words")
+    return Passage(tuple(PassageWindow(tuple(ids)) for ids in windows), "text", "p", "words")
 
 
 def test_scoring_holds_a_constant_of_logits(wide: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.bench.quality import slice_scores
-from llmopt.bench.quality.slice_scores import reduce_slice
+from llmopt.bench.quality import scoring
+from llmopt.bench.quality.scoring import reduce_slice
 from llmopt.quant.base.errors import BadInput
 
 
@@ -16,9 +16,9 @@ def both(rows: int = 37, vocab: int = 1009) -> tuple[torch.Tensor, torch.Tensor,
     return model, reference, torch.randint(vocab, (rows,))
 
 
-@pytest.mark.parametrize("block_bytes", [slice_scores.BLOCK_BYTES, 4 * 1009 * 5, 1])
+@pytest.mark.parametrize("block_bytes", [scoring.BLOCK_BYTES, 4 * 1009 * 5, 1])
 def test_scores_equal_log_softmax(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(slice_scores, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(scoring, "BLOCK_BYTES", block_bytes)
     model, reference, ids = both()
     q, p = model.double().log_softmax(-1), reference.double().log_softmax(-1)
     expected = torch.stack(

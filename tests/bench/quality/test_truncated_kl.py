@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from llmopt.bench.quality.truncated_kl import truncated_kl
+from llmopt.bench.quality.summary import truncated_kl
 
 
 def top(logprobs: np.ndarray, count: int) -> dict[int | str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.bench.workflow import workflow
+from llmopt.bench.session import workflow
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llmopt.bench.load import started_server
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.server import served
 from llmopt.quant.base.openmp_spins import OPENMP_SPINS
 
 
@@ -23,10 +23,12 @@ def test_a_server_does_not_inherit_the_bound_of_the_spins(monkeypatch: pytest.Mo
     def start(command: list[str], **given: Any) -> None:
         raise Started(given["env"])
 
-    monkeypatch.setattr(served, "version_of", lambda command: None)
-    monkeypatch.setattr(served, "subprocess", SimpleNamespace(Popen=start, STDOUT=-2, DEVNULL=-3))
+    monkeypatch.setattr(started_server, "version_of", lambda command: None)
+    monkeypatch.setattr(
+        started_server, "subprocess", SimpleNamespace(Popen=start, STDOUT=-2, DEVNULL=-3)
+    )
     options = BenchOptions(serve="llmopt", serve_program=sys.executable, model="stories260K")
-    with pytest.raises(Started) as raised, served.served(options):
+    with pytest.raises(Started) as raised, started_server.served(options):
         pass
     assert raised.value.args[0] == {
         name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"

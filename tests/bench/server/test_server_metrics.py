@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from llmopt.bench.client.address import Address
+from llmopt.bench.load.address import Address
+from llmopt.bench.load.server_metrics import Sample, Scraper, parse_samples, pass_metrics
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.report.client_report import server_metrics_sections
 from llmopt.bench.report.report import run_page
-from llmopt.bench.server.exposition import Sample, parse_samples
-from llmopt.bench.server.scrape import Scraper
-from llmopt.bench.server.server_metrics import pass_metrics
 from llmopt.bench.session.run_sessions import run_bench
 
 from tests.support.live_server import make_engine, running

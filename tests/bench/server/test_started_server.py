@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from llmopt.bench.load.presets import PRESETS, preset
+from llmopt.bench.load.started_server import served
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.server.presets import PRESETS, preset
-from llmopt.bench.server.served import served
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.load.inprocess import InProcessTarget
-from llmopt.bench.load.target import Chunk
+from llmopt.bench.load.load import Chunk
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded

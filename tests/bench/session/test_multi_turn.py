@@ -15,8 +15,8 @@ import pytest
 import typer
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.record.conversations import conversations_part
+from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.session.run_sessions import run_bench
-from llmopt.bench.session.session import BenchSession
 from llmopt.cli.bench import bench
 from llmopt.cli.freeze import freeze
 from llmopt.cli.main import run_guarded
@@ -78,7 +78,7 @@ def test_hit_rate_equals_the_count_from_the_conversations(
     options = BenchOptions(
         **TALKS, multi_turn=True, multi_turn_history=history, max_concurrency=concurrency
     )
-    with BenchSession(options, engine=engine) as session:
+    with EngineSession(options, engine=engine) as session:
         assert session.run_pass()
     (load,), (rate,), workload = session.passes, session.hit_rates, session.workload
     assert workload.num_requests == len(load.traces) > 12

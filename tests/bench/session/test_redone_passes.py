@@ -9,10 +9,10 @@ from llmopt.bench.metrics.trace import LoadPass
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.record.run_record import MeasuredPass
 from llmopt.bench.report.run_words import disturbed_words
-from llmopt.bench.session.session_base import Session
+from llmopt.bench.session.session import BenchSession
 
 
-class FakeSession(Session):
+class FakeSession(BenchSession):
     """Passes that are disturbed, or not, as given."""
 
     def __init__(self, disturbed: list[bool], *, most: int) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
-from llmopt.bench.client.address import Address
-from llmopt.bench.client.known_server import known_server
-from llmopt.bench.client.served_model import find_served
+from llmopt.bench.load.address import Address, find_served
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.session.engine_quality import quality_passage, score_quality
-from llmopt.bench.session.served_quality import ServedQuality, score_served
-from llmopt.bench.session.session import load_reference
+from llmopt.bench.session.engine_session import load_reference
+from llmopt.bench.session.quality import ServedQuality, quality_passage, score_quality, score_served
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput

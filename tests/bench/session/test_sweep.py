@@ -13,11 +13,14 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.options.sweep_loads import parse_loads
 from llmopt.bench.report.sweep_page import sweep_page
 from llmopt.bench.session import sweep as sweeps
-from llmopt.bench.session.slo import PRECISION, SloResult, highest_count, highest_rate
 from llmopt.bench.session.sweep import (
+    PRECISION,
+    SloResult,
     SweepTarget,
     double_until_flat,
     find_knee,
+    highest_count,
+    highest_rate,
     sweep_loads,
 )
 from llmopt.cli.main import main

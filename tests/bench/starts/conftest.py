@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.run_files import write_run
-from llmopt.bench.session.run_sessions import run_bench
+from llmopt.bench.session.run_sessions import run_bench, write_run
 
 FAKE = Path(__file__).with_name("fake_start.py")
 

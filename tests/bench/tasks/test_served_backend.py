@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llmopt.bench.client.address import BACKENDS, Address
-from llmopt.bench.client.prompt_logprobs import NoPromptLogprobs
-from llmopt.bench.client.served_model import ServedModel, find_served
+from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
+from llmopt.bench.load.json_http import NoPromptLogprobs
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.tasks.engine_backend import EngineBackend
+from llmopt.bench.tasks.backends import EngineBackend, ServedBackend
 from llmopt.bench.tasks.harness import check_template, protocol_words
 from llmopt.bench.tasks.scorer import TaskScorer
-from llmopt.bench.tasks.served_backend import ServedBackend
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA
 

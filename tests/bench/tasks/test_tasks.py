@@ -13,12 +13,17 @@ import torch
 import typer
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.sweep import SweepTarget
-from llmopt.bench.tasks.backend import decode
-from llmopt.bench.tasks.engine_backend import EngineBackend
+from llmopt.bench.tasks.backends import EngineBackend
 from llmopt.bench.tasks.harness import lm_eval_model, metric_rows, prepare_tasks
-from llmopt.bench.tasks.scorer import TaskScorer, generation_params
-from llmopt.bench.tasks.tables import task_tables
-from llmopt.bench.tasks.windows import Window, clipped, rolling_windows
+from llmopt.bench.tasks.items import task_tables
+from llmopt.bench.tasks.scorer import (
+    TaskScorer,
+    TaskWindow,
+    clipped,
+    decode,
+    generation_params,
+    rolling_windows,
+)
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
@@ -90,8 +95,8 @@ def test_a_context_that_is_too_long_loses_its_beginning(scorer: TaskScorer, refe
 
 
 def test_clipping_by_hand() -> None:
-    assert clipped([1, 2, 3], [4, 5], 4) == Window([1, 2, 3, 4], [4, 5])
-    assert clipped([1, 2, 3], [4, 5], 3) == Window([2, 3, 4], [4, 5])
+    assert clipped([1, 2, 3], [4, 5], 4) == TaskWindow([1, 2, 3, 4], [4, 5])
+    assert clipped([1, 2, 3], [4, 5], 3) == TaskWindow([2, 3, 4], [4, 5])
     with pytest.raises(BadInput, match="exceeds the 1 that fit"):
         clipped([1], [4, 5], 1)
     with pytest.raises(BadInput, match="without any token"):
@@ -100,11 +105,11 @@ def test_clipping_by_hand() -> None:
 
 def test_rolling_windows_are_those_of_the_documentation_of_lm_eval() -> None:
     assert list(rolling_windows(range(10), -1, 4)) == [
-        Window([-1, 0, 1, 2], [0, 1, 2, 3]),
-        Window([3, 4, 5, 6], [4, 5, 6, 7]),
-        Window([5, 6, 7, 8], [8, 9]),
+        TaskWindow([-1, 0, 1, 2], [0, 1, 2, 3]),
+        TaskWindow([3, 4, 5, 6], [4, 5, 6, 7]),
+        TaskWindow([5, 6, 7, 8], [8, 9]),
     ]
-    assert list(rolling_windows([7], 0, 4)) == [Window([0], [7])]
+    assert list(rolling_windows([7], 0, 4)) == [TaskWindow([0], [7])]
     assert list(rolling_windows([], 0, 4)) == []
 
 
@@ -115,7 +120,7 @@ def test_rolling_windows_are_those_of_lm_eval_itself() -> None:
         tokens = list(range(length))
         for size in range(1, 9):
             wanted = theirs(token_list=tokens, prefix_token=-1, max_seq_len=size, context_len=1)
-            assert list(rolling_windows(tokens, -1, size)) == [Window(*one) for one in wanted]
+            assert list(rolling_windows(tokens, -1, size)) == [TaskWindow(*one) for one in wanted]
 
 
 def test_a_long_text_is_scored_in_windows(scorer: TaskScorer, reference: Any) -> None:
@@ -325,10 +330,9 @@ def test_a_generation_task_over_http_equals_that_in_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scorer: TaskScorer
 ) -> None:
     pytest.importorskip("lm_eval")
-    from llmopt.bench.client.address import Address
-    from llmopt.bench.client.served_model import find_served
+    from llmopt.bench.load.address import Address, find_served
+    from llmopt.bench.tasks.backends import ServedBackend
     from llmopt.bench.tasks.harness import run_tasks
-    from llmopt.bench.tasks.served_backend import ServedBackend
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     paths = [str(sums_task(tmp_path)), *map(str, story_tasks(tmp_path)[:1])]

@@ -9,8 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from llmopt.bench.tracking.logger import log_run, open_trackers
-from llmopt.bench.tracking.tracked_run import TrackedRun, of_result, of_sweep
+from llmopt.bench.record.tracking import TrackedRun, log_run, of_result, of_sweep, open_trackers
 from llmopt.cli.main import main
 
 FAST = ["--num-prompts", "4", "--num-runs", "1", "--output-len", "4", "--num-threads", "1"]

@@ -16,11 +16,11 @@ from llmopt.bench.workloads.conversations import (
     ChatSegments,
     ConversationBuilder,
     ConversationRules,
-    Exchange,
+    SourceTurn,
 )
 from llmopt.bench.workloads.datasets import build_workload
 from llmopt.bench.workloads.freeze import read_frozen, write_frozen
-from llmopt.bench.workloads.sharegpt_threads import exchanges_of
+from llmopt.bench.workloads.sharegpt import exchanges_of
 from llmopt.bench.workloads.workload import Message
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.models import resolve_model
@@ -47,10 +47,10 @@ def chatml(tokenizer: Any) -> Any:
     tokenizer.chat_template = None
 
 
-def said(*texts: str) -> list[Exchange]:
+def said(*texts: str) -> list[SourceTurn]:
     """Exchanges of alternating questions and answers."""
     pairs = zip(texts[::2], texts[1::2], strict=True)
-    return [Exchange((Message("user", asked),), answer) for asked, answer in pairs]
+    return [SourceTurn((Message("user", asked),), answer) for asked, answer in pairs]
 
 
 def test_a_template_is_split_at_the_answers(chatml: Any) -> None:

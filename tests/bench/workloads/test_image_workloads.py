@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.client.address import CHAT, COMPLETIONS
-from llmopt.bench.client.body import Body
-from llmopt.bench.client.job import MARK
-from llmopt.bench.load.image_preparation import images_part
-from llmopt.bench.load.inprocess import InProcessTarget
+from llmopt.bench.load.address import CHAT, COMPLETIONS
+from llmopt.bench.load.body import Body
+from llmopt.bench.load.exchange import MARK
+from llmopt.bench.load.inprocess import InProcessTarget, images_part
 from llmopt.bench.load.load import drive
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.report.run_words import warnings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.session import BenchSession
+from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import build_workload, freeze_workload, locate_dataset
 from llmopt.bench.workloads.freeze import read_frozen, write_frozen
 from llmopt.bench.workloads.workload import Workload, numbered
@@ -46,7 +46,7 @@ def test_the_result_names_the_hash(tmp_path: Path) -> None:
     path = tmp_path / "frozen.jsonl"
     frozen = freeze_workload(BenchOptions(num_prompts=5, output_len=6), path)
     options = BenchOptions(dataset=str(path), num_runs=1, num_threads=1, quality=False)
-    session = BenchSession(options)
+    session = EngineSession(options)
     assert session.run_pass()
     result = session.finish().result
     assert result["llmopt"]["identity"]["workload_sha256"] == frozen.sha256

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.workloads.arrivals import ramp_offsets
+from llmopt.bench.workloads.custom import hub_rows, hub_workload
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
-from llmopt.bench.workloads.hub import hub_rows, hub_workload
-from llmopt.bench.workloads.prefix import prefix_repetition_workload
-from llmopt.bench.workloads.sonnet import sonnet_workload
-from llmopt.bench.workloads.workload import fit_lengths
+from llmopt.bench.workloads.synthetic import prefix_repetition_workload, sonnet_workload
+from llmopt.bench.workloads.workload import fit_lengths, ramp_offsets
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.recipes import MODELS

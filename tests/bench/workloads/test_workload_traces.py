@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.session import BenchSession
+from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import build_workload, resolved_options
 from llmopt.bench.workloads.traces import BUNDLED, read_trace, trace_workload
 from llmopt.quant.base.errors import BadInput
@@ -75,7 +75,7 @@ def test_replay_keeps_the_times_of_the_file_within_the_reported_lag() -> None:
     options = BenchOptions(
         dataset="azure", num_prompts=12, trace_speed=8.0, num_runs=1, num_threads=1, quality=False
     )
-    session = BenchSession(options)
+    session = EngineSession(options)
     assert session.run_pass()
     run = session.finish()
     lag_ms = run.result["llmopt"]["client_lag_ms"]
@@ -174,7 +174,7 @@ def test_the_prefix_cache_finds_shared_blocks(tmp_path: Path) -> None:
         num_threads=1,
         block_size=16,
     )
-    session = BenchSession(options)
+    session = EngineSession(options)
     assert session.run_pass()
     first, second = session.workload.items
     shared = shared_tokens(first.prompt_token_ids, second.prompt_token_ids)

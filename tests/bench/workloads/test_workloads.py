@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.workloads.arrivals import arrival_offsets
 from llmopt.bench.workloads.custom import custom_workload
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
-from llmopt.bench.workloads.random_workload import length_range, random_workload
 from llmopt.bench.workloads.sharegpt import drop_reason, sharegpt_workload
-from llmopt.bench.workloads.warmup import warmup_workload
-from llmopt.bench.workloads.workload import Workload, numbered
+from llmopt.bench.workloads.synthetic import length_range, random_workload, warmup_workload
+from llmopt.bench.workloads.workload import Workload, arrival_offsets, numbered
 from llmopt.quant.base.errors import BadInput
 
 

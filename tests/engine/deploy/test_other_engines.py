@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.server.presets import PRESETS
+from llmopt.bench.load.presets import PRESETS
 from llmopt.engine.deploy.engines import ENGINES, server_command
 from llmopt.engine.deploy.translation import ServerCommand
 from llmopt.quant.base.errors import BadInput

@@ -1,0 +1,253 @@
+"""HTTP load driver: sends a workload through the worker processes and returns request traces."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...quant.base.progress import Progress
+from ..metrics.trace import LoadPass, RequestTrace
+from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..workloads.workload import Workload, WorkloadItem, cycle_seconds
+from .address import BACKENDS, RERANK, Address, ServedModel
+from .body import Body, batches
+from .certify import ClientError, judge, measure_client
+from .exchange import Answer, EncodedRequest, Exchange, PassWindow, chunk_tokens
+from .fleet import Fleet, FleetPass, default_workers
+from .load import adapter_of, request_id, window_duration
+
+# Cycles of a pass of fixed duration that get first tokens of their own; then they are used again.
+CYCLES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPass:
+    """One pass over a workload.
+
+    Attributes:
+        prefix_cache_hit_rate: fraction of prompt tokens from the server's prefix cache, over the responses
+            that report it; None where none does.
+        worker_seconds: CPU time of the workers.
+    """
+
+    load: LoadPass
+    prefix_cache_hit_rate: float | None
+    worker_seconds: float
+
+
+class HttpDriver:
+    """Sends passes to one endpoint and accumulates client overhead (lags, late connections).
+
+    `close` ends the worker processes.
+    """
+
+    def __init__(
+        self, options: BenchOptions, address: Address, served: ServedModel, progress: Progress
+    ) -> None:
+        self._options = options
+        self._progress = progress
+        self._tokenizer = served.tokenizer
+        self._body = Body(
+            served.model,
+            BACKENDS[options.backend],
+            served.tokenizer.decode,
+            options.ignore_eos,
+            options.temperature,
+            options.seed,
+            tuple(options.extra_body.items()),
+        )
+        self._endpoint = address.endpoint(options.request_timeout)
+        self._streams = options.concurrency or DEFAULT_CONCURRENCY
+        self.num_workers = options.client_workers or default_workers(self._streams)
+        self._first_tokens = first_tokens(
+            served.tokenizer, _num_passes(options), CYCLES if options.duration else 1
+        )
+        self._error: ClientError | None = None
+        self._reset_account()
+        self._fleet = Fleet(self.num_workers)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fleet.__exit__()
+
+    def check(self) -> None:
+        """Measure the client's own error against a server of known latency."""
+        self._error = measure_client(
+            self._fleet,
+            self.num_workers,
+            self._streams,
+            burden=self._options.client_burden_ms / 1000,
+            progress=self._progress,
+        )
+
+    def warm_up(self, workload: Workload, description: str) -> bool:
+        """Send a warm-up pass, which is not recorded; False when it was interrupted."""
+        warmup = self.drive(workload, 0, description)
+        self._reset_account()
+        return not warmup.load.interrupted
+
+    def drive(
+        self, workload: Workload, number: int, description: str, window: float | None = None
+    ) -> HttpPass:
+        """Pass `number` over the workload, 0 being the warm-up.
+
+        A server's prefix cache cannot be emptied from here. A different first token per pass, and per cycle
+        within a `window`, makes every prompt miss it, while prefixes shared within the cycle stay shared.
+        """
+        seconds = self._fleet.cpu_seconds()
+        seen = self._fleet.run(
+            self._endpoint,
+            [self._encoded(batch) for batch in self._batches(workload)],
+            self._options.concurrency,
+            marks=[self._body.mark(token) for token in self._first_tokens[number]],
+            window=None if window is None else PassWindow(window, cycle_seconds(workload)),
+            burden=self._options.client_burden_ms / 1000,
+            progress=self._progress,
+            description=description,
+        )
+        self._lags.append(seen.lag_ms)
+        self._late_connections += seen.late_connections
+        return HttpPass(
+            self._load_pass(workload, seen, window),
+            prefix_cache_hit_rate(seen.exchanges),
+            self._fleet.cpu_seconds() - seconds,
+        )
+
+    def client_part(self, metrics: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, Any]:
+        """`llmopt.client` of a result: client overhead and certification."""
+        lag = {
+            "mean": float(np.mean([each["mean"] for each in self._lags])),
+            "p99": max(each["p99"] for each in self._lags),
+            "max": max(each["max"] for each in self._lags),
+        }
+        error, late = self._error, self._lateness_ms(passes)
+        reasons = judge(error, metrics, loop_lag_ms=lag["mean"], send_lag_ms=late)
+        return {
+            "certified": not reasons,
+            "reasons": reasons,
+            "workers": self.num_workers,
+            "client_ttft_error_ms": error.client_ttft_error_ms if error else None,
+            "client_itl_error_ms": error.client_itl_error_ms if error else None,
+            "check": error.as_dict() if error else None,
+            "loop_lag_ms": lag,
+            "late_connections": self._late_connections,
+            "burden_ms": self._options.client_burden_ms,
+            "request_timeout_s": self._options.request_timeout,
+            "token_counts_by": dict(self._counters),
+            "first_token_of_pass": [tokens[0] for tokens in self._first_tokens],
+        }
+
+    def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
+        """Median lateness of sending; None under a concurrency limit, where waiting is part of the load."""
+        if self._options.concurrency is not None:
+            return None
+        queued = [trace.queued * 1000 for load in passes for trace in load.traces]
+        return float(np.median(queued or [0]))
+
+    def _reset_account(self) -> None:
+        """Reset the accumulated client overhead."""
+        self._counters: Counter[str] = Counter()
+        self._lags: list[dict[str, float]] = []
+        self._late_connections = 0
+
+    def _batches(self, workload: Workload) -> list[tuple[WorkloadItem, ...]]:
+        """The items of each request: one item, or several inputs of a pooling request."""
+        if not self._endpoint.is_pooled:
+            return [(item,) for item in workload.items]
+        return batches(workload.items, self._body.backend, self._options.random_batch_size)
+
+    def _encoded(self, batch: tuple[WorkloadItem, ...]) -> EncodedRequest:
+        adapter = self._adapter(batch[0].request_id)
+        body = replace(self._body, model=adapter) if adapter else self._body
+        return body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(batch[0])
+
+    def _adapter(self, name: str) -> str | None:
+        options = self._options
+        return adapter_of(name, tuple(options.loras), options.lora_assignment, options.seed)
+
+    def _load_pass(self, workload: Workload, seen: FleetPass, window: float | None) -> LoadPass:
+        by_id = {batch[0].request_id: batch for batch in self._batches(workload)}
+        place = {name: number for number, name in enumerate(by_id)}
+        ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, place[e.request_id], e.turn))
+        traces = [self._trace(by_id[each.request_id], each, seen.origin) for each in ordered]
+        began_at = time.time() - (time.perf_counter() - seen.origin)
+        seconds = seen.ended - seen.origin
+        load = LoadPass(traces, seconds, [], seen.interrupted, began_at)
+        if window is not None:
+            load.duration = load.window = window_duration(window, seconds, seen.interrupted)
+            load.drain_seconds = max(0.0, seconds - load.duration)
+        return load
+
+    def _trace(
+        self, batch: tuple[WorkloadItem, ...], exchange: Exchange, origin: float
+    ) -> RequestTrace:
+        item, answer, is_pooled = batch[0], exchange.answer, self._endpoint.is_pooled
+        tokens, source = chunk_tokens(answer, self._recount(answer))
+        if not answer.error and not is_pooled:
+            self._counters[source] += 1
+        trace = RequestTrace(
+            request_id(item.request_id, exchange.cycle, exchange.turn),
+            answer.prompt_tokens or sum(each.prompt_lens[exchange.turn] for each in batch),
+            0 if is_pooled else item.output_lens[exchange.turn],
+            scheduled=exchange.due,
+            sent=exchange.sent - origin,
+            chunk_times=[time - origin for time in answer.times],
+            chunk_tokens=tokens,
+            text=answer.text,
+            cached_tokens=answer.cached_tokens or 0,
+            conversation=item.request_id,
+            turn=exchange.turn,
+            cycle=exchange.cycle,
+            lora=self._adapter(item.request_id),
+        )
+        trace.error = answer.error or self._incomplete(batch, answer, trace)
+        trace.success = not trace.error
+        return trace
+
+    def _incomplete(
+        self, batch: tuple[WorkloadItem, ...], answer: Answer, trace: RequestTrace
+    ) -> str:
+        """What a well-formed response lacks; empty if nothing."""
+        if not self._endpoint.is_pooled:
+            return "" if trace.output_len else "the response has no token"
+        expected = len(batch) - (self._body.backend == RERANK)
+        if answer.num_results == expected:
+            return ""
+        return f"the response has {answer.num_results} results for {expected} inputs"
+
+    def _recount(self, answer: Answer) -> int | None:
+        if answer.total is not None or not answer.times:
+            return None
+        return len(self._tokenizer.encode(answer.text, add_special_tokens=False))
+
+
+def _num_passes(options: BenchOptions) -> int:
+    """The most passes that a session measures, the warm-up and rejected ones included."""
+    return 1 + options.num_runs + options.max_redone_passes
+
+
+def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
+    """Fraction of prompt tokens from the server's prefix cache, over the responses that report it."""
+    answers = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
+    tokens = sum(answer.prompt_tokens or 0 for answer in answers)
+    hits = sum(answer.cached_tokens or 0 for answer in answers)
+    return hits / tokens if tokens else None
+
+
+def first_tokens(tokenizer: Any, num_passes: int, num_cycles: int) -> list[list[int]]:
+    """For every pass, different non-special token ids for its cycles, random in every run and recorded.
+
+    Seeded ones would still be in the prefix cache of a server that has run this benchmark before. Where
+    the vocabulary is small, a pass has fewer.
+    """
+    special = set(tokenizer.all_special_ids)
+    ordinary = [token for token in range(len(tokenizer)) if token not in special]
+    each = max(1, min(num_cycles, len(ordinary) // num_passes))
+    tokens = random.SystemRandom().sample(ordinary, num_passes * each)
+    return [tokens[number * each :][:each] for number in range(num_passes)]

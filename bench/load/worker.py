@@ -1,0 +1,369 @@
+"""Load worker process: one event loop that sends on schedule, timestamps reads, and parses afterwards.
+
+The protocol is pickles over stdin and stdout (`fleet.Fleet` is the peer): a `Job` in, `"ready"` out when the
+connections are open, the clock's origin in, `"ended"` out per request, a `Report` out. `"stop"` in ends the
+pass early; end of input ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import ssl
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, BinaryIO
+
+from .exchange import (
+    MARK,
+    Answer,
+    EncodedRequest,
+    Endpoint,
+    Exchange,
+    Report,
+    WorkerJob,
+    encoded_message,
+    read_document,
+    read_pooled,
+    read_stream,
+    refusal,
+)
+from .http1 import Connection, NotHttp, Response
+
+MAX_OPENED_AHEAD = 1024
+OPENING_AT_ONCE = 64
+LAG_EVERY_SECONDS = 0.02
+# Resolution of the event loop's timers: epoll counts whole milliseconds and rounds up.
+TIMER_SECONDS = 0.001
+BURDEN_EVERY_SECONDS = 0.05
+
+
+class Pool:
+    """Idle keep-alive connections to one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._context = _tls_context(endpoint)
+        self._idle: deque[Connection] = deque()
+        self.num_opened = 0
+
+    async def fill(self, count: int) -> None:
+        """Open `count` connections ahead of time; failures surface in the requests that need them."""
+        for begin in range(0, count, OPENING_AT_ONCE):
+            wave = min(OPENING_AT_ONCE, count - begin)
+            opened = await asyncio.gather(
+                *(self._open() for _ in range(wave)), return_exceptions=True
+            )
+            self._idle += [one for one in opened if isinstance(one, Connection)]
+            if any(isinstance(one, BaseException) for one in opened):
+                return
+
+    async def take(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return await self._open()
+
+    def give_back(self, connection: Connection) -> None:
+        if connection.is_open:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _open(self) -> Connection:
+        endpoint = self._endpoint
+        self.num_opened += 1
+        return await Connection.open(
+            endpoint.host, endpoint.port, self._context, min(endpoint.timeout, 30.0)
+        )
+
+
+def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+    if not endpoint.is_tls:
+        return None
+    context = ssl.create_default_context()
+    if not endpoint.verify_tls:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def openings(job: WorkerJob) -> Iterator[tuple[int, EncodedRequest, float]]:
+    """(cycle, request, seconds from the origin): the requests once, or again and again in a window."""
+    period = job.window.period if job.window else 0.0
+    for cycle in count() if job.window else range(1):
+        for request in job.requests:
+            yield cycle, request, request.due + cycle * period
+
+
+class SharedSemaphore:
+    """Cross-process semaphore for concurrency permits: a pipe with a byte per free permit, like GNU make's
+    jobserver. The limit holds over all workers; faster workers take more permits."""
+
+    def __init__(self, pipe: tuple[int, int]) -> None:
+        self._read, self._write = pipe
+
+    async def take(self) -> None:
+        """Wait for a permit and take it; one waiter at a time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                os.read(self._read, 1)
+                return
+            except BlockingIOError:
+                readable = loop.create_future()
+                loop.add_reader(self._read, _resolve, readable)
+                try:
+                    await readable
+                finally:
+                    loop.remove_reader(self._read)
+
+    def give_back(self, _: object = None) -> None:
+        os.write(self._write, b".")
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Pass:
+    """One pass over the requests of a job."""
+
+    def __init__(self, job: WorkerJob, pool: Pool, say: BinaryIO, stop: asyncio.Event) -> None:
+        self._job = job
+        self._pool = pool
+        self._say = say
+        self._stop = stop
+        self._origin = 0.0
+        self._ended: list[tuple[Exchange, Response]] = []
+        self._lags: list[float] = []
+
+    async def run(self, origin: float) -> None:
+        """Send every request when it is due and a permit is free; ends with the last response or `stop`."""
+        self._origin = origin
+        semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
+        tasks: set[asyncio.Task[None]] = set()
+        helpers = [asyncio.create_task(self._watch_lag())]
+        if self._job.burden:
+            helpers.append(asyncio.create_task(self._waste()))
+        stopped = asyncio.create_task(self._stop.wait())
+        sender = asyncio.create_task(self._send_all(semaphore, tasks))
+        await asyncio.wait({stopped, sender}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._stop.is_set() and tasks:
+            whole = asyncio.gather(*tasks)
+            await asyncio.wait({stopped, whole}, return_when=asyncio.FIRST_COMPLETED)
+        left = [stopped, sender, *helpers, *tasks]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _send_all(
+        self, semaphore: SharedSemaphore | None, tasks: set[asyncio.Task[None]]
+    ) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds_left()):
+                for cycle, request, due in openings(self._job):
+                    await self._until(due)
+                    if cycle and self._is_lost:
+                        return
+                    if semaphore is not None:
+                        await semaphore.take()
+                    task = asyncio.create_task(self._converse(request, cycle, due))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    if semaphore is not None:
+                        task.add_done_callback(semaphore.give_back)
+
+    async def _converse(self, request: EncodedRequest, cycle: int, due: float) -> None:
+        """Send a request, and where it opens a conversation every later turn, after its think time."""
+        marks = self._job.marks
+        mark = marks[cycle % len(marks)]
+        exchange = Exchange(request.request_id, 0.0, 0.0, due=due, cycle=cycle)
+        response = await self._exchange(exchange, request.body.replace(MARK, mark))
+        messages = request.messages.replace(MARK, mark, 1)
+        for number, turn in enumerate(request.turns, start=1):
+            # The history needs the answer now; it is parsed in the think time.
+            answer = _read(response, self._job.endpoint)
+            due = exchange.ended - self._origin + turn.think
+            window = self._job.window
+            if exchange.answer.error or answer.error or (window and due >= window.seconds):
+                return
+            said = turn.answer or encoded_message("assistant", answer.text)
+            messages = b",".join((messages, said, turn.messages))
+            await self._until(due)
+            exchange = Exchange(request.request_id, 0.0, 0.0, due=due, turn=number, cycle=cycle)
+            response = await self._exchange(exchange, turn.head + messages + turn.tail)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the first requests all failed, so that there is no server to go on loading."""
+        first = self._ended[: len(self._job.requests)]
+        return len(first) == len(self._job.requests) and all(
+            exchange.answer.error or response.status != 200 for exchange, response in first
+        )
+
+    async def _until(self, due: float) -> None:
+        if (wait := self._origin + due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+
+    def _seconds_left(self) -> float | None:
+        """Seconds until the window closes; None without one."""
+        window = self._job.window
+        return window and max(0.0, self._origin + window.seconds - time.perf_counter())
+
+    async def _exchange(self, exchange: Exchange, body: bytes) -> Response:
+        """One request and its response, with its times and any error in `exchange`."""
+        response, error = Response(), ""
+        head = self._job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(body)
+        exchange.sent = time.perf_counter()
+        timeout = self._job.endpoint.timeout
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self._pool.take()
+                try:
+                    exchange.sent = await connection.exchange(head + body, response)
+                finally:
+                    self._pool.give_back(connection)
+        except TimeoutError:
+            error = f"no complete response within {timeout:g} s: {_progress(response)}"
+        except NotHttp as fault:
+            error = str(fault)
+        except ssl.SSLError as fault:
+            error = f"TLS: {fault.reason or fault}"
+        except OSError as fault:
+            error = _connection_error(fault, response)
+        exchange.ended, exchange.answer.error = time.perf_counter(), error
+        self._ended.append((exchange, response))
+        _tell(self._say, "ended")
+        return response
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.perf_counter() + LAG_EVERY_SECONDS
+            await asyncio.sleep(LAG_EVERY_SECONDS)
+            self._lags.append(max(0.0, time.perf_counter() - due - TIMER_SECONDS))
+
+    async def _waste(self) -> None:
+        while True:
+            until = time.perf_counter() + self._job.burden
+            while time.perf_counter() < until:
+                pass
+            await asyncio.sleep(BURDEN_EVERY_SECONDS)
+
+    def report(self, late_connections: int) -> Report:
+        """Parse the responses, deferred until no request is in flight."""
+        exchanges = []
+        for exchange, response in self._ended:
+            error, exchange.answer = exchange.answer.error, _read(response, self._job.endpoint)
+            exchange.answer.error = error or exchange.answer.error
+            exchanges.append(exchange)
+        lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
+        return Report(
+            exchanges,
+            {
+                "mean": sum(lags) / len(lags),
+                "p99": lags[min(len(lags) - 1, int(len(lags) * 0.99))],
+                "max": lags[-1],
+            },
+            late_connections,
+        )
+
+
+def _read(response: Response, endpoint: Endpoint) -> Answer:
+    if not response.is_head_whole:
+        return Answer()
+    if response.status != 200:
+        return Answer(error=refusal(response.status, response.chunks))
+    if endpoint.is_pooled:
+        return read_pooled(response.chunks)
+    if "json" in response.headers.get("content-type", "") and response.chunks:
+        return read_document(response.chunks)
+    return read_stream(response.chunks)
+
+
+def _progress(response: Response) -> str:
+    if not response.is_head_whole:
+        return "no headers received"
+    return f"it stopped after {response.num_bytes:,} bytes"
+
+
+def _connection_error(error: OSError, response: Response) -> str:
+    if response.is_head_whole:
+        return (
+            f"the connection ended within the response, {_progress(response).removeprefix('it ')}"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, ConnectionError):
+        return "the connection was closed before a response"
+    return f"cannot connect: {error.strerror or error}"
+
+
+def _tell(stream: BinaryIO, message: Any) -> None:
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def _listen(
+    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any], stop: asyncio.Event
+) -> None:
+    """Reader thread: messages into the loop's queue; a stop takes effect at once."""
+    while True:
+        try:
+            message = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            message = None
+        if message in ("stop", None):
+            loop.call_soon_threadsafe(stop.set)
+        if message != "stop":
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+        if message is None:
+            return
+
+
+async def serve_jobs(say: BinaryIO) -> None:
+    """Process jobs until the input ends."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_listen, args=(loop, inbox, stop), daemon=True).start()
+    while isinstance(job := await inbox.get(), WorkerJob):
+        pool = Pool(job.endpoint)
+        one = Pass(job, pool, say, stop)
+        await pool.fill(min(job.limit or MAX_OPENED_AHEAD, len(job.requests), MAX_OPENED_AHEAD))
+        opened = pool.num_opened
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        _tell(say, "ready")
+        if (origin := await inbox.get()) is None:
+            return
+        await one.run(origin)
+        pool.close()
+        gc.enable()
+        gc.unfreeze()
+        _tell(say, one.report(pool.num_opened - opened))
+
+
+def main() -> None:
+    """Entry point of the process; Ctrl-C is handled by the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Redirect prints, which would corrupt the pickle stream.
+    say = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(serve_jobs(say))
+
+
+if __name__ == "__main__":
+    main()

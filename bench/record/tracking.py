@@ -1,0 +1,241 @@
+"""Experiment trackers: a finished run folder logged to MLflow or Weights & Biases by their own libraries.
+
+A tracker that fails does not lose the run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...quant.base.errors import BadInput
+
+BATCH = 100  # MLflow's limit of parameters in one request
+LONGEST_PARAM = 500
+WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A run in a tracker's terms.
+
+    Attributes:
+        params: what was measured and how, as text, nested keys joined by dots.
+        metrics: finite numbers only.
+        folder: the run folder, logged whole.
+    """
+
+    name: str
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    folder: Path
+
+
+class Tracker(Protocol):
+    """A place where runs are logged."""
+
+    name: str
+
+    def log(self, run: TrackedRun) -> str:
+        """Log a run; returns where it is, for people."""
+        ...
+
+
+def open_trackers(
+    mlflow_uri: str | None = None,
+    mlflow_experiment: str = "llmopt",
+    wandb_project: str | None = None,
+    wandb_entity: str | None = None,
+) -> list[Tracker]:
+    """The trackers that were asked for, ready to log.
+
+    Raises:
+        BadInput: a package is missing, or a store cannot be used.
+    """
+    trackers: list[Tracker] = []
+    if mlflow_uri is not None:
+        trackers.append(MlflowTracker(mlflow_uri, mlflow_experiment))
+    if wandb_project is not None:
+        trackers.append(WandbTracker(wandb_project, wandb_entity))
+    return trackers
+
+
+def log_run(trackers: Sequence[Tracker], run: TrackedRun, say: Callable[[str], object]) -> None:
+    """Log a written run to each tracker, and say where it is or why it is not there."""
+    for tracker in trackers:
+        try:
+            where = tracker.log(run)
+        except Exception as error:  # the run is on disk: whatever a tracker does, it stays
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            say(f"not logged to {tracker.name}: {reason}; the run is in {run.folder}")
+        else:
+            say(f"logged to {tracker.name}: {where}")
+
+
+def of_result(result: Mapping[str, Any], folder: Path) -> TrackedRun:
+    """The tracked run of a `result.json`: its identity as parameters, every number of its top level as a
+    metric, and of `llmopt` the quality, memory, energy, SLO share and server metrics."""
+    ours = result["llmopt"]
+    server = ours.get("server_metrics") or {}
+    parts = {
+        "quality": ours.get("quality") or {},
+        "memory": ours.get("memory") or {},
+        "energy": ours.get("energy") or {},
+        "slo": {"share": (ours.get("slo") or {}).get("share")},
+        "prefix_cache_hit_rate": ours.get("prefix_cache_hit_rate"),
+        "preemptions": ours.get("preemptions"),
+        "server": {"counters": server.get("counters"), "gauges": server.get("gauges")},
+    }
+    top = {key: value for key, value in result.items() if key != "llmopt"}
+    params = flattened({**ours["identity"], "label": result.get("label"), "run_id": ours["run_id"]})
+    return TrackedRun(
+        ours["name"],
+        {key: str(value) for key, value in params.items() if value is not None},
+        numbers({**top, **parts}),
+        folder,
+    )
+
+
+def of_sweep(record: Mapping[str, Any], folder: Path) -> TrackedRun:
+    """The tracked run of a load sweep or SLO search: the figures of its knee."""
+    kind = record["kind"]
+    knee = next((p for p in record["points"] if p[kind] == record["knee"]), {})
+    slo = record.get("slo") or {}
+    params = flattened({**record["identity"], "swept": kind})
+    return TrackedRun(
+        record["name"],
+        {key: str(value) for key, value in params.items() if value is not None},
+        numbers({"knee": {**knee, "load": record["knee"]}, "slo": {"best": slo.get("best")}}),
+        folder,
+    )
+
+
+def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in part.items():
+        inner = f"{path}.{key}" if path else str(key)
+        flat |= flattened(value, inner) if isinstance(value, Mapping) else {inner: value}
+    return flat
+
+
+def numbers(part: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of nested mappings."""
+    return {
+        key: float(value)
+        for key, value in flattened(part).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+class MlflowTracker:
+    """Logs into one experiment of the tracking server, database or folder at `uri`.
+
+    Raises:
+        BadInput: the package is missing, or the tracking store cannot be used; before anything is measured.
+    """
+
+    name = "MLflow"
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        try:
+            mlflow = import_module("mlflow")
+            self._entities: Any = import_module("mlflow.entities")
+        except ImportError as error:
+            raise BadInput(
+                "--mlflow-uri needs MLflow: pip install 'llmopt[mlflow]', or leave the option away"
+            ) from error
+        self._uri = uri
+        # By default the library retries for minutes where no server answers.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        try:
+            self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+            known = self._client.get_experiment_by_name(experiment)
+            self._experiment = (
+                self._client.create_experiment(experiment) if known is None else known.experiment_id
+            )
+        except Exception as error:  # its exceptions have no common base outside the library
+            raise BadInput(f"--mlflow-uri {uri}: {_one_line(error)}") from error
+
+    def log(self, run: TrackedRun) -> str:
+        """Log parameters, metrics and the run folder; returns the run's id with its store."""
+        created = self._client.create_run(self._experiment, run_name=run.name)
+        run_id, now = created.info.run_id, int(time.time() * 1000)
+        entities = self._entities
+        metrics = [entities.Metric(_key(k), v, now, 0) for k, v in run.metrics.items()]
+        params = [entities.Param(_key(k), v[:LONGEST_PARAM]) for k, v in run.params.items()]
+        for start in range(0, max(len(metrics), len(params)), BATCH):
+            part = slice(start, start + BATCH)
+            self._client.log_batch(run_id, metrics=metrics[part], params=params[part])
+        self._client.log_artifacts(run_id, str(run.folder))
+        self._client.set_terminated(run_id)
+        return f"run {run_id} at {self._uri}"
+
+
+def _key(name: str) -> str:
+    """The name with the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+class WandbTracker:
+    """Logs into one project. `WANDB_MODE=offline` writes locally, for `wandb sync`.
+
+    Raises:
+        BadInput: the package is missing, or there is no login; before anything is measured.
+    """
+
+    name = "W&B"
+
+    def __init__(self, project: str, entity: str | None = None) -> None:
+        try:
+            self._wandb: Any = import_module("wandb")
+        except ImportError as error:
+            raise BadInput(
+                "--wandb-project needs wandb: pip install 'llmopt[wandb]', or leave the option away"
+            ) from error
+        self._project, self._entity = project, entity
+        if os.environ.get("WANDB_MODE") in WITHOUT_LOGIN:
+            return
+        try:
+            is_in = self._wandb.login()
+        except Exception as error:  # its exceptions have no common base outside the library
+            raise BadInput(f"--wandb-project: {' '.join(str(error).split())[:300]}") from error
+        if not is_in:
+            raise BadInput("--wandb-project: set WANDB_API_KEY, or WANDB_MODE=offline")
+
+    def log(self, run: TrackedRun) -> str:
+        """Log parameters as config, metrics as history and summary, the folder as an artifact."""
+        session = self._wandb.init(
+            project=self._project,
+            entity=self._entity,
+            name=run.name,
+            config=dict(run.params),
+            dir=str(run.folder.parent),
+            settings=self._wandb.Settings(silent=True),
+        )
+        try:
+            session.log(dict(run.metrics))
+            artifact = self._wandb.Artifact(artifact_name(run.name), type="benchmark")
+            artifact.add_dir(str(run.folder))
+            session.log_artifact(artifact)
+        except BaseException:
+            session.finish(exit_code=1)
+            raise
+        session.finish()
+        return session.url or f"offline in {session.dir}"
+
+
+def artifact_name(name: str) -> str:
+    """The name with the characters that W&B takes."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "run"

@@ -1,1 +1,0 @@
-"""Starting inference servers for a benchmark: llmopt, vLLM, llama.cpp, transformers."""

@@ -1,0 +1,256 @@
+"""Quality of the measured engine: perplexity, and its distance from a reference model, per position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress
+from ..load.address import Address, ServedModel, find_served
+from ..load.inprocess import WithAdapter
+from ..load.json_http import (
+    NoPromptLogprobs,
+    PromptLogprobs,
+    RequestFailed,
+    ScoredToken,
+    probe_prompt,
+)
+from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..quality.passage import EVALUATION_TEXT, Passage, PassageWindow, ProtocolOptions, read_passage
+from ..quality.positions import PositionScores, QualitySeries, SeriesWriter
+from ..quality.summary import Quality, hurt_passages, summarize, truncated_kl
+
+if TYPE_CHECKING:
+    from ...engine.engine import Engine
+    from ..quality.scoring import PromptScorer
+
+
+def quality_passage(options: BenchOptions, engine: Engine) -> Passage:
+    """The passage that the options name, in the engine's tokens.
+
+    Raises:
+        BadInput: the text or the protocol does not fit.
+    """
+    return read_passage(
+        engine.tokenizer,
+        max_model_len=engine.max_model_len,
+        num_tokens=options.quality_tokens,
+        path=options.quality_text or EVALUATION_TEXT,
+        options=ProtocolOptions(
+            options.quality_protocol, options.quality_window, options.quality_stride
+        ),
+    )
+
+
+def score_quality(
+    options: BenchOptions,
+    engine: Engine,
+    passage: Passage,
+    load_reference: Callable[[BenchOptions, Passage], PromptScorer],
+    progress: Progress,
+) -> tuple[Quality, QualitySeries]:
+    """Score the engine, beside the reference if there is one: the summary and its series.
+
+    Raises:
+        BadInput: the reference does not fit.
+    """
+    from ..quality.scoring import score_passage
+
+    reference = None if options.reference is None else load_reference(options, passage)
+    scored = WithAdapter(engine, next(iter(options.loras), None))
+    series, speed = score_passage(
+        passage, scored, reference, progress=progress, what=options.name or "model"
+    )
+    quality = summarize(
+        passage, series, reference=options.reference, speed=speed.as_dict(), seed=options.seed
+    )
+    return replace(quality, hurt=hurt_passages(series, engine.tokenizer)), series
+
+
+@dataclass(frozen=True, slots=True)
+class ServedQuality:
+    """The scores of a served model.
+
+    Attributes:
+        record: `llmopt.quality`; None where the server gives no usable scores.
+        reason: why there are none, or none from the reference; None where nothing is missing.
+    """
+
+    record: dict[str, Any] | None = None
+    series: QualitySeries | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringServer:
+    """A server that scores prompts."""
+
+    name: str
+    max_model_len: int
+    scoring: PromptLogprobs
+
+    @classmethod
+    def at(cls, options: BenchOptions, address: Address, served: ServedModel) -> ScoringServer:
+        """Probe a server.
+
+        Raises:
+            NoPromptLogprobs: it scores no prompts.
+        """
+        scoring = PromptLogprobs.probed(
+            address.json_client(options.request_timeout),
+            address.completions_url,
+            served.model,
+            probe_prompt(served.tokenizer),
+            concurrency=options.concurrency or DEFAULT_CONCURRENCY,
+        )
+        return cls(address.url, served.max_model_len, scoring)
+
+    def scores(self, windows: Sequence[PassageWindow]) -> Iterator[list[ScoredToken]]:
+        """Per window, the scores of its scored tokens."""
+        each = self.scoring.scores(window.token_ids for window in windows)
+        for window, tokens in zip(windows, each, strict=True):
+            yield tokens[window.first_scored - 1 :]
+
+
+def score_served(
+    options: BenchOptions, address: Address, served: ServedModel, progress: Progress
+) -> ServedQuality:
+    """Score the server, beside the one at `options.reference` if there is one.
+
+    A server that cannot be scored is a reason, not an error: the rest of the run is kept.
+
+    Raises:
+        BadInput: the text or the protocol does not fit.
+    """
+    try:
+        model = ScoringServer.at(options, address, served)
+    except NoPromptLogprobs as error:
+        return ServedQuality(reason=f"no quality: {error}")
+    reference, reason = None, None
+    if options.reference is not None:
+        try:
+            reference = reference_server(options, options.reference)
+        except (NoPromptLogprobs, BadInput) as error:
+            reason = f"no distance from the reference {options.reference}: {error}"
+    servers = [model] if reference is None else [model, reference]
+    passage = served_passage(options, served, min(server.max_model_len for server in servers))
+    progress.start(f"quality of {served.model}", passage.num_scored, "tokens")
+    try:
+        return _scored(options, passage, servers, served, progress, reason)
+    except (RequestFailed, NoPromptLogprobs) as error:
+        return ServedQuality(reason=f"no quality: a window was not scored: {error}")
+    finally:
+        progress.finish()
+
+
+def reference_server(options: BenchOptions, url: str) -> ScoringServer:
+    """The server of the reference; its model is the first that it lists.
+
+    Raises:
+        BadInput: no server there, or none with a list of models.
+        NoPromptLogprobs: it scores no prompts.
+    """
+    address = Address.parse(
+        url, headers=options.header, api_key=options.api_key, verify_tls=not options.insecure
+    )
+    shared = {"base_url": url, "model": None, "max_model_len": None}
+    served = find_served(options.model_copy(update=shared), address)
+    return ScoringServer.at(options, address, served)
+
+
+def served_passage(options: BenchOptions, served: ServedModel, max_model_len: int) -> Passage:
+    """The passage as in process; where a window fills the context, windows that leave room for the token
+    that a server generates behind a prompt."""
+
+    def read(length: int) -> Passage:
+        return read_passage(
+            served.tokenizer,
+            max_model_len=length,
+            num_tokens=options.quality_tokens,
+            path=options.quality_text or EVALUATION_TEXT,
+            options=ProtocolOptions(
+                options.quality_protocol, options.quality_window, options.quality_stride
+            ),
+        )
+
+    passage = read(max_model_len)
+    return passage if passage.longest < max_model_len else read(max_model_len - 1)
+
+
+def _scored(
+    options: BenchOptions,
+    passage: Passage,
+    servers: Sequence[ScoringServer],
+    served: ServedModel,
+    progress: Progress,
+    reason: str | None,
+) -> ServedQuality:
+    rests: list[float] = []
+    with SeriesWriter() as writer:
+        each = zip(*(server.scores(passage.windows) for server in servers), strict=True)
+        for number, (window, scores) in enumerate(zip(passage.windows, each, strict=True)):
+            columns = _columns(scores, [server.scoring.form for server in servers], rests)
+            first, last = window.first_scored, len(window.token_ids)
+            writer.add(
+                PositionScores(
+                    document=np.full(last - first, window.document),
+                    window=np.full(last - first, number),
+                    position=np.arange(first, last),
+                    token_id=np.array(window.token_ids[first:]),
+                    **columns,
+                )
+            )
+            progress.advance(last - first)
+        series = writer.finish()
+    reference = servers[1] if len(servers) > 1 else None
+    if reference is not None and not rests:
+        reason = (
+            f"no KL from the reference {reference.name}: one server names tokens, one their ids"
+        )
+    quality = summarize(
+        passage, series, reference=None if reference is None else reference.name, seed=options.seed
+    )
+    quality = replace(quality, hurt=hurt_passages(series, served.tokenizer))
+    asked = {
+        "scored_by": servers[0].scoring.form,
+        "reference_scored_by": None if reference is None else reference.scoring.form,
+        "num_top": min(server.scoring.num_top for server in servers),
+        "kl_is_lower_bound": True if rests else None,
+        "mean_rest": float(np.mean(rests)) if rests else None,
+    }
+    return ServedQuality(quality.as_dict() | {"served": asked}, series, reason)
+
+
+def _columns(
+    scores: Sequence[Sequence[ScoredToken]], forms: Sequence[str], rests: list[float]
+) -> dict[str, np.ndarray]:
+    """Columns of `PositionScores` of one window; appends the reference's probability in the bucket of each
+    position to `rests`."""
+    model, *others = scores
+    columns = {"nll": _nll(model)}
+    if forms[0] == "prompt_logprobs":
+        columns["rank"] = _ranks(model)
+    for reference in others:
+        columns["reference_nll"] = _nll(reference)
+        if forms[1] == "prompt_logprobs":
+            columns["reference_rank"] = _ranks(reference)
+        if type(reference[0].top_token) is not type(model[0].top_token):
+            continue
+        pairs = list(zip(reference, model, strict=True))
+        distances = [truncated_kl(p.top, q.top) for p, q in pairs]
+        rests += [distance.rest for distance in distances]
+        columns["kl"] = np.array([distance.kl for distance in distances])
+        columns["top1"] = np.array([p.top_token == q.top_token for p, q in pairs])
+    return columns
+
+
+def _nll(scores: Sequence[ScoredToken]) -> np.ndarray:
+    return -np.array([token.logprob for token in scores])
+
+
+def _ranks(scores: Sequence[ScoredToken]) -> np.ndarray:
+    return np.array([token.rank for token in scores])

@@ -1,1 +1,0 @@
-"""Recipe execution: quantize, verify, bench, compare, report."""
