@@ -65,18 +65,18 @@ def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:
     from ..engine.doctor.overview import overview, problems
 
     if renew:
-        from ..engine.doctor.verdicts import renew_verdicts
+        from ..engine.doctor.kernel_table import renew_verdicts
 
         renew_verdicts()
     if asks_torch:
-        from ..engine.doctor.machine import examine
+        from ..engine.doctor.kernel_table import examine
 
         findings = examine()
     else:
         findings = overview()
     findings["problems"] = [asdict(problem) for problem in problems(findings)]
     if asks_torch or renew:
-        from ..engine.doctor.verdicts import report
+        from ..engine.doctor.kernel_table import report
 
         findings["verdicts"] = report()
     return findings

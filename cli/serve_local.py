@@ -78,8 +78,8 @@ def _serve(
     serving: ServingOptions,
 ) -> None:
     """Validate all options before the model loads, then serve."""
+    from ..engine.server.access.observe import configure_logging
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
-    from ..engine.server.observability.logs import configure_logging
 
     for_app = serving.for_app()
     listener = bind(serving.host, serving.port)
@@ -107,7 +107,7 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
     """Write a line on stderr for people, or an event of the JSON log."""
     import logging
 
-    from ..engine.server.observability.logs import Event
+    from ..engine.server.access.observe import Event
     from .output.console import people
 
     if options.log_format == "json":

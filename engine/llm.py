@@ -14,7 +14,7 @@ from .beam_search import BeamSearchParams, BeamSearchResult, beam_search
 from .config.config import EngineConfig
 from .config.option import keywords
 from .engine import Engine
-from .multimodal.image_prompt import ImagePrompt, prepare_prompt
+from .multimodal.open import ImagePrompt, prepare_prompt
 from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
 Prompt = str | Sequence[int] | ImagePrompt | Mapping[str, Any]

@@ -22,7 +22,7 @@ from .load import Chunk
 if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.execution.prompt_pass import PromptPass
-    from ...engine.multimodal.encoder_cache import EncoderCache
+    from ...engine.multimodal.encoder import EncoderCache
     from ...engine.scheduling.outputs import RequestOutput
 
 # Polling interval of the idle wait: negligible cost, and an interrupt takes effect at once.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...engine.server.text.text import PLAIN_TEMPLATE
+from ...engine.server.endpoints.tokenization import PLAIN_TEMPLATE
 from ...quant.base.errors import BadInput
 from ..options.think_time import ThinkTime
 from .workload import ConversationTurn, Message, WorkloadItem

@@ -110,8 +110,7 @@ class ProtectionOptions:
             BadInput: an invalid size, or a number out of range.
         """
         from ...engine.base.units import parse_bytes
-        from ...engine.server.protocol.scripted_output import read_script
-        from ...engine.server.protocol.server_options import ServerOptions
+        from ...engine.server.protocol.server_options import ServerOptions, read_script
 
         return ServerOptions(
             api_keys=tuple(self.api_key or ()),

@@ -68,8 +68,7 @@ class ServedModelOptions:
             BadInput: no such parser, or a template file that cannot be read.
         """
         from ...engine.base.pooling_params import PoolingParams
-        from ...engine.server.parsing.formats import tool_format
-        from ...engine.server.parsing.reasoning import reasoning_format
+        from ...engine.server.parsing.formats import reasoning_format, tool_format
 
         if self.tool_call_parser is not None:
             tool_format(self.tool_call_parser)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
+from ..server.loop.metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric
 from .engines import ENGINES
-from .metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric
 from .translation import ServerCommand
 
 

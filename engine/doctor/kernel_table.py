@@ -1,9 +1,13 @@
-"""Kernel table: the kernel chosen for each operation on a device, for `llmopt doctor`."""
+"""Machine report with what torch says: CPU features, devices, the kernel table, and verdicts on the GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
+from ...quant.base.errors import BadInput
 from ...quant.base.scheme import Activations, Scheme
 from ...quant.kinds.codebook.scheme import CodebookScheme
 from ...quant.kinds.e8p.scheme import E8pScheme
@@ -14,8 +18,14 @@ from ...quant.kinds.integer.scheme import IntScheme
 from ...quant.kinds.lookup.scheme import LookupScheme
 from ...quant.kinds.trellis.scheme import TrellisScheme
 from ...quant.kinds.vectorwise.scheme import VectorwiseScheme
+from ...quant.native.build import parallel_start
+from ..base.host import thread_limit
 from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
+from ..kernels.common.device_verdicts import current_verdicts
 from ..kernels.common.dispatch import Choice
+from ..kernels.common.runtime import refuses_fp8
+from ..kernels.common.thread_choice import choose_threads
+from ..kernels.common.verdicts import VARIABLE, Verdict
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     GATE,
@@ -25,9 +35,11 @@ from ..kernels.elementwise.dispatch import (
     RowKernelQuery,
 )
 from ..kernels.linear.linear import LINEAR, LinearKernelQuery
+from ..kernels.linear.native_linear import has_bf16, native_linear
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from ..sampling.kernels import SAMPLING, SamplingKernelQuery
+from .overview import overview
 
 SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (IntScheme(4, 128, False), 16),
@@ -81,3 +93,145 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         )
         choices.append(QUANTIZED_LINEAR.explain(kernel_query))
     return choices
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> None:
+    """Try the kernels of a typical decoder, where they have not been; weights are tried as they load."""
+    kind = device.type
+    has_fp8 = refuses_fp8(kind) is None
+    for stored in (dtype, torch.int8, *([torch.float8_e4m3fn] if has_fp8 else [])):
+        PAGED_ATTENTION.select(AttentionKernelQuery(kind, dtype, 128, 128, stored=stored))
+    for operation in (NORM, GATE, GELU_GATE, CLAMPED_SWIGLU_GATE):
+        operation.select(RowKernelQuery(kind, dtype, 4096))
+    ROPE_AND_CACHE.select(RowKernelQuery(kind, dtype, 128))
+    SAMPLING.select(SamplingKernelQuery(kind))
+
+
+def renew_verdicts() -> None:
+    """Forget every verdict on the current CUDA device, and try a typical decoder's kernels.
+
+    Raises:
+        BadInput: there is no CUDA device, or trials are switched off.
+    """
+    verdicts = current_verdicts()
+    if verdicts is None:
+        raise BadInput(
+            f"no kernels are tried here: that needs a CUDA device, and {VARIABLE} not off"
+        )
+    verdicts.clear()
+    measure(torch.device("cuda"), torch.bfloat16)
+
+
+def stored() -> Iterator[tuple[str, str, Verdict]]:
+    """The verdicts that are known: case, candidate, verdict."""
+    verdicts = current_verdicts()
+    for case, candidates in ({} if verdicts is None else verdicts.verdicts).items():
+        for name, verdict in candidates.items():
+            yield case, name, verdict
+
+
+def report() -> dict[str, Any] | None:
+    """The verdicts as plain JSON values; None: nothing is tried here."""
+    verdicts = current_verdicts()
+    if verdicts is None:
+        return None
+    return {
+        "file": str(verdicts.path),
+        "crossovers": dict(verdicts.crossovers),
+        "kernels": [
+            {
+                "case": case,
+                "kernel": name,
+                "error": verdict.error,
+                "seconds": list(verdict.seconds),
+                "dropped": verdict.dropped,
+            }
+            for case, name, verdict in stored()
+        ],
+    }
+
+
+# CPU features that the kernels use, and the probes of torch for them.
+FEATURES = {
+    "bfloat16 products": "_is_avx512_bf16_supported",
+    "8-bit dot products": "_is_vnni_supported",
+    "matrix tiles": "_is_amx_tile_supported",
+}
+
+
+def examine() -> dict[str, Any]:
+    """The report of `llmopt doctor --all`, as plain JSON values: the overview, and what torch says."""
+    found = overview()
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
+    has_mps = torch.backends.mps.is_available()
+    devices += [torch.device("mps")] if has_mps else []
+    found["cpu"] |= {
+        "threads": _threads(found["cpu"]["threads"]),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "features": [name for name, probe in FEATURES.items() if _has(probe)],
+    }
+    found["native"] |= _native()
+    return found | {
+        "cuda": [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in gpus
+        ],
+        "mps": {"memory_bytes": torch.mps.recommended_max_memory()} if has_mps else None,
+        "kernels": [
+            _kernels(device, dtype)
+            for device in devices
+            for dtype in (torch.bfloat16, torch.float32)
+        ],
+    }
+
+
+def _threads(most: dict[str, Any]) -> dict[str, Any]:
+    """The threads that the engine would take by default of the most that it may, with what they rest on."""
+    if thread_limit() is not None:
+        return most
+    choice = choose_threads(most["chosen"])
+    return most | {
+        "chosen": choice.num_threads,
+        "step_seconds": dict(choice.seconds),
+        "reason": choice.reason,
+    }
+
+
+def _native() -> dict[str, Any]:
+    """The C kernels that are compiled: what only their library, and torch, say."""
+    build = native_linear()
+    return {
+        "path": build.path,
+        "reason": build.reason,
+        "bfloat16_products": has_bf16(),
+        "threads": parallel_start().name,
+    }
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "operations": [
+            {
+                "operation": choice.operation,
+                "situation": choice.kernel_query,
+                "chosen": choice.chosen,
+                "candidates": [
+                    {"name": name, "refused": reason} for name, reason in choice.reasons
+                ],
+            }
+            for choice in table(device, dtype)
+        ],
+    }
+
+
+def _has(probe: str) -> bool:
+    """Calls a probe of torch; they are private and differ between its releases."""
+    has = getattr(torch.cpu, probe, None)
+    return bool(has and has())

@@ -10,7 +10,7 @@ from ..base.image_input import ImageInput
 from ..base.transfer import packed
 from ..cache.step_inputs import Run
 from ..model.layers.embedded_rows import EmbeddedRows
-from ..multimodal.encoder_cache import EncoderCache
+from ..multimodal.encoder import EncoderCache
 
 
 def embedded_rows(

@@ -16,7 +16,7 @@ from ..cache.step_inputs import Run, step_inputs
 from ..model.layers.attention import StepInputs
 from ..model.lora.bank import rows_by_adapter
 from ..model.open import CausalModel
-from ..multimodal.encoder_cache import EncoderCache
+from ..multimodal.encoder import EncoderCache
 from ..sampling.logprobs import rows_per_slice, sliced_logprobs
 from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler

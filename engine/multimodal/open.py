@@ -1,24 +1,61 @@
-"""Open what a checkpoint has for images: processor, vision encoder and its cache, or why there is none."""
+"""Open a checkpoint's processor, vision encoder and cache, and prepare prompts with images for them.
+
+A prompt is vLLM's `TextPrompt` with `images`, as a Python caller writes it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
 import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ...quant.processor.load_processor import has_processor
-from .encoder_cache import EncoderCache
-from .media import MediaLimits
+from .encoder import EncoderCache
+from .media import ImageSource, MediaLimits, load_images
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+_KEYS = ("prompt", "prompt_token_ids", "images")
+
+
+class ImagePrompt(TypedDict):
+    """A prompt with images: its text or its token ids, which hold a placeholder for each image."""
+
+    prompt: NotRequired[str]
+    prompt_token_ids: NotRequired[Sequence[int]]
+    images: NotRequired[Sequence[ImageSource]]
+
+
+def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> PreparedPrompt:
+    """Load the images of a prompt and put their placeholder tokens into it.
+
+    Raises:
+        BadInput: a key that is not one of `ImagePrompt`, an image that cannot be read, or a model that does
+            not take it.
+    """
+    unknown = sorted(set(prompt) - set(_KEYS))
+    if unknown:
+        raise BadInput(f"a prompt has no key {unknown[0]!r}: it takes {', '.join(_KEYS)}")
+    given = [
+        prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None
+    ]
+    if len(given) != 1:
+        raise BadInput("a prompt has either the key 'prompt' or the key 'prompt_token_ids'")
+    sources = prompt.get("images") or ()
+    if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
+        raise BadInput("the key 'images' of a prompt is a list")
+    images = load_images(sources, MediaLimits())
+    return support.prepare(given[0], images)
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,34 +1,98 @@
-"""The FastAPI application around one engine."""
+"""The FastAPI application around one engine: shared state, middleware, routers."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
-from .access.api_key import warn_if_readable
-from .access.key_ring import KeyRing
-from .endpoints.adapters import adapters_router
-from .endpoints.operations import operations_router
-from .endpoints.routes import model_router, open_service
+from ..multimodal.media import MediaLimits
+from .access.keys import KeyRing, warn_if_readable
+from .access.middleware import HeadMiddleware, RequestMiddleware
+from .access.observe import ObservingMiddleware
+from .access.reload import Reloadable, Reloader
+from .access.tracing import Tracing
+from .endpoints.capabilities import Constrainer, PromptImages, pooling_tasks
+from .endpoints.completions import chat_router, completions_router
+from .endpoints.messages import messages_router
+from .endpoints.ollama import ollama_router
+from .endpoints.operations import abort_router, adapters_router, operations_router, tokens_router
+from .endpoints.page import page_router
+from .endpoints.pooled import embeddings_router, scores_router
+from .endpoints.responses import responses_router
+from .endpoints.service import Service
+from .endpoints.tokenization import Tokenization
 from .loop.loop import EngineLoop
-from .middleware.head import HeadMiddleware
-from .middleware.middleware import RequestMiddleware
-from .observability.observe import ObservingMiddleware
-from .observability.tracing import Tracing
-from .ollama.routes import ollama_router
-from .page.page import page_router
-from .pooling.embeddings import embeddings_router
-from .pooling.scores import scores_router
+from .parsing.formats import reasoning_format, tool_format
 from .protocol.errors import install
-from .protocol.server_options import ServerOptions
-from .reload.reloader import Reloadable, Reloader
-from .text.text import Tokenization
+from .protocol.server_options import ScriptedText, ServerOptions
+
+
+def open_service(
+    engine: Engine,
+    loop: EngineLoop,
+    model_name: str,
+    chat_template: str | None = None,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    script: tuple[ScriptedText, ...] = (),
+    pooling_type: str | None = None,
+    media: MediaLimits | None = None,
+) -> Service:
+    """Create the state shared by the endpoints.
+
+    Raises:
+        BadInput: an unknown parser.
+    """
+    tools = None if tool_call_parser is None else tool_format(tool_call_parser)
+    images = PromptImages(
+        engine.images,
+        media or MediaLimits(),
+        engine.images.reason.replace(str(engine.folder), model_name),
+        engine.max_model_len,
+    )
+    reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
+    return Service(
+        loop,
+        Tokenization(
+            engine.tokenizer,
+            engine.eos_token_ids,
+            engine.max_model_len,
+            chat_template,
+            tools,
+            reasoning,
+            takes_images=images.are_taken,
+        ),
+        Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
+        model_name,
+        adapters=dict(engine.config.loras),
+        created=int(time.time()),
+        max_model_len=engine.max_model_len,
+        images=images,
+        script=script,
+        pooling=pooling_tasks(engine, model_name, pooling_type),
+    )
+
+
+def model_router(service: Service, engine: Engine) -> APIRouter:
+    router = APIRouter()
+    for part in (
+        completions_router,
+        chat_router,
+        responses_router,
+        messages_router,
+        abort_router,
+    ):
+        router.include_router(part(service))
+    router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
+    return router
+
 
 EXPOSED_HEADERS = (
     "x-request-id",

@@ -1,4 +1,9 @@
-"""Server process: listening socket, uvicorn, signals and graceful shutdown."""
+"""Server process: listening socket, uvicorn with bounded connections, signals, drain, and systemd.
+
+systemd's notification protocol (sd_notify(3), sd_watchdog_enabled(3)) is datagrams to the socket that
+`NOTIFY_SOCKET` names; nothing is sent where there is none. The watchdog is fed while no step hangs, so that
+systemd restarts a server whose engine does.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,137 @@ from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...quant.base.errors import BadInput, Failure
-from .middleware.connections import bounded_connections
-from .observability.logs import configure_logging
-from .protocol.server_options import ServerOptions
-from .reload.tls import TlsOptions, open_context, reloadable_context
-from .service_manager import ServiceManager
+from .access.observe import configure_logging
+from .access.reload import open_context, reloadable_context
+from .loop.loop import EngineLoop
+from .protocol.server_options import ServerOptions, TlsOptions
+
+_CLOSING = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
+REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n" + _CLOSING
+TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
+
+
+def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
+    """uvicorn's protocol class with the limits of `options`."""
+    return type("BoundedConnection", (_BoundedConnection,), {"options": options})
+
+
+class _BoundedConnection(H11Protocol):
+    """A connection that is closed where a request's head is not complete in time, or where its client takes
+    nothing of a response for too long: both would stay open for good. A connection beyond the limit gets 503
+    at once."""
+
+    options: ServerOptions
+    _head_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # So that `pause_writing` is called for unsent bytes. A limit of 0 would stop a TLS transport for
+        # good: it pauses at the limit, and not only above it.
+        transport.set_write_buffer_limits(high=1, low=0)
+        if len(self.connections) > self.options.max_connections:
+            transport.write(REFUSED)
+            transport.close()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._await_head()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _await_head(self) -> None:
+        """Start the clock, unless it runs: more bytes of the same head give no more time."""
+        if self._head_timer is None:
+            seconds = self.options.header_timeout_seconds
+            self._head_timer = self.loop.call_later(seconds, self._time_out)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _time_out(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(TIMED_OUT)
+            self.transport.close()
+
+    def _await_reader(self) -> None:
+        """Abort the connection unless the client takes a byte in time; `close` would wait for it for good."""
+        num_unsent = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < num_unsent:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self.options.send_timeout_seconds, look)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+
+class ServiceManager:
+    """The service manager that started this process, if any."""
+
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        # A leading @ stands for the null byte of an abstract address.
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        """Seconds within which the watchdog must be fed; None without one for this process."""
+        if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+            return None
+        microseconds = os.environ.get("WATCHDOG_USEC", "")
+        return int(microseconds) / 1e6 if microseconds.isdecimal() else None
+
+    def notify(self, state: str) -> None:
+        """Send a state such as `READY=1`. A manager that does not listen is no reason to fail."""
+        if not self._address:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
+            try:
+                sender.sendto(state.encode(), self._address)
+            except OSError:
+                return
+
+    async def keep_alive(self, loop: EngineLoop) -> None:
+        """Feed the watchdog, twice within its time, for as long as the engine takes its steps."""
+        seconds = self.watchdog_seconds
+        while seconds:
+            if loop.unavailable is None and loop.stalled_seconds is None:
+                self.notify("WATCHDOG=1")
+            await asyncio.sleep(seconds / 2)
+
 
 MAX_REQUEST_HEAD_BYTES = 1 << 20
 """Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""

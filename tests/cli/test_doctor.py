@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.cli.main import main
-from llmopt.engine.doctor import verdicts
+from llmopt.engine.doctor import kernel_table
 from llmopt.engine.doctor.kernel_table import table
 from llmopt.engine.doctor.overview import EXTRAS, overview, problems
 from llmopt.engine.kernels.common.dispatch import Candidate
@@ -128,8 +128,8 @@ def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
     tried.crossover("int4", lambda: 16)
     slower = Verdict(1e-3, (2e-5,), "torch takes 50 % of its time")
     tried._verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
-    monkeypatch.setattr(verdicts, "current_verdicts", lambda: tried)
-    monkeypatch.setattr(verdicts, "measure", lambda *_: None)
+    monkeypatch.setattr(kernel_table, "current_verdicts", lambda: tried)
+    monkeypatch.setattr(kernel_table, "measure", lambda *_: None)
     assert call("--all") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Kernels tried on this GPU" in out and "torch takes 50 %" in out

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.doctor.kernel_table import table
+from llmopt.engine.doctor.kernel_table import measure, stored, table
 from llmopt.engine.doctor.self_test import tested
-from llmopt.engine.doctor.verdicts import measure, stored
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.planner.device.roofline import decode_step_bytes

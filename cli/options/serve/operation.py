@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
 import typer
 
 if TYPE_CHECKING:
-    from ....engine.server.protocol.server_options import ServerOptions
-    from ....engine.server.reload.tls import TlsOptions
+    from ....engine.server.protocol.server_options import ServerOptions, TlsOptions
 
 TLS = "TLS"
 LIMITS = "Keys and rate limits"
@@ -84,10 +83,10 @@ class OperationOptions:
         Raises:
             BadInput: what is wrong with one of them.
         """
-        from ....engine.server.access.key_ring import KeyRing
-        from ....engine.server.observability.tracing import check_tracing
+        from ....engine.server.access.keys import KeyRing
+        from ....engine.server.access.reload import open_context
+        from ....engine.server.access.tracing import check_tracing
         from ....engine.server.protocol.server_options import LogFormat
-        from ....engine.server.reload.tls import open_context
         from ....quant.base.errors import BadInput
 
         form = next((name for name in get_args(LogFormat) if name == self.log_format), None)
@@ -112,7 +111,7 @@ class OperationOptions:
         return options
 
     def _tls(self) -> TlsOptions | None:
-        from ....engine.server.reload.tls import TlsOptions
+        from ....engine.server.protocol.server_options import TlsOptions
         from ....quant.base.errors import BadInput
 
         if self.ssl_certfile is not None:

@@ -1,1 +1,1 @@
-"""Who may ask, and how much: API keys, their file, rate limits and usage."""
+"""Admission of requests: API keys and their limits, middleware, log lines, traces, files read again."""

@@ -1,1 +1,1 @@
-"""HTTP endpoints, one module each, and the request handling that they share."""
+"""HTTP endpoints, a module for each API, and the request handling that they share."""

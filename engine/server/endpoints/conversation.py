@@ -17,10 +17,10 @@ from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import ChatRequest, Message, Tool
 from ..protocol.errors import ApiError
-from ..protocol.scripted_output import scripted_text
+from ..protocol.server_options import scripted_text
 from ..protocol.structure import Constraint
-from ..text.text import Tokenization
-from .generation import Service
+from .service import Service
+from .tokenization import Tokenization
 
 PROMPT_END = 16
 """Tokens at the end of a prompt that may begin the reasoning."""

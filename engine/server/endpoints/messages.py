@@ -16,11 +16,10 @@ from ..parsing.events import Arguments, CallStart, Event, Parsed, Reasoning, Tex
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest
 from ..protocol.errors import ApiError, anthropic_error
+from ..protocol.generation_protocol import StreamOptions
 from ..protocol.messages_protocol import MessagesRequest, Prompt
-from ..protocol.protocol import StreamOptions
 from .conversation import prepare, render
-from .generation import ResponseContext, Service, server_sent
-from .usage import Usage
+from .service import ResponseContext, Service, Usage, server_sent
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 

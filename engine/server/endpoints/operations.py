@@ -1,21 +1,32 @@
-"""Operational endpoints: `/health`, `/ready`, `/metrics`, `/version` and `/v1/models`."""
+"""Operational endpoints: health, metrics, models, LoRA adapters, abort, and vLLM's tokenization."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ....quant.adapters.settings import CONFIG_NAME
+from ....quant.adapters.weights import WEIGHTS_NAME
 from ...engine import Engine
-from ..access.key_ring import KeyRing
+from ..access.keys import KeyRing
+from ..access.request_record import tenant_of
 from ..loop.loop import EngineLoop
-from ..metrics.exposition import Exposition
-from ..protocol.errors import Unavailable
-from ..text.text import PLAIN_TEMPLATE
-from .generation import Service
+from ..protocol.chat_protocol import Messages, Tool
+from ..protocol.errors import ApiError, Unavailable
+from ..protocol.generation_protocol import TokenId
+from ..protocol.server_options import ServerOptions
+from .conversation import render
+from .exposition import Exposition
+from .service import Service
+from .tokenization import PLAIN_TEMPLATE
 
 
 def operations_router(
@@ -81,3 +92,183 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
         for name, folder in service.adapters.items()
     }
     return {service.model_name: model, **adapters}
+
+
+class AbortRequest(BaseModel):
+    """The `id` of a response. A client that sets `request_id` knows it before the response begins."""
+
+    id: str
+
+
+def abort_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/abort")
+    async def abort(body: AbortRequest, request: Request) -> dict[str, object]:
+        """Abort a response in flight that came with the same API key; its client receives an error. False if
+        there is none with that id."""
+        return {"id": body.id, "aborted": service.loop.abort(body.id, tenant_of(request).key)}
+
+    return router
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}$")]
+
+
+class LoadAdapterRequest(BaseModel):
+    """Body of `/v1/load_lora_adapter`; `load_inplace` replaces an adapter of that name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(BaseModel):
+    """Body of `/v1/unload_lora_adapter`. vLLM's `lora_int_id` is accepted and not needed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None
+
+
+def adapters_router(service: Service, engine: Engine, options: ServerOptions) -> APIRouter:
+    """The endpoints, for a server that has folders of adapters."""
+    router = APIRouter()
+    changing = asyncio.Lock()
+
+    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load_lora_adapter(body: LoadAdapterRequest) -> str:
+        """Load a LoRA adapter from a folder below --allowed-lora-path, and serve it as a model."""
+        name = body.lora_name
+        folder = allowed_folder(body.lora_path, options.lora_folders)
+        async with changing:
+            if name == service.model_name or (name in service.adapters and not body.load_inplace):
+                raise ApiError(
+                    400,
+                    f"lora_name: {name!r} is served already: unload it first",
+                    param="lora_name",
+                )
+            weights = await asyncio.to_thread(engine.loras.read, folder)
+            await service.loop.run(
+                lambda engine: engine.load_lora(
+                    name, folder, weights, load_inplace=body.load_inplace
+                )
+            )
+            service.adapters[name] = folder
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload_lora_adapter(body: UnloadAdapterRequest) -> str:
+        """Unload a LoRA adapter. Requests that use it go on with it to their end."""
+        name = body.lora_name
+        async with changing:
+            if name not in service.adapters:
+                raise ApiError(
+                    404, f"no adapter {name!r}", param="lora_name", code="model_not_found"
+                )
+            await service.loop.run(lambda engine: engine.unload_lora(name))
+            del service.adapters[name]
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    return router
+
+
+def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
+    """The folder of a request's path, which is relative to the first of `roots`, or absolute.
+
+    Whether a path outside exists cannot be learnt. Links are followed before the check, those of the
+    adapter's files too.
+
+    Raises:
+        ApiError: it is not below one of `roots`.
+    """
+    refusal = ApiError(400, "lora_path: not a folder below --allowed-lora-path", param="lora_path")
+    try:
+        folder = Path(roots[0], path).resolve()
+        inside = [root.resolve() for root in roots]
+        places = [folder, *((folder / name).resolve() for name in (CONFIG_NAME, WEIGHTS_NAME))]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise refusal from error
+    if not all(any(place.is_relative_to(root) for root in inside) for place in places):
+        raise refusal
+    if not folder.is_dir():
+        raise refusal
+    return folder
+
+
+class TokenizeRequest(BaseModel):
+    """Body of `/tokenize`: a prompt, or a conversation to render with the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Tokenize a text or a conversation."""
+        service.check_model(body.model)
+        if body.messages is None:
+            assert body.prompt is not None
+            (tokens,) = await service.text.encode(
+                [body.prompt], add_special_tokens=body.add_special_tokens
+            )
+        else:
+            prompt = await render(
+                service,
+                body.messages,
+                body.tools or (),
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+            )
+            tokens = prompt.token_ids
+        names = [service.text.token(token).name for token in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": names if body.return_token_strs else None,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Decode token ids, special tokens included; at most as many as a sequence may have."""
+        service.check_model(body.model)
+        if len(body.tokens) > max_model_len:
+            raise ApiError(
+                400,
+                f"tokens: {len(body.tokens)} are more than the context length, {max_model_len}",
+                param="tokens",
+            )
+        unknown = next((token for token in body.tokens if token >= vocab_size), None)
+        if unknown is not None:
+            raise ApiError(
+                400, f"token id {unknown} is outside the vocabulary of {vocab_size}", param="tokens"
+            )
+        return {"prompt": await service.text.decode_all(body.tokens)}
+
+    return router

@@ -1,9 +1,13 @@
-"""OpenAI's `POST /v1/responses`: text, reasoning and function calls as output items."""
+"""OpenAI's `/v1/responses`: text, reasoning and function calls as output items, and the stored responses."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,20 +15,81 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from ...scheduling.outputs import Completion, RequestOutput
-from ..middleware.tenant import tenant_of
-from ..observability.request_record import record_of
+from ..access.request_record import Tenant, record_of, tenant_of
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.errors import ApiError
-from ..protocol.protocol import StreamOptions
+from ..protocol.generation_protocol import StreamOptions
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
-from ..text.text import Tokenization
+from .choices import chat_logprobs
 from .conversation import prepare
-from .generation import ResponseContext, Service, server_sent
-from .logprobs import chat_logprobs
 from .response_items import CallItem, Item, MessageItem, ReasoningItem
-from .response_store import ResponseStore
-from .usage import Usage
+from .service import ResponseContext, Service, Usage, server_sent
+from .tokenization import Tokenization
+
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and the conversation up to it without instructions."""
+
+    turns: Sequence[dict[str, Any]]
+    document: dict[str, Any]
+    num_bytes: int
+
+
+class ResponseStore:
+    """Responses by tenant and id, which a client may choose. The oldest are dropped first."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._responses: OrderedDict[tuple[Tenant, str], StoredResponse] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def put(
+        self, tenant: Tenant, turns: Sequence[dict[str, Any]], document: dict[str, Any]
+    ) -> None:
+        """Store a response; one that is larger than the store, as turns with many images may be, is dropped
+        in place of all others."""
+        size = len(json.dumps([turns, document]))
+        place = (tenant, document["id"])
+        self._drop(place)
+        if size > self._max_bytes:
+            return
+        self._responses[place] = StoredResponse(turns, document, size)
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._responses)))
+
+    def prefix(self, tenant: Tenant, request_id: str) -> str:
+        """What a response's id has before the request's: more than `resp_` where that id is taken, for a
+        client may send one `X-Request-Id` with several turns."""
+        if (tenant, f"resp_{request_id}") not in self._responses:
+            return "resp_"
+        return f"resp_{uuid.uuid4().hex[:16]}_"
+
+    def get(self, tenant: Tenant, response_id: str) -> StoredResponse:
+        """A response; ApiError 404 where there is none of that id, or no longer."""
+        stored = self._responses.get((tenant, response_id))
+        if stored is None:
+            raise ApiError(
+                404,
+                f"no response {response_id!r}: it was not stored, or is no longer",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return stored
+
+    def delete(self, tenant: Tenant, response_id: str) -> None:
+        """Drop a response; raises as `get`."""
+        self.get(tenant, response_id)
+        self._drop((tenant, response_id))
+
+    def _drop(self, place: tuple[Tenant, str]) -> None:
+        if (stored := self._responses.pop(place, None)) is not None:
+            self._num_bytes -= stored.num_bytes
+
 
 Stored = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
-from .content import image_part
+from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, image_part
 from .errors import ApiError
-from .hosted_tools import client_tools
+from .generation_protocol import client_tools
 
 Content = str | list[dict[str, Any]]
 

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .protocol import MAX_PROMPTS, Prompt, RequestId, as_prompts, check_prompt, unsupported
+from .generation_protocol import (
+    MAX_PROMPTS,
+    Prompt,
+    RequestId,
+    as_prompts,
+    check_prompt,
+    unsupported,
+)
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Fields that would change the result, with the neutral values that are accepted besides the empty ones.

@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ...base.sampling_params import SamplingParams
-from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
-from .content import image_part
+from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, image_part
 from .errors import ApiError
-from .hosted_tools import client_tools, is_hosted
-from .protocol import GenerationRequest, unsupported
+from .generation_protocol import GenerationRequest, client_tools, is_hosted, unsupported
 from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 
 LOGPROBS = "message.output_text.logprobs"

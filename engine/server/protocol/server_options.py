@@ -1,18 +1,85 @@
-"""Server options: authentication, limits, timeouts and shutdown."""
+"""Server options: authentication, limits, timeouts, shutdown, TLS, and outputs that a script dictates."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ....quant.base.errors import BadInput
 from ...multimodal.media import MediaLimits
-from ..reload.tls import TlsOptions
-from .scripted_output import ScriptedText
 
 MIB = 1 << 20
 LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedText:
+    """The text of an output whose prompt has `after` in it, later than any other entry's."""
+
+    after: str
+    text: str
+
+
+def read_script(path: Path) -> tuple[ScriptedText, ...]:
+    """A script from a JSON file: a list of objects with `after` and `text`.
+
+    Raises:
+        BadInput: no such file, or something else in it.
+    """
+    try:
+        entries = json.loads(path.read_text())
+        return tuple(ScriptedText(str(entry["after"]), str(entry["text"])) for entry in entries)
+    except OSError as error:
+        raise BadInput(f"--scripted-output {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(
+            f"--scripted-output {path}: write a JSON list of objects with after and text"
+        ) from error
+
+
+def scripted_text(script: Sequence[ScriptedText], prompt: str) -> str | None:
+    """The text for a prompt; None where no entry fits."""
+    places = [(prompt.rfind(entry.after), entry) for entry in script]
+    place, entry = max(places, key=lambda pair: pair[0], default=(-1, None))
+    return entry.text if entry is not None and place >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Files of PEM, as vLLM's `--ssl-...` options name them.
+
+    Attributes:
+        certfile: certificate, with its chain.
+        keyfile: private key; None: it is in `certfile`.
+        ca_certs: authorities whose certificates clients may have.
+        cert_reqs: 0: clients need no certificate; 1: one that is given is checked; 2: they need one
+            (`ssl.VerifyMode`).
+        is_refreshed: whether changed files are read again.
+    """
+
+    certfile: Path
+    keyfile: Path | None = None
+    ca_certs: Path | None = None
+    cert_reqs: int = 0
+    is_refreshed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cert_reqs not in (0, 1, 2):
+            raise BadInput(
+                f"--ssl-cert-reqs {self.cert_reqs}: 0 (none), 1 (optional) or 2 (required)"
+            )
+        if self.cert_reqs and self.ca_certs is None:
+            raise BadInput(
+                f"--ssl-cert-reqs {self.cert_reqs} needs --ssl-ca-certs, whose certificates to accept"
+            )
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        files = (self.certfile, self.keyfile, self.ca_certs)
+        return tuple(path for path in files if path is not None)
 
 
 @dataclass(frozen=True, slots=True)

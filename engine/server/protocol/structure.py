@@ -1,31 +1,199 @@
-"""Structured-output request fields: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+"""Structured-output request fields: OpenAI's `response_format`, vLLM's `structured_outputs`.
+
+A structural tag comes in the two forms that vLLM takes, read by strict models.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ....quant.base.errors import BadInput
-from ...base.logits import TokenMask
 from .errors import ApiError
-from .structural_tags import AnyFormat, StructuralTag, Structure, parse_structural_tag
 
 if TYPE_CHECKING:
-    from ...sampling.grammar import GrammarCompiler
+    pass
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(max_length=1024)]
+Count = Annotated[int, Field(ge=0, le=1024)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ConstString(_Strict):
+    """This text."""
+
+    type: Literal["const_string"]
+    value: str
+
+
+class JsonSchema(_Strict):
+    """A JSON text by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any]
+    style: Literal["json"] = "json"
+
+
+class Regex(_Strict):
+    """A match of a pattern."""
+
+    type: Literal["regex"]
+    pattern: Text
+    excludes: Texts = []
+
+
+class Grammar(_Strict):
+    """A text by a grammar, in Lark's dialect or GBNF."""
+
+    type: Literal["grammar"]
+    grammar: Text
+
+
+class AnyText(_Strict):
+    """Free text, up to the end of the tag around it."""
+
+    type: Literal["any_text"]
+    excludes: Texts = []
+
+
+class Sequence(_Strict):
+    """One format after the other."""
+
+    type: Literal["sequence"]
+    elements: Annotated[list[AnyFormat], Field(min_length=1)]
+
+
+class Or(_Strict):
+    """One of several formats."""
+
+    type: Literal["or"]
+    elements: Annotated[list[AnyFormat], Field(min_length=1)]
+
+
+class Repeated(_Strict):
+    """A format that may be left out, or comes several times."""
+
+    type: Literal["optional", "plus", "star"]
+    content: AnyFormat
+
+
+class Repeat(_Strict):
+    """A format, `min` to `max` times; without `max` as often as it likes."""
+
+    type: Literal["repeat"]
+    content: AnyFormat
+    min: Count = 0
+    max: Count | None = None
+
+
+class Tag(_Strict):
+    """A format between a begin and one of its ends."""
+
+    type: Literal["tag"] = "tag"
+    begin: str
+    content: AnyFormat
+    end: str | Annotated[list[str], Field(min_length=1, max_length=64)]
+
+
+class TriggeredTags(_Strict):
+    """Free text in which each trigger begins a tag."""
+
+    type: Literal["triggered_tags"]
+    triggers: Annotated[Texts, Field(min_length=1)]
+    tags: Annotated[list[Tag], Field(min_length=1)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    excludes: Texts = []
+
+
+class TagsWithSeparator(_Strict):
+    """Tags with a text between them."""
+
+    type: Literal["tags_with_separator"]
+    tags: Annotated[list[Tag], Field(min_length=1)]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+AnyFormat = Annotated[
+    ConstString
+    | JsonSchema
+    | Regex
+    | Grammar
+    | AnyText
+    | Sequence
+    | Or
+    | Repeated
+    | Repeat
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator,
+    Field(discriminator="type"),
+]
+
+
+class Structure(_Strict):
+    """A tag of the older form: a JSON text by `schema` between `begin` and `end`."""
+
+    begin: Text
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    end: str
+
+
+class StructuralTag(_Strict):
+    """A structural tag: a `format`, or `structures` with the `triggers` that begin them."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    format: AnyFormat | None = None
+    structures: Annotated[list[Structure], Field(min_length=1)] | None = None
+    triggers: Annotated[Texts, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> StructuralTag:
+        older = (self.structures is not None, self.triggers is not None)
+        if older not in ((False, False), (True, True)) or older[0] == (self.format is not None):
+            raise ValueError("a structural tag has a format, or structures and triggers")
+        return self
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The JSON object, with defaults filled in."""
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+def parse_structural_tag(given: str | dict[str, Any], field: str) -> StructuralTag:
+    """A structural tag from JSON text, as vLLM's `structured_outputs` has it, or an object.
+
+    Raises:
+        ApiError: it is none, with the place.
+    """
+    adapter = TypeAdapter(StructuralTag)
+    try:
+        return (
+            adapter.validate_json(given)
+            if isinstance(given, str)
+            else adapter.validate_python(given)
+        )
+    except ValidationError as error:
+        first = max(error.errors(), key=lambda e: len(e["loc"]))
+        where = ".".join([field, *map(str, first["loc"])])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{where}: {message}", param=field) from error
+
+
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 """Of a grammar, a pattern, or a schema as JSON: compiling takes about 5 µs a character."""
-COMPILE_SECONDS = 10.0
-NUM_COMPILERS = 2
-
-Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=10_000)
@@ -182,67 +350,3 @@ def _parsed(schema: Any, field: str) -> Any:
     if not isinstance(parsed, dict):
         raise ApiError(400, f"{field}: a schema is an object", param=field)
     return parsed
-
-
-class Constrainer:
-    """Compiles grammar token masks on worker threads, because large schemas take long; llguidance compiles
-    without Python's lock. A compilation that has not begun is dropped with its client."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
-        self._parts = tokenizer, vocab_size, end_token_ids
-        self._worker = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="llmopt-grammar")
-        self._lock = Lock()
-        self._compiler: GrammarCompiler | None = None
-
-    async def mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
-        """Compile the token mask of one request.
-
-        Raises:
-            ApiError: 400, with the request field and the invalid place in it, or because it is too large or
-                takes too long.
-        """
-        loop = asyncio.get_running_loop()
-        if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
-            raise ApiError(
-                400,
-                f"{constraint.field}: more than {MAX_GRAMMAR_CHARACTERS} characters",
-                param=constraint.field,
-            )
-        try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                return await loop.run_in_executor(
-                    self._worker, self._mask, constraint, num_sequences
-                )
-        except TimeoutError:
-            raise ApiError(
-                400,
-                f"{constraint.field}: not compiled after {COMPILE_SECONDS:g} s: simplify it",
-                param=constraint.field,
-            ) from None
-        except BadInput as error:
-            separator = "" if str(error).startswith("/") else ": "
-            raise ApiError(
-                400, f"{constraint.field}{separator}{error}", param=constraint.field
-            ) from error
-
-    def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
-
-    def _mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
-        from ...sampling import grammar
-
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = grammar.GrammarCompiler(*self._parts)
-        compiler, value = self._compiler, constraint.value
-        match constraint.kind:
-            case "json_schema":
-                return compiler.json_schema_mask(value, num_sequences)
-            case "regex":
-                return compiler.mask(grammar.regex(value), num_sequences)
-            case "choice":
-                return compiler.mask(grammar.choice(value), num_sequences)
-            case "grammar":
-                return compiler.mask(grammar.context_free(value), num_sequences)
-            case "structural_tag":
-                return compiler.structural_tag_mask(value, num_sequences)

@@ -13,8 +13,8 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
 from llmopt.engine.scheduling.kv_eviction import KvEviction
+from llmopt.engine.server.endpoints.page import snapshot
 from llmopt.engine.server.loop.metrics import ServerMetrics
-from llmopt.engine.server.metrics.state import snapshot
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer

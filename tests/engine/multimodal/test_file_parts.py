@@ -6,8 +6,7 @@ import struct
 import zlib
 
 import pytest
-from llmopt.engine.multimodal.file_parts import MAX_PARTS, MAX_SCANS
-from llmopt.engine.multimodal.media import MediaLimits, decode_image
+from llmopt.engine.multimodal.media import MAX_PARTS, MAX_SCANS, MediaLimits, decode_image
 from llmopt.quant.base.errors import BadInput
 
 from ...support.pictures import encoded, picture

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llmopt.engine.sampling.grammar import WHITESPACE, GrammarCompiler
 from llmopt.engine.sampling.structural_tag import MAX_DEPTH, structural_tag
-from llmopt.engine.server.protocol.structural_tags import StructuralTag
+from llmopt.engine.server.protocol.structure import StructuralTag
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer

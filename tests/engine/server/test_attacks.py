@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from llmopt.engine.server.endpoints import generation
-from llmopt.engine.server.middleware import connections
+from llmopt.engine.server import launch
+from llmopt.engine.server.endpoints import capabilities, choices
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.native import build
@@ -69,13 +69,13 @@ def test_a_head_that_is_whole_stops_the_clock(strict: RunningServer) -> None:
 
 def test_a_reader_that_stops_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its events would fill buffers that nobody empties, and its connection would count for good."""
-    made = connections._BoundedConnection.connection_made
+    made = launch._BoundedConnection.connection_made
 
     def with_small_buffer(self: Any, transport: asyncio.Transport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 
-    monkeypatch.setattr(connections._BoundedConnection, "connection_made", with_small_buffer)
+    monkeypatch.setattr(launch._BoundedConnection, "connection_made", with_small_buffer)
     options = ServerOptions(send_timeout_seconds=1)
     body = json.dumps({**LONG, "logprobs": 20, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
@@ -195,8 +195,8 @@ def test_a_schema_has_a_size_and_a_time(
         assert status == 400 and "more than 262144 characters" in text
         resume = threading.Event()
         with monkeypatch.context() as patch:
-            patch.setattr(structure, "COMPILE_SECONDS", 0.2)
-            patch.setattr(structure.Constrainer, "_mask", lambda *_: resume.wait(20))
+            patch.setattr(capabilities, "COMPILE_SECONDS", 0.2)
+            patch.setattr(capabilities.Constrainer, "_mask", lambda *_: resume.wait(20))
             status, text = ask(1)
             assert status == 400 and "not compiled after 0.2 s" in text
             resume.set()
@@ -212,16 +212,16 @@ def test_a_schema_is_not_compiled_for_a_client_that_left(
         compiled.append(constraint.value)
         resume.wait(20)
 
-    monkeypatch.setattr(structure.Constrainer, "_mask", slow)
+    monkeypatch.setattr(capabilities.Constrainer, "_mask", slow)
     clients = []
-    for number in range(structure.NUM_COMPILERS + 1):
+    for number in range(capabilities.NUM_COMPILERS + 1):
         body = json.dumps({"prompt": "hi", "guided_regex": f"a{number}"}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
         )
         clients.append(connect(server))
         clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        while len(compiled) < min(number + 1, structure.NUM_COMPILERS):
+        while len(compiled) < min(number + 1, capabilities.NUM_COMPILERS):
             time.sleep(0.01)
     with server.http() as http:
         http.get("/health")  # the last request has been read by now
@@ -250,7 +250,7 @@ def test_long_lists_are_refused_before_they_cost(server: RunningServer) -> None:
 def test_log_probabilities_that_are_held_are_bounded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "MAX_LOGPROBS", 200)
+    monkeypatch.setattr(choices, "MAX_LOGPROBS", 200)
     body = {**LONG, "n": 4, "logprobs": 5, "max_tokens": 20}
     with server.http() as http:
         refused = http.post("/v1/completions", json=body)

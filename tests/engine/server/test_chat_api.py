@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.server.endpoints.tokenization import Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
-from llmopt.engine.server.text.text import Tokenization
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 

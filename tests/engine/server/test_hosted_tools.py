@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import anthropic.types
 import openai.types.responses
 import pytest
-from llmopt.engine.server.protocol import hosted_tools
+from llmopt.engine.server.protocol import generation_protocol
 from llmopt.engine.server.protocol.messages_protocol import Prompt
 from llmopt.engine.server.protocol.responses_protocol import ResponsesRequest
 
@@ -31,7 +31,7 @@ def served() -> Iterator[RunningServer]:
 @pytest.fixture(autouse=True)
 def unlogged() -> None:
     """Each test sees the first line of a type."""
-    hosted_tools._log_skipped.cache_clear()
+    generation_protocol._log_skipped.cache_clear()
 
 
 def posted(server: RunningServer, path: str, **body: Any) -> Any:

@@ -15,8 +15,8 @@ import pytest
 from llmopt.engine.multimodal.media import MediaLimits
 from llmopt.engine.multimodal.processor import PreparedPrompt
 from llmopt.engine.multimodal.remote import RemoteMedia
+from llmopt.engine.server.endpoints.capabilities import NUM_FETCHES, PromptImages
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.text.images import NUM_FETCHES, PromptImages
 from llmopt.quant.base.errors import BadInput
 from PIL.Image import Image
 

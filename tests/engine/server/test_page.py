@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from llmopt.engine.server.page.page import FOLDER
+from llmopt.engine.server.endpoints.page import FOLDER
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.browser import CHROMIUM, opened_page

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.server.protocol.scripted_output import read_script, scripted_text
-from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.protocol.server_options import ServerOptions, read_script, scripted_text
 from llmopt.quant.base.errors import BadInput
 
 from ...support.live_server import make_engine, running

@@ -19,9 +19,8 @@ import pytest
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.server import launch
 from llmopt.engine.server.app import create_app
-from llmopt.engine.server.launch import base_url, bind, serve
+from llmopt.engine.server.launch import ServiceManager, base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.service_manager import ServiceManager
 
 from ...support.live_server import make_engine
 

@@ -7,8 +7,12 @@ import logging
 from pathlib import Path
 
 import pytest
-from llmopt.engine.server.access.api_key import MAX_FILE_BYTES, read_key_file, warn_if_readable
-from llmopt.engine.server.access.key_ring import KeyRing
+from llmopt.engine.server.access.keys import (
+    MAX_FILE_BYTES,
+    KeyRing,
+    read_key_file,
+    warn_if_readable,
+)
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 

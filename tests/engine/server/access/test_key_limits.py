@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from llmopt.engine.server.access import key_ring
-from llmopt.engine.server.access.rate_limit import RateLimits
+from llmopt.engine.server.access import keys
+from llmopt.engine.server.access.limits import RateLimits
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,7 +35,7 @@ def key_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def keyed(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     """Stop the minutes: what a limit has left is not a matter of this machine's speed."""
-    monkeypatch.setattr(key_ring, "RateLimits", lambda: RateLimits(clock=lambda: 0.0))
+    monkeypatch.setattr(keys, "RateLimits", lambda: RateLimits(clock=lambda: 0.0))
     with running(make_engine("stories260K"), ServerOptions(api_key_file=key_file)) as it:
         yield it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.server.access.rate_limit import RateLimits, duration
+from llmopt.engine.server.access.limits import RateLimits, duration
 from llmopt.engine.server.protocol.errors import TooMany
 
 

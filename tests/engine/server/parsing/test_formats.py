@@ -27,18 +27,16 @@ from llmopt.engine.server.parsing.formats import (
     LLAMA4_PYTHONIC,
     MINIMAX_M2,
     MISTRAL,
-    QWEN3_CODER,
-    ToolFormat,
-    format_of_template,
-)
-from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
-from llmopt.engine.server.parsing.reasoning import (
     MISTRAL_THINK,
+    QWEN3_CODER,
     SEED_THINK,
     THINK,
     ReasoningFormat,
+    ToolFormat,
+    format_of_template,
     reasoning_of_template,
 )
+from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
 from llmopt.engine.server.parsing.source import Source
 from llmopt.engine.text.completion_text import CompletionText
 

@@ -1,0 +1,218 @@
+"""Limits of a key: token buckets of requests and tokens per minute, and concurrent requests with a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from starlette.types import Receive
+
+from ..protocol.errors import RetryAfter, TooMany
+
+SECONDS = 60.0
+Clock = Callable[[], float]
+
+
+class TokenBucket:
+    """A bucket of `capacity` that fills within a minute. What was given ahead of its due may leave it below
+    zero; it then refuses until that is repaid."""
+
+    def __init__(self, capacity: int, clock: Clock) -> None:
+        self.capacity = capacity
+        self._clock = clock
+        self._level = float(capacity)
+        self._updated = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(
+            self.capacity, self._level + (now - self._updated) * self.capacity / SECONDS
+        )
+        self._updated = now
+        return self._level
+
+    def resize(self, capacity: int) -> None:
+        """Change the capacity; what has been used stays used."""
+        self._level = self.level + capacity - self.capacity
+        self.capacity = capacity
+
+    def take(self, amount: float) -> None:
+        self._level = self.level - amount
+
+    def give_back(self, amount: float) -> None:
+        self._level = min(self.capacity, self.level + amount)
+
+    def seconds_until(self, amount: float) -> float:
+        """Seconds until the bucket holds `amount`, at most its capacity."""
+        return max(0.0, min(amount, self.capacity) - self.level) * SECONDS / self.capacity
+
+
+class Reservation:
+    """Tokens taken from a bucket for a request that may generate fewer."""
+
+    def __init__(self, bucket: TokenBucket | None, amount: float) -> None:
+        self._bucket = bucket
+        self._amount = amount
+
+    def settle(self, used: int) -> None:
+        """The request has ended, and has used so many tokens. Idempotent."""
+        if self._bucket is not None:
+            self._bucket.give_back(self._amount - used)
+        self._bucket = None
+
+
+class RateLimits:
+    """Requests and tokens per minute of one key; None is no limit.
+
+    Attributes:
+        refused: refused requests by the limit that refused them.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.refused: Counter[str] = Counter()
+
+    def configure(self, rpm: int | None, tpm: int | None) -> None:
+        """Set the limits; what was used under the old ones counts."""
+        self._requests = self._resized(self._requests, rpm)
+        self._tokens = self._resized(self._tokens, tpm)
+
+    def take_request(self) -> None:
+        """Count a request.
+
+        Raises:
+            TooMany: no request is left now.
+        """
+        bucket = self._requests
+        if bucket is None:
+            return
+        if bucket.level < 1:
+            raise self._refusal("requests", bucket, 1, "this key's limit")
+        bucket.take(1)
+
+    def reserve(self, num_tokens: int, *, at_least: int) -> Reservation:
+        """Take the tokens that a request may use: prompt and completion.
+
+        A limit below `num_tokens` is taken whole, and one below `at_least` refuses for good.
+
+        Raises:
+            TooMany: they are not there now.
+        """
+        bucket = self._tokens
+        if bucket is None:
+            return Reservation(None, 0)
+        if at_least > bucket.capacity:
+            self.refused["tokens"] += 1
+            raise TooMany(
+                f"the request asks for {at_least} tokens, more than the {bucket.capacity} per minute of this "
+                "key: shorten the prompt or lower max_tokens",
+                {"Retry-After": str(int(SECONDS)), "x-should-retry": "false"},
+            )
+        amount = min(num_tokens, bucket.capacity)
+        if bucket.level < amount:
+            raise self._refusal("tokens", bucket, amount, f"{amount} are needed now, of the limit")
+        bucket.take(amount)
+        return Reservation(bucket, amount)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """OpenAI's `x-ratelimit-...` headers; none without a limit."""
+        fields: list[tuple[str, str]] = []
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                fields += [
+                    (f"limit-{name}", str(bucket.capacity)),
+                    (f"remaining-{name}", str(max(0, int(bucket.level)))),
+                    (f"reset-{name}", duration(bucket.seconds_until(bucket.capacity))),
+                ]
+        return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in fields]
+
+    def _resized(self, bucket: TokenBucket | None, capacity: int | None) -> TokenBucket | None:
+        if capacity is None:
+            return None
+        if bucket is None:
+            return TokenBucket(capacity, self._clock)
+        bucket.resize(capacity)
+        return bucket
+
+    def _refusal(self, name: str, bucket: TokenBucket, amount: float, what: str) -> TooMany:
+        self.refused[name] += 1
+        seconds = max(1, math.ceil(bucket.seconds_until(amount)))
+        return TooMany(
+            f"{what} of {bucket.capacity} {name} per minute: try again in {seconds} s",
+            {"Retry-After": str(seconds)},
+        )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as OpenAI's headers write them: `120ms`, `6s`, `1m30s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+class ConcurrencyLimiter:
+    """Per-key concurrency limit with a bounded FIFO queue.
+
+    Attributes:
+        limit: concurrent requests, None for no limit; may change at any time.
+        num_refused: requests for which the queue was full.
+    """
+
+    def __init__(self, limit: int | None, max_queue: int) -> None:
+        self.limit = limit
+        self.num_refused = 0
+        self._max_queue = max_queue
+        self._num_active = 0
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._retry_after = RetryAfter()
+
+    async def acquire(self, receive: Receive) -> bool:
+        """Wait for a permit, which `release` returns; False, without one, if the client disconnects first.
+
+        Raises:
+            TooMany: the queue is full.
+        """
+        if self.limit is None or self._num_active < self.limit:
+            self._num_active += 1
+            return True
+        if len(self._queue) >= self._max_queue:
+            self.num_refused += 1
+            raise TooMany(
+                f"this key has {self._num_active} requests running and {len(self._queue)} waiting, its "
+                "limit: try again later",
+                self._retry_after.retry_after(len(self._queue) + 1),
+            )
+        permit = asyncio.get_running_loop().create_future()
+        self._queue.append(permit)
+        # The body has been read, so the only message left to receive is the disconnect.
+        disconnected = asyncio.ensure_future(receive())
+        is_admitted = False
+        try:
+            await asyncio.wait({permit, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            is_admitted = permit.done() and not disconnected.done()
+            return is_admitted
+        finally:
+            disconnected.cancel()
+            if not permit.done():
+                self._queue.remove(permit)
+            elif not is_admitted:
+                self._admit_next()
+
+    def release(self) -> None:
+        """Return a permit and admit the next waiting request."""
+        self._retry_after.record_finish()
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        # A limit that was lowered lets requests end without successors first.
+        if self._queue and (self.limit is None or self._num_active <= self.limit):
+            self._queue.popleft().set_result(None)
+        else:
+            self._num_active -= 1

@@ -1,0 +1,221 @@
+"""HTTP middleware: size limits, host check, API keys, per-key limits, and HEAD wherever there is a GET."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..protocol.errors import ApiError, error_response
+from ..protocol.server_options import ServerOptions
+from .keys import KeyRing, Principal
+from .observe import Event, body_text
+from .request_record import record_of, set_tenant
+
+_log = logging.getLogger(__name__)
+
+DISCARD_SECONDS = 2.0
+"""How long an oversized body is still read, so that the client gets to read the 413 response."""
+
+
+class RequestMiddleware:
+    """ASGI middleware that checks and buffers each request, and limits rate and concurrency per API key.
+
+    Reading health probes and the page's static files needs no key; only POST has a body.
+    """
+
+    OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+    OPEN_PREFIX = "/page/"
+    ABORT_PATH = "/abort"
+    ADMIN_PATHS = frozenset(
+        {"/metrics", "/engine/state", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    )
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, keys: KeyRing) -> None:
+        self._app = app
+        self._options = options
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_headers(scope)
+            self._check_host(scope)
+            principal = self._principal(scope)
+            # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
+            is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
+            limiter = None
+            if principal is not None:
+                record_of(scope).principal = principal
+                set_tenant(scope, principal.number)
+                if is_work:
+                    principal.limits.take_request()
+                    limiter = principal.concurrency
+            body = await self._body(scope, receive)
+            if body is None:
+                return
+            if self._options.log_prompts and body:
+                # As JSON: a newline in a path or a body must not look like another line of the log.
+                fields = {"path": scope["path"], "body": body_text(body)}
+                _log.info(Event("request body", fields))
+            if limiter is not None and not await limiter.acquire(receive):
+                return
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            if limiter is not None:
+                limiter.release()
+
+    def _check_headers(self, scope: Scope) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        if size > self._options.max_header_bytes:
+            raise ApiError(
+                431,
+                f"request line and headers take {size} bytes: the limit is "
+                f"{self._options.max_header_bytes}",
+                code="headers_too_large",
+            )
+
+    def _check_host(self, scope: Scope) -> None:
+        names = self._options.host_names
+        host = Headers(scope=scope).get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if names is None or name in ("localhost", *names) or _is_address(name):
+            return
+        raise ApiError(
+            421,
+            "the Host header must be an address or localhost; --allowed-host adds a name",
+            code="unknown_host",
+        )
+
+    def _principal(self, scope: Scope) -> Principal | None:
+        """Whose key the request has, in OpenAI's header or Anthropic's; None for open paths without one.
+
+        Raises:
+            ApiError: no valid key, or one that may not ask for this path.
+        """
+        headers = Headers(scope=scope)
+        header = headers.get("authorization", "").encode("latin-1")
+        secret = header.removeprefix(b"Bearer ") if header.startswith(b"Bearer ") else b""
+        if not header and (given := headers.get("x-api-key")) is not None:
+            secret = given.encode("latin-1")
+        path = scope["path"]
+        if (principal := self._keys.find(secret)) is not None:
+            if path in self.ADMIN_PATHS and not principal.is_admin:
+                raise ApiError(403, f"{path} needs an admin's API key", code="not_an_admin")
+            return principal
+        is_open = path in self.OPEN_PATHS or path.startswith(self.OPEN_PREFIX)
+        if is_open and scope["method"] in ("GET", "HEAD"):
+            return None
+        raise ApiError(
+            401,
+            "the API key is missing or wrong",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Read the request's body; None if the client disconnected first.
+
+        Raises:
+            ApiError: the body is too large, or takes too long.
+        """
+        if scope["method"] in ("GET", "HEAD"):
+            return b""
+        max_bytes = self._options.max_body_bytes
+        # h11 has validated that it is a number.
+        declared = int(Headers(scope=scope).get("content-length", 0))
+        chunks: list[bytes] = []
+        num_bytes, has_more = 0, True
+        try:
+            async with asyncio.timeout(self._options.body_timeout_seconds):
+                while has_more and max(num_bytes, declared) <= max_bytes:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    num_bytes += len(chunks[-1])
+                    has_more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the request was not complete after {self._options.body_timeout_seconds:g} s",
+                code="timeout",
+                headers={"Connection": "close"},
+            ) from None
+        if max(num_bytes, declared) <= max_bytes:
+            return b"".join(chunks)
+        if has_more:
+            await _discard(receive)
+        raise ApiError(
+            413,
+            f"the body is larger than the limit of {max_bytes} bytes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that yields the buffered body, then later messages."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
+
+
+async def _discard(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    except TimeoutError:
+        pass
+
+
+class HeadMiddleware:
+    """Sends the status and headers that GET has, and ends the response there: a stream never does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        started = asyncio.get_running_loop().create_future()
+
+        async def start(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                started.set_result(None)
+
+        getting = asyncio.ensure_future(self._app({**scope, "method": "GET"}, receive, start))
+        try:
+            await asyncio.wait({getting, started}, return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                getting.result()
+        finally:
+            getting.cancel()
+            await asyncio.wait({getting})
+            if not getting.cancelled():
+                getting.exception()  # the response has begun: its log line is the app's
+        await send({"type": "http.response.body"})

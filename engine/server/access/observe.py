@@ -1,0 +1,236 @@
+"""Log lines as text or JSON, and the outermost middleware, which writes one for each request.
+
+Every line has the id of the request that it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.logging import DefaultFormatter
+
+from ..protocol.generation_protocol import REQUEST_ID
+from .request_record import CURRENT, RequestRecord, Totals, new_request_id, set_record
+from .tracing import Tracing
+
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+
+LEVELS = {
+    "llmopt": logging.INFO,
+    "uvicorn": logging.WARNING,
+    "uvicorn.error": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "opentelemetry": logging.WARNING,
+    "py.warnings": logging.WARNING,
+}
+_BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
+"""With the backslash that some clients write before a slash."""
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A log message with fields. As text, its name and the fields as JSON; as JSON, fields of the object."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.name} {json.dumps(self.fields, default=str)}"
+
+
+def body_text(body: bytes) -> str:
+    """A request's body for the log: of images in base64 their begin and length."""
+    return _BASE64.sub(_shortened, body).decode(errors="replace")
+
+
+def _shortened(run: re.Match[bytes]) -> bytes:
+    return run[0][:32] + b"... (%d characters)" % len(run[0])
+
+
+class TextFormatter(DefaultFormatter):
+    """uvicorn's lines. Control characters of a message are escaped, so that it stays one line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record, request = copy(record), CURRENT.get()
+        record.message = record.getMessage().translate(_CONTROL)
+        if request is not None:
+            record.message += f" [{request.request_id}]"
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `ts` (ISO 8601, UTC), `level`, `logger`, `message`, `request_id`, `key` and
+    `trace_id` within a request, the fields of an `Event`, and `exception` with its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "ts": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        event = record.msg if isinstance(record.msg, Event) else None
+        line["message"] = record.getMessage() if event is None else event.name
+        if (request := CURRENT.get()) is not None:
+            line |= {"request_id": request.request_id, "key": request.key}
+            if request.trace_id is not None:
+                line["trace_id"] = request.trace_id
+        if event is not None:
+            line |= event.fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(form: LogFormat) -> None:
+    """Log the server's and uvicorn's lines to stderr in that format. There are no bodies in them, hence no
+    prompts, unless `log_prompts` is set."""
+    handler = _StderrHandler()
+    handler.setFormatter(
+        JsonFormatter() if form == "json" else TextFormatter("%(levelprefix)s %(message)s")
+    )
+    logging.captureWarnings(form == "json")
+    for name, level in LEVELS.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessLine(Event):
+    """The fields of a finished request; as text, uvicorn's access line with seconds, tokens and key."""
+
+    def __str__(self) -> str:
+        fields = self.fields
+        line = (
+            f'{fields.get("client") or "-"} - "{fields["method"]} {fields["path"]}" '
+            f"{fields.get('status', '-')} in {fields['seconds']:.3f} s"
+        )
+        if "prompt_tokens" in fields:
+            line += f", {fields['prompt_tokens']} + {fields['completion_tokens']} tokens"
+        if "key" in fields:
+            line += f", key {fields['key']}"
+        return line
+
+
+_access = logging.getLogger("llmopt.access")
+
+
+class ObservingMiddleware:
+    """Makes a `RequestRecord` of each request, and reports it once the response has ended.
+
+    Every response has an `x-request-id`: the client's, where that is well-formed, or a random one. Responses
+    to keys with limits have OpenAI's `x-ratelimit-...` headers.
+    """
+
+    def __init__(self, app: ASGIApp, count: Counter[int], tracing: Tracing | None) -> None:
+        self._app = app
+        self._count = count
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = _record(scope, headers)
+        set_record(scope, record)
+        span = None
+        if self._tracing is not None and scope["method"] == "POST":
+            span = self._tracing.begin(record, headers)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._respond(record, message)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, with_headers)
+        finally:
+            totals = record.totals()
+            seconds = time.perf_counter() - record.began
+            if record.reservation is not None:
+                record.reservation.settle(totals.prompt_tokens + totals.completion_tokens)
+            if record.principal is not None:
+                record.principal.usage.record(totals.prompt_tokens, totals.completion_tokens)
+            if self._tracing is not None and span is not None:
+                self._tracing.end(span, record, totals)
+            if _access.isEnabledFor(logging.INFO):
+                _access.info(AccessLine("request", _fields(record, totals, seconds)))
+
+    def _respond(self, record: RequestRecord, message: Message) -> None:
+        record.status = message["status"]
+        self._count[message["status"]] += 1
+        added = [(b"x-request-id", record.request_id.encode())]
+        if record.principal is not None:
+            added += record.principal.limits.headers()
+        message["headers"] = [*message.get("headers", ()), *added]
+
+
+def _record(scope: Scope, headers: Headers) -> RequestRecord:
+    given = headers.get("x-request-id", "")
+    request_id = given if re.fullmatch(REQUEST_ID, given) else new_request_id()
+    client = scope.get("client")
+    return RequestRecord(
+        request_id,
+        scope["method"],
+        quote(scope["path"]),
+        f"{client[0]}:{client[1]}" if client else "",
+    )
+
+
+def _fields(record: RequestRecord, totals: Totals, seconds: float) -> dict[str, Any]:
+    """The access line's fields; those that a request does not have are left out."""
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "response_id": record.response_id,
+        "key": record.key,
+        "client": record.client,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "seconds": seconds,
+    }
+    if totals.prompt_tokens:
+        fields |= {
+            "model": record.model,
+            "prompt_tokens": totals.prompt_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "completion_tokens": totals.completion_tokens,
+            "finish_reason": ",".join(totals.finish_reasons) or None,
+            "queue_seconds": totals.queue_seconds,
+            "ttft_seconds": totals.ttft_seconds,
+            "decode_seconds": totals.decode_seconds,
+        }
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }

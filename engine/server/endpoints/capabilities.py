@@ -1,0 +1,274 @@
+"""Capabilities of a served checkpoint beside text: images, embeddings, scores, and output by a grammar.
+
+Images are fetched and decoded, and grammars compiled, on worker threads, few at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ....quant.base.errors import BadInput
+from ...base.logits import TokenMask
+from ...base.pooling_params import POOLING_MODES, PoolingParams
+from ...engine import Engine
+from ...multimodal.media import MediaLimits, decode_image, is_data_url, sent_bytes
+from ...text.pooling import Pooling, read_pooling
+from ...text.scorer import Scorer, read_scorer
+from ..protocol.errors import ApiError
+from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ...multimodal.processor import PreparedPrompt
+    from ...sampling.grammar import GrammarCompiler
+
+
+NUM_FETCHES = 32
+"""Downloads at a time: they wait for hosts."""
+NUM_DECODES = 2
+"""Prompts at a time whose images are decoded: with the pixels of a prompt that bounds memory."""
+
+
+class PromptProcessor(Protocol):
+    """What an engine has for images (`ImageSupport`)."""
+
+    @property
+    def processor(self) -> Any:
+        """None if the model takes no images."""
+        ...
+
+    def prepare(
+        self,
+        prompt: str,
+        images: Sequence[Image],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> PreparedPrompt: ...
+
+
+class PromptImages:
+    """Makes prompts of rendered texts and the URLs of their images.
+
+    Args:
+        support: of the engine.
+        limits: of what clients may send.
+        reason: why the model takes no images, for clients, who are told no paths of this machine.
+        max_model_len: tokens of a prompt, beyond which its images are left.
+    """
+
+    def __init__(
+        self,
+        support: PromptProcessor,
+        limits: MediaLimits,
+        reason: str,
+        max_model_len: int | None = None,
+    ) -> None:
+        self._support, self._limits, self._reason = support, limits, reason
+        self._max_model_len = max_model_len
+        self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="llmopt-media")
+        self._decoding = ThreadPoolExecutor(NUM_DECODES, thread_name_prefix="llmopt-images")
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the model takes images."""
+        return self._support.processor is not None
+
+    def check(self, num_images: int) -> None:
+        """Refuse a prompt by the number of its images.
+
+        Raises:
+            ApiError: the model takes no images.
+            BadInput: too many.
+        """
+        if not self.are_taken:
+            reason = f"messages: images are not taken: {self._reason}"
+            raise ApiError(400, reason, param="messages", code="unsupported_model")
+        self._limits.check_count(num_images)
+
+    async def prepare(self, text: str, urls: Sequence[str]) -> PreparedPrompt:
+        """The prompt of a rendered conversation, whose placeholders are in the order of `urls`.
+
+        Raises:
+            BadInput: an image that cannot be had or decoded, or that the model's processor refuses.
+        """
+        # An error cancels nothing: the fetches that have begun end at their deadline.
+        sent = await asyncio.gather(*(self._sent(url) for url in urls))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decoding, self._prepare, text, sent)
+
+    async def _sent(self, url: str) -> str | bytes:
+        """A data URL as it is, which waits for no host; else the bytes of the image."""
+        if is_data_url(url):
+            return url
+        fetching = asyncio.get_running_loop().run_in_executor(
+            self._fetching, sent_bytes, url, self._limits
+        )
+        # Resolving a name has no timeout of its own.
+        seconds = self._limits.fetch_timeout_seconds
+        try:
+            return await asyncio.wait_for(fetching, seconds + 0.5)
+        except TimeoutError as error:
+            raise BadInput(f"an image did not arrive within {seconds:g} s") from error
+
+    def _prepare(self, text: str, sent: Sequence[str | bytes]) -> PreparedPrompt:
+        images: list[Image] = []
+        num_pixels = 0
+        for source in sent:
+            data = sent_bytes(source, self._limits) if isinstance(source, str) else source
+            images.append(decode_image(data, self._limits))
+            num_pixels += images[-1].width * images[-1].height
+            self._limits.check_prompt_pixels(num_pixels)
+        return self._support.prepare(
+            text, images, add_special_tokens=False, max_tokens=self._max_model_len
+        )
+
+    def close(self) -> None:
+        """Shut down the worker threads."""
+        for pool in (self._fetching, self._decoding):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingTasks:
+    """The model's pooling and scorer, or the reason why there is none.
+
+    Attributes:
+        scored_by: the scorer, or the reason; None: pairs are scored by their embeddings.
+    """
+
+    model_name: str = ""
+    pooling: Pooling | str = "the checkpoint has no pooling"
+    scored_by: Scorer | str | None = None
+
+    def embedder(self) -> Pooling:
+        """Raises `ApiError` where the model gives no embeddings."""
+        if isinstance(self.pooling, str):
+            raise self._cannot(f"gives no embeddings: {self.pooling}")
+        return self.pooling
+
+    def scorer(self) -> Scorer | None:
+        """The model's own scorer; None where pairs are scored by their embeddings.
+
+        Raises:
+            ApiError: there are neither.
+        """
+        if isinstance(self.scored_by, str):
+            raise self._cannot(f"gives no scores: {self.scored_by}")
+        if self.scored_by is None and isinstance(self.pooling, str):
+            raise self._cannot(f"gives no scores: it is no reranker, and {self.pooling}")
+        return self.scored_by
+
+    def check_generates(self) -> None:
+        """Raises `ApiError` for a sequence classifier, which has no language head."""
+        if isinstance(self.scored_by, Scorer) and self.scored_by.head is not None:
+            raise self._cannot("is a sequence classifier and generates no text: ask /v1/score")
+
+    def _cannot(self, reason: str) -> ApiError:
+        message = f"{self.model_name} {reason}"
+        return ApiError(400, message, param="model", code="unsupported_model")
+
+
+def pooling_tasks(engine: Engine, model_name: str, pooling_type: str | None) -> PoolingTasks:
+    """The tasks of an engine's checkpoint; `pooling_type` takes the place of the checkpoint's pooling."""
+    pooling: Pooling | str
+    try:
+        pooling = _pooling(engine, pooling_type)
+    except BadInput as error:
+        pooling = str(error)
+    try:
+        scorer = read_scorer(engine.folder, engine.model_config, engine.tokenizer)
+        return PoolingTasks(model_name, pooling, scorer)
+    except BadInput as error:
+        return PoolingTasks(model_name, pooling, str(error))
+
+
+def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
+    if engine.runner.decoder.hidden_size is None:
+        raise BadInput("it runs through transformers' modules, which give no hidden states to pool")
+    if pooling_type is not None:
+        return Pooling(PoolingParams(pooling_type.lower()), normalize=True)
+    pooling = read_pooling(engine.folder)
+    if pooling is None:
+        raise BadInput(
+            "the checkpoint has no pooling (1_Pooling/config.json); --pooling-type chooses one: "
+            + ", ".join(POOLING_MODES)
+        )
+    return pooling
+
+
+COMPILE_SECONDS = 10.0
+
+
+NUM_COMPILERS = 2
+
+
+class Constrainer:
+    """Compiles grammar token masks on worker threads, because large schemas take long; llguidance compiles
+    without Python's lock. A compilation that has not begun is dropped with its client."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        self._parts = tokenizer, vocab_size, end_token_ids
+        self._worker = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="llmopt-grammar")
+        self._lock = Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    async def mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
+        """Compile the token mask of one request.
+
+        Raises:
+            ApiError: 400, with the request field and the invalid place in it, or because it is too large or
+                takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
+            raise ApiError(
+                400,
+                f"{constraint.field}: more than {MAX_GRAMMAR_CHARACTERS} characters",
+                param=constraint.field,
+            )
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await loop.run_in_executor(
+                    self._worker, self._mask, constraint, num_sequences
+                )
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"{constraint.field}: not compiled after {COMPILE_SECONDS:g} s: simplify it",
+                param=constraint.field,
+            ) from None
+        except BadInput as error:
+            separator = "" if str(error).startswith("/") else ": "
+            raise ApiError(
+                400, f"{constraint.field}{separator}{error}", param=constraint.field
+            ) from error
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
+        from ...sampling import grammar
+
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = grammar.GrammarCompiler(*self._parts)
+        compiler, value = self._compiler, constraint.value
+        match constraint.kind:
+            case "json_schema":
+                return compiler.json_schema_mask(value, num_sequences)
+            case "regex":
+                return compiler.mask(grammar.regex(value), num_sequences)
+            case "choice":
+                return compiler.mask(grammar.choice(value), num_sequences)
+            case "grammar":
+                return compiler.mask(grammar.context_free(value), num_sequences)
+            case "structural_tag":
+                return compiler.structural_tag_mask(value, num_sequences)

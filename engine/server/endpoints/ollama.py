@@ -1,0 +1,428 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show` and `/api/version`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+
+from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import gguf_file_of
+from ...engine import Engine
+from ...planner.model.families import has_table_rule
+from ...planner.model.shapes import ModelShape
+from ...scheduling.outputs import Completion, RequestOutput
+from ...text.pooling import read_pooling
+from ..parsing.events import Arguments, Call, CallStart, Event, Parsed, Reasoning
+from ..parsing.parser import OutputFormat, OutputParser
+from ..protocol.errors import ApiError, ollama_error
+from ..protocol.generation_protocol import GenerationRequest, StreamOptions
+from ..protocol.ollama_protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
+from .conversation import Conversation, prepare
+from .service import ResponseContext, Service, Usage
+
+
+class ModelFacts:
+    """The served model and its adapters, as Ollama lists and shows models."""
+
+    def __init__(self, service: Service, engine: Engine) -> None:
+        self._service = service
+        self._engine = engine
+        self._config: Mapping[str, Any] = engine.model_config
+        self._num_parameters = _num_parameters(self._config)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The entries of `/api/tags`."""
+        folders = {self._service.model_name: self._engine.folder, **self._service.adapters}
+        return [self._entry(name, folder) for name, folder in folders.items()]
+
+    def shown(self) -> dict[str, Any]:
+        """The body of `/api/show`."""
+        text, family = self._service.text, self._family
+        capabilities = ["embedding"] if self._has_pooling else ["completion"]
+        capabilities += ["tools"] if text.takes_tools and text.tool_format else []
+        capabilities += ["thinking"] if text.reasoning_format else []
+        capabilities += ["vision"] if self._service.images.are_taken else []
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": text.template_text,
+            "details": self._details,
+            "model_info": {
+                "general.architecture": family,
+                "general.parameter_count": self._num_parameters,
+                f"{family}.context_length": self._engine.max_model_len,
+            },
+            "capabilities": capabilities,
+            "modified_at": _changed(self._engine.folder),
+        }
+
+    def _entry(self, name: str, folder: Path) -> dict[str, Any]:
+        paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+        # An adapter that is loaded is served on when its folder is deleted.
+        files = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": _changed(folder),
+            "size": sum(size for _, size in files),
+            "digest": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+            "details": self._details,
+        }
+
+    @property
+    def _family(self) -> str:
+        return str(self._config.get("model_type", "unknown"))
+
+    @property
+    def _has_pooling(self) -> bool:
+        try:
+            return read_pooling(self._engine.folder) is not None
+        except BadInput:
+            return False
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        quantized = self._config.get("quantization_config") or {}
+        dtype = str(self._engine.dtype).removeprefix("torch.")
+        count = self._num_parameters
+        return {
+            "parent_model": "",
+            "format": "gguf" if gguf_file_of(self._engine.folder) else "safetensors",
+            "family": self._family,
+            "families": [self._family],
+            "parameter_size": "unknown" if count is None else _short(count),
+            "quantization_level": quantized.get("quant_method", dtype),
+        }
+
+
+def _num_parameters(config: Mapping[str, Any]) -> int | None:
+    """From the planner's table of families; None for another type, which would have to be probed."""
+    try:
+        raw = dict(config)
+        return ModelShape.from_config(raw).num_parameters if has_table_rule(raw) else None
+    except BadInput:
+        return None
+
+
+def _short(count: int) -> str:
+    """As Ollama writes it: 134.5M, 8.0B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def _changed(folder: Path) -> str:
+    seconds = folder.stat().st_mtime if folder.exists() else 0
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+MEDIA_TYPE = "application/x-ndjson"
+Contents = Callable[[Parsed], dict[str, Any]]
+"""The fields of an object that hold a piece of the output."""
+
+
+def message_of(parsed: Parsed) -> dict[str, Any]:
+    """A piece of a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
+    if parsed.reasoning:
+        message["thinking"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": _object(call.arguments)}}
+            for call in parsed.calls
+        ]
+    return {"message": message}
+
+
+def response_of(parsed: Parsed) -> dict[str, Any]:
+    """A piece of a generation."""
+    thinking = {"thinking": parsed.reasoning} if parsed.reasoning else {}
+    return {"response": parsed.text, **thinking}
+
+
+class OllamaAnswer:
+    """The output of a request as Ollama's objects. Calls come whole, and durations in nanoseconds."""
+
+    def __init__(
+        self,
+        context: ResponseContext,
+        form: OutputFormat,
+        contents: Contents,
+        arrival_seconds: float,
+        *,
+        hides_thinking: bool,
+        gives_context: bool = False,
+    ) -> None:
+        """`gives_context`: whether the last object has the tokens of prompt and output."""
+        self._context = context
+        self._contents = contents
+        self._arrival_seconds = arrival_seconds
+        self._parser = OutputParser(form)
+        self._usage = Usage(context.stream.jobs)
+        self._hides_thinking = hides_thinking
+        self._gives_context = gives_context
+        self._call: Call | None = None
+
+    async def document(self) -> dict[str, Any]:
+        parsed, completion = Parsed(), Completion(0)
+        async for output in self._context.stream:
+            completion.extend(output)
+            parsed.add(self._read(output))
+        return {**self._object(parsed), **self._ending(completion)}
+
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """One object per piece of text; the last, of an empty one, has the counts and durations."""
+        completion = Completion(0)
+        try:
+            async for output in self._context.stream:
+                completion.extend(output)
+                for piece in self._pieces(self._read(output)):
+                    yield _line(self._object(piece))
+            for piece in self._whole_call():
+                yield _line(self._object(piece))
+            yield _line({**self._object(Parsed()), **self._ending(completion)})
+        except ApiError as error:
+            yield _line(ollama_error(error))
+
+    def _read(self, output: RequestOutput) -> list[Event]:
+        self._usage.take(output)
+        events = self._parser.feed(output.new_text, is_last=output.finish_reason is not None)
+        return [e for e in events if not (self._hides_thinking and isinstance(e, Reasoning))]
+
+    def _pieces(self, events: Sequence[Event]) -> Iterator[Parsed]:
+        """What can be sent: text and reasoning, and a call once the next one begins."""
+        for event in events:
+            match event:
+                case CallStart(_, call_id, name):
+                    yield from self._whole_call()
+                    self._call = Call(call_id, name)
+                case Arguments(_, text):
+                    assert self._call is not None
+                    self._call.arguments += text
+                case _:
+                    piece = Parsed()
+                    piece.add([event])
+                    yield piece
+
+    def _whole_call(self) -> Iterator[Parsed]:
+        if self._call is not None:
+            piece = Parsed()
+            piece.calls, self._call = [self._call], None
+            yield piece
+
+    def _object(self, parsed: Parsed) -> dict[str, Any]:
+        return {
+            "model": self._context.model,
+            "created_at": now(),
+            **self._contents(parsed),
+            "done": False,
+        }
+
+    def _ending(self, completion: Completion) -> dict[str, Any]:
+        """Why it ended, and Ollama's counts and durations; `load_duration` is the time in the queue."""
+        seconds = self._usage.whole()["seconds"]
+        prompt = self._context.stream.jobs[0].token_ids
+        tokens = {"context": [*prompt, *completion.token_ids]} if self._gives_context else {}
+        return {
+            "done": True,
+            "done_reason": completion.finish_reason,
+            **tokens,
+            "total_duration": nanoseconds(time.perf_counter() - self._arrival_seconds),
+            "load_duration": nanoseconds(seconds["queue"]),
+            "prompt_eval_count": self._usage.num_prompt_tokens,
+            "prompt_eval_duration": nanoseconds(seconds["prefill"]),
+            "eval_count": self._usage.num_output_tokens,
+            "eval_duration": nanoseconds(seconds["decode"]),
+        }
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _object(arguments: str) -> Any:
+    """The arguments of a call that may have been cut off."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+API_VERSION = "0.12.0"
+"""The release of Ollama whose API this is: clients ask for it to find out what they may send."""
+
+
+class JsonRoute(APIRoute):
+    """Reads a body as JSON whatever its Content-Type says, as Ollama does: many clients say nothing.
+
+    Not from a browser's page: it may send other types than JSON to any address without asking.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_as_json(request: Request) -> Response:
+            if "origin" in request.headers:
+                return await handle(request)
+            others = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return read_as_json
+
+
+class OllamaService:
+    """Ollama's requests over the endpoints' `Service`."""
+
+    def __init__(self, service: Service, max_model_len: int) -> None:
+        self._service = service
+        self._max_model_len = max_model_len
+
+    def check(self, body: OllamaRequest) -> None:
+        """Check model and fields; a tag of `:latest` is dropped from the name."""
+        body.model = self.known(body.model)
+        body.refuse_unsupported()
+        if body.think and self._service.text.reasoning_format is None:
+            raise ApiError(400, f"{body.model!r} does not support thinking", param="think")
+
+    def known(self, name: str | None) -> str:
+        """The name of a served model, with or without a tag."""
+        name = (name or "").removesuffix(":latest")
+        self._service.check_model(name)
+        return name
+
+    async def chat(self, body: OllamaChat, request: Request, arrival_seconds: float) -> Response:
+        try:
+            chat = body.chat_request(self._max_model_len)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        self._service.check(chat)
+        conversation = await prepare(self._service, request, chat)
+        return await self._answered(body, chat, request, conversation, message_of, arrival_seconds)
+
+    async def generate(
+        self, body: OllamaGenerate, request: Request, arrival_seconds: float
+    ) -> Response:
+        """Through the chat template as a user's message, or as it is: raw, or without a template."""
+        text = self._service.text
+        try:
+            is_plain = text.template_source == "plain" and not (body.system or body.images)
+            if body.raw or is_plain:
+                asked = body.raw_request(self._max_model_len)
+                self._service.check(asked)
+                params = await self._service.params(request, asked)
+                (token_ids,) = await text.encode([body.prompt])
+                conversation = Conversation(params, token_ids, OutputFormat())
+            else:
+                asked = body.chat_request(self._max_model_len)
+                self._service.check(asked)
+                conversation = await prepare(self._service, request, asked)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        if body.context:
+            conversation.token_ids[:0] = body.context
+        return await self._answered(
+            body, asked, request, conversation, response_of, arrival_seconds
+        )
+
+    async def _answered(
+        self,
+        body: OllamaRequest,
+        asked: GenerationRequest,
+        request: Request,
+        conversation: Conversation,
+        contents: Contents,
+        arrival_seconds: float,
+    ) -> Response:
+        return await self._service.respond(
+            request,
+            asked,
+            conversation.params,
+            [conversation.token_ids],
+            "ollama-",
+            lambda context: OllamaAnswer(
+                context,
+                conversation.form,
+                contents,
+                arrival_seconds,
+                hides_thinking=body.think is False,
+                gives_context=isinstance(body, OllamaGenerate) and not body.raw,
+            ),
+            arrival_seconds,
+            MEDIA_TYPE,
+            conversation.images,
+        )
+
+
+def ollama_router(service: Service, engine: Engine) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+    ollama = OllamaService(service, engine.max_model_len)
+    facts = ModelFacts(service, engine)
+
+    @router.post("/api/chat", response_model=None)
+    async def ollama_chat(body: OllamaChat, request: Request) -> Response:
+        """Generate the next message of a conversation."""
+        arrival_seconds = time.perf_counter()
+        ollama.check(body)
+        if not body.messages:
+            message = {"role": "assistant", "content": ""}
+            return _loaded(body, {"message": message})
+        return await ollama.chat(body, request, arrival_seconds)
+
+    @router.post("/api/generate", response_model=None)
+    async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
+        """Answer a prompt."""
+        arrival_seconds = time.perf_counter()
+        ollama.check(body)
+        if not (body.prompt or body.context or body.images):
+            return _loaded(body, {"response": ""})
+        return await ollama.generate(body, request, arrival_seconds)
+
+    @router.get("/api/tags")
+    async def ollama_tags() -> dict[str, Any]:
+        """The served model and its adapters."""
+        return {"models": facts.listed()}
+
+    @router.get("/api/ps")
+    async def ollama_running() -> dict[str, Any]:
+        """The same: all are loaded."""
+        return {"models": facts.listed()}
+
+    @router.post("/api/show")
+    async def ollama_show(body: ShowRequest) -> dict[str, Any]:
+        """Facts of a model."""
+        ollama.known(body.model or body.name)
+        return facts.shown()
+
+    @router.get("/api/version")
+    async def ollama_version() -> dict[str, str]:
+        return {"version": API_VERSION}
+
+    return router
+
+
+def _loaded(body: OllamaRequest, empty: dict[str, Any]) -> Response:
+    """The answer to a request without a prompt, which asks for the model to be loaded, as it is."""
+    fields = {"model": body.model, "created_at": now(), **empty, "done": True}
+    return JSONResponse({**fields, "done_reason": "load"})

@@ -1,0 +1,190 @@
+"""The page at `/`: a chat and a live view of the engine, fed by snapshots as server-sent events.
+
+Its files are this package's own: no outbound requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response, StreamingResponse
+
+from ...config.adapters import adapter_name
+from ...engine import Engine
+from ...scheduling.request import Request, RequestStatus
+from ..loop.loop import EngineLoop
+from ..loop.metrics import Histogram, ServerMetrics
+from ..protocol.errors import ApiError, Unavailable
+from .exposition import speed_features
+
+INTERVAL_SECONDS = 0.25
+MAX_WAITING = 40
+"""Number of waiting sequences listed; the rest are only counted."""
+
+
+class StateFeed:
+    """Periodic snapshots of the engine, taken between two steps, only while a client subscribes.
+
+    Subscribers share them, so a second one costs the engine nothing.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._taken_at = -INTERVAL_SECONDS
+        self._latest = b""
+        self._lock = asyncio.Lock()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, until the client disconnects, the server stops, or the engine has failed."""
+        while not self._loop.is_draining:
+            try:
+                yield await self._snapshot()
+            except Unavailable as error:
+                yield _event({"unavailable": str(error)})
+                return
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    async def _snapshot(self) -> bytes:
+        async with self._lock:
+            if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
+                metrics = self._loop.metrics
+                state = await self._loop.run(lambda engine: snapshot(engine, metrics))
+                self._latest, self._taken_at = _event(state), time.perf_counter()
+        return self._latest
+
+
+def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
+    """Requests, blocks, counters and histograms; no text. Must run on the engine thread."""
+    scheduler, now = engine.scheduler, time.perf_counter()
+    pool, stats = scheduler.pool, engine.stats
+    requests = list(scheduler.requests())
+    waiting = [r for r in requests if r.status is RequestStatus.WAITING]
+    histograms = metrics.distributions
+    return {
+        "now": now,
+        "engine": {
+            "device": str(engine.device),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            **speed_features(engine),
+        },
+        "blocks": {
+            "total": pool.num_usable,
+            "size": scheduler.config.block_size,
+            "used": stats.kv_blocks_used,
+            "kept": runs(pool.kept_block_ids()),
+        },
+        "running": [
+            _sequence(r, now) | {"blocks": runs(r.held_block_ids)} for r in scheduler.running
+        ],
+        "waiting": [_sequence(request, now) for request in waiting[:MAX_WAITING]],
+        "num_waiting": len(waiting),
+        "counters": {
+            "steps": metrics.num_steps,
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "generation_tokens": metrics.num_generation_tokens,
+            "preemptions": stats.num_preemptions,
+            "prefix_queries": stats.prefix_cache_queries,
+            "prefix_hits": stats.prefix_cache_hits,
+            "kept_tokens": stats.num_kept_tokens,
+            "evicted_tokens": stats.num_evicted_tokens,
+            "draft_tokens": stats.num_draft_tokens,
+            "accepted_tokens": stats.num_accepted_tokens,
+            "finished": sum(metrics.finished.values()),
+        },
+        "step_seconds": metrics.step_seconds,
+        "ttft": _histogram(histograms.time_to_first_token_seconds),
+        "itl": _histogram(histograms.inter_token_latency_seconds),
+        "preemptions": [
+            {"id": p.sequence_id, "seconds_ago": now - p.at, "tokens": p.num_tokens}
+            for p in reversed(metrics.preemptions)
+        ],
+    }
+
+
+def runs(ids: Iterable[int]) -> list[int]:
+    """Run-length encoding of ids: start, length, ...; most blocks of a sequence are contiguous."""
+    encoded: list[int] = []
+    for block_id in sorted(ids):
+        if encoded and encoded[-2] + encoded[-1] == block_id:
+            encoded[-1] += 1
+        else:
+            encoded += [block_id, 1]
+    return encoded
+
+
+def _sequence(request: Request, now: float) -> dict[str, Any]:
+    return {
+        "id": request.sequence_id,
+        "lora": None if request.lora is None else adapter_name(request.lora),
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached_tokens,
+        "computed_tokens": request.num_computed_tokens,
+        "evicted_tokens": request.num_evicted_tokens,
+        "output_tokens": request.num_output_tokens,
+        "max_tokens": request.max_tokens,
+        "preemptions": request.num_preemptions,
+        "seconds": now - request.times.arrival,
+    }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Sequence[float]]:
+    return {"bounds": histogram.bounds, "counts": list(histogram.counts)}
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+
+
+FOLDER = Path(__file__).with_name("static")
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page_router(loop: EngineLoop) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
+    feed = StateFeed(loop)
+
+    @router.get("/")
+    async def index() -> Response:
+        return _file("index.html", files["index.html"])
+
+    @router.get("/page/{name}")
+    async def part(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name!r}")
+        return _file(name, files[name])
+
+    @router.get("/engine/state")
+    async def state() -> Response:
+        """Engine snapshots as server-sent events, four per second."""
+        return StreamingResponse(
+            feed.events(),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+
+    return router
+
+
+def _file(name: str, content: bytes) -> Response:
+    return Response(content, media_type=MEDIA_TYPES[Path(name).suffix], headers=HEADERS)

@@ -1,0 +1,227 @@
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled prompts, batched by the scheduler beside generation.
+
+The shapes are OpenAI's, vLLM's, Jina's and Cohere's.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from ...base.pooling_params import PoolingParams
+from ...base.sampling_params import SamplingParams
+from ...text.pooling import Vector, normalized
+from ..access.request_record import record_of, tenant_of
+from ..loop.stream import Job, OutputStream
+from ..protocol.errors import ApiError
+from ..protocol.pooling_protocol import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from .service import CLIENT_GONE, Service, unless_disconnected
+
+_NOTHING = SamplingParams(max_tokens=1)
+
+
+@dataclass(slots=True)
+class PooledResponse:
+    """The pooled vectors of one HTTP request, and what its response says of it."""
+
+    id: str
+    model: str
+    num_prompt_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
+    vectors: list[tuple[float, ...]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    @property
+    def arrays(self) -> list[Vector]:
+        return [np.asarray(vector, dtype=np.float32) for vector in self.vectors]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "total_tokens": self.num_prompt_tokens,
+            "completion_tokens": 0,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+async def pool(
+    service: Service,
+    request: Request,
+    body: PoolingRequest,
+    prompts: Sequence[Sequence[int]],
+    pooling: PoolingParams,
+    id_prefix: str,
+) -> PooledResponse:
+    """The vector of each prompt. A client that leaves frees what they hold.
+
+    Raises:
+        ApiError, BadInput: a prompt that cannot fit, a full queue, a failed step, a client that left.
+    """
+    arrival_seconds = time.perf_counter()
+    tenant, name = tenant_of(request), body.model or service.model_name
+    record = record_of(request)
+    response_id = f"{id_prefix}{body.request_id or record.request_id}"
+    num_tokens = sum(map(len, prompts))
+    record.reserve(num_tokens, at_least=num_tokens)
+    jobs = [
+        Job(
+            f"{response_id}/{uuid.uuid4().hex}/{index}",
+            token_ids,
+            _NOTHING,
+            arrival_seconds,
+            service.adapter(name),
+            body.priority or 0,
+            tenant.cache_salt(body.cache_salt),
+            tenant.key,
+            pooling,
+        )
+        for index, token_ids in enumerate(prompts)
+    ]
+    response = PooledResponse(response_id, name, num_tokens)
+    stream = await service.loop.submit(jobs)
+    record.begin(response_id, name, None, stream)
+    try:
+        if await unless_disconnected(request, _collect(stream, response)) is None:
+            raise ApiError(CLIENT_GONE, "the client has left")
+    finally:
+        stream.close()
+    return response
+
+
+async def _collect(stream: OutputStream, response: PooledResponse) -> PooledResponse:
+    by_id: dict[str, tuple[float, ...]] = {}
+    async for output in stream:
+        assert output.pooled is not None
+        by_id[output.request_id] = output.pooled
+        response.num_cached_tokens += output.num_cached_tokens
+    response.vectors = [by_id[job.request_id] for job in stream.jobs]
+    return response
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+        """Embed texts."""
+        service.check_model(body.model)
+        body.refuse_unsupported()
+        pooling = service.pooling.embedder()
+        prompts = await service.text.encode(
+            body.inputs,
+            add_special_tokens=body.add_special_tokens,
+            max_tokens=body.truncate_prompt_tokens,
+        )
+        response = await pool(service, request, body, prompts, pooling.params, "embd-")
+        vectors = [pooling.embedding(vector, body.dimensions) for vector in response.vectors]
+        return {
+            "id": response.id,
+            "object": "list",
+            "created": response.created,
+            "model": response.model,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _encoded(vector, body.encoding_format),
+                }
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": response.usage,
+        }
+
+    return router
+
+
+def _encoded(vector: Vector, encoding: str) -> str | list[float]:
+    """Little-endian float32 as base64, or numbers."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
+
+
+def scores_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/score")
+    @router.post("/score")
+    async def create_scores(body: ScoreRequest, request: Request) -> dict[str, Any]:
+        """Score pairs of texts: by a reranker's own score, or the cosine of their embeddings."""
+        response, scores = await _scores(
+            service, request, body, body.pairs, body.use_activation, "score-"
+        )
+        return {
+            "id": response.id,
+            "object": "list",
+            "created": response.created,
+            "model": response.model,
+            "data": [
+                {"index": index, "object": "score", "score": score}
+                for index, score in enumerate(scores)
+            ],
+            "usage": response.usage,
+        }
+
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    @router.post("/rerank")
+    async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+        """Order documents by their relevance to a query, the most relevant first."""
+        texts = body.texts
+        pairs = [(body.query, text) for text in texts]
+        response, scores = await _scores(
+            service, request, body, pairs, body.use_activation, "rerank-"
+        )
+        order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": texts[index]}} if body.return_documents else {})
+            for index in order[: body.top_n or None]
+        ]
+        return {
+            "id": response.id,
+            "model": response.model,
+            "usage": response.usage,
+            "results": results,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        }
+
+    return router
+
+
+async def _scores(
+    service: Service,
+    request: Request,
+    body: PoolingRequest,
+    pairs: Sequence[tuple[str, str]],
+    use_activation: bool | None,
+    id_prefix: str,
+) -> tuple[PooledResponse, list[float]]:
+    """The score of each pair."""
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    scorer, limit = service.pooling.scorer(), body.truncate_prompt_tokens
+    if scorer is not None:
+        prompts = await service.text.encode_pairs(pairs, scorer.template, max_tokens=limit)
+        response = await pool(service, request, body, prompts, scorer.pooling, id_prefix)
+        return response, [scorer.score(vector, use_activation) for vector in response.vectors]
+    params = service.pooling.embedder().params
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    prompts = await service.text.encode(texts, max_tokens=limit)
+    response = await pool(service, request, body, prompts, params, id_prefix)
+    units = [normalized(vector) for vector in response.arrays]
+    vector_of = dict(zip(texts, units, strict=True))
+    return response, [float(vector_of[a] @ vector_of[b]) for a, b in pairs]

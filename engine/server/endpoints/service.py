@@ -1,0 +1,271 @@
+"""State and mechanics that the endpoints share: admission, jobs, whole and streamed responses, usage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ...base.image_input import NO_IMAGES, Images
+from ...base.sampling_params import SamplingParams
+from ...scheduling.outputs import RequestOutput
+from ..access.request_record import RequestRecord, record_of, tenant_of
+from ..loop.loop import EngineLoop
+from ..loop.stream import Job, OutputStream
+from ..protocol.errors import ApiError
+from ..protocol.generation_protocol import GenerationRequest, StreamOptions
+from ..protocol.server_options import ScriptedText
+from .capabilities import Constrainer, PoolingTasks, PromptImages
+from .tokenization import Tokenization
+
+
+class Usage:
+    """Accumulates the usage of one HTTP request, which may have several prompts and choices."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
+        self.num_output_tokens = 0
+        self._last: dict[tuple[str, int], RequestOutput] = {}
+
+    def take(self, output: RequestOutput) -> None:
+        self.num_output_tokens += len(output.new_token_ids)
+        self._last[output.request_id, output.index] = output
+
+    @property
+    def num_cached_tokens(self) -> int:
+        by_job = {output.request_id: output.num_cached_tokens for output in self._last.values()}
+        return sum(by_job.values())
+
+    def so_far(self) -> dict[str, Any]:
+        """Token counts so far, as in OpenAI's completions and chat completions."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """Final token counts, and `seconds`: from arrival to the first scheduled step (`queue`), to the first
+        token of any choice (`prefill`), and to the last token of all choices (`decode`)."""
+        times = [output.times for output in self._last.values()]
+        arrival = min(t.arrival for t in times)
+        begun = min(t.first_scheduled or arrival for t in times)
+        first = min(t.first_token or begun for t in times)
+        last = max(t.last_token or first for t in times)
+        seconds = {"queue": begun - arrival, "prefill": first - begun, "decode": last - first}
+        return {**self.so_far(), "seconds": {name: round(s, 6) for name, s in seconds.items()}}
+
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Logged status of a request whose client disconnected before the response; nginx's number."""
+
+
+class Generation(Protocol):
+    """Converts the outputs of one HTTP request into an endpoint's response format."""
+
+    async def document(self) -> dict[str, Any]:
+        """The whole response, once every completion is finished."""
+        ...
+
+    def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """Server-sent events, or lines. An error during generation is the last of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseContext:
+    """Identity of a response, and the output stream that it is built from."""
+
+    id: str
+    model: str
+    created: int
+    stream: OutputStream
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """State shared by the endpoints. A LoRA adapter is served as a model under its own name: `adapters` are
+    the folders by these names, changed on the event loop as adapters are loaded and unloaded."""
+
+    loop: EngineLoop
+    text: Tokenization
+    constrainer: Constrainer
+    model_name: str
+    adapters: dict[str, Path]
+    created: int
+    max_model_len: int
+    images: PromptImages
+    script: tuple[ScriptedText, ...] = ()
+    pooling: PoolingTasks = field(default_factory=PoolingTasks)
+
+    def close(self) -> None:
+        """Shut down the worker threads."""
+        self.text.close()
+        self.images.close()
+        self.constrainer.close()
+
+    def check(self, body: GenerationRequest) -> None:
+        """Reject a request for an unknown model or with unsupported fields, with `ApiError`."""
+        self.check_model(body.model)
+        self.pooling.check_generates()
+        body.refuse_unsupported()
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name, *self.adapters):
+            served = ", ".join(repr(model) for model in (self.model_name, *sorted(self.adapters)))
+            raise ApiError(
+                404,
+                f"no model {name!r}: this server has {served}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that a request for the model `name` uses; None for the base model.
+
+        Raises:
+            ApiError: it was unloaded since the request was checked.
+        """
+        self.check_model(name)
+        return name if name in self.adapters else None
+
+    async def params(self, request: Request, body: GenerationRequest) -> SamplingParams:
+        """Sampling parameters, with the token mask of the request's structured output.
+
+        Raises:
+            BadInput, ApiError: values out of range, an invalid schema or grammar, or a client that left.
+        """
+        params, constraint = body.sampling_params(), body.constraint()
+        if constraint is None:
+            return params
+        compiling = self.constrainer.mask(constraint, params.num_sequences)
+        mask = await unless_disconnected(request, compiling)
+        if mask is None:
+            raise ApiError(CLIENT_GONE, "the client has left")
+        return replace(params, token_mask=mask)
+
+    async def respond(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        params: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        id_prefix: str,
+        generation: Callable[[ResponseContext], Generation],
+        arrival_seconds: float,
+        media_type: str = "text/event-stream",
+        images: Images = NO_IMAGES,
+    ) -> Response:
+        """Generate for `prompts`; `body.stream` selects a stream or a single document. `images` are those of
+        the only prompt.
+
+        The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
+        that every request has.
+
+        Raises:
+            BadInput, TooMany, Unavailable: before the response begins.
+        """
+        record = record_of(request)
+        response_id = f"{id_prefix}{body.request_id or record.request_id}"
+        name = body.model or self.model_name
+        tenant = tenant_of(request)
+        jobs = [
+            Job(
+                # Clients may reuse their ids; the engine's request ids must be unique.
+                f"{response_id}/{uuid.uuid4().hex}/{index}",
+                token_ids,
+                params,
+                arrival_seconds,
+                self.adapter(name),
+                body.priority or 0,
+                tenant.cache_salt(body.cache_salt),
+                tenant.key,
+                images=images,
+            )
+            for index, token_ids in enumerate(prompts)
+        ]
+        _reserve(record, prompts, params, self.max_model_len)
+        stream = await self.loop.submit(jobs)
+        record.begin(response_id, name, params, stream)
+        generated = generation(ResponseContext(response_id, name, int(time.time()), stream))
+        if body.stream:
+            events = generated.events(body.stream_options or StreamOptions())
+            return EventStream(events, stream.close, media_type)
+        try:
+            document = await unless_disconnected(request, generated.document())
+        finally:
+            stream.close()
+        return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
+
+
+def _reserve(
+    record: RequestRecord,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_model_len: int,
+) -> None:
+    """Take prompts and `max_tokens` from the key's tokens per minute; without `max_tokens` the rest of the
+    context.
+
+    Raises:
+        TooMany: they are not there.
+    """
+    num_prompt = sum(map(len, prompts))
+    room = [params.max_tokens or max(0, max_model_len - len(prompt)) for prompt in prompts]
+    num_tokens = num_prompt + sum(room) * params.num_sequences
+    record.reserve(num_tokens, at_least=num_prompt if params.max_tokens is None else num_tokens)
+
+
+class EventStream(StreamingResponse):
+    """A stream of events. `on_close` always runs, even if the first event is never requested."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str
+    ) -> None:
+        super().__init__(
+            events,
+            media_type=media_type,
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
+    """Encode a server-sent event, with an `event:` line if it has a name."""
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    event_line = b"" if name is None else f"event: {name}\n".encode()
+    return event_line + b"data: " + text.encode() + b"\n\n"
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Result of `work`; None, with `work` cancelled, if the client disconnects first."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()

@@ -1,0 +1,349 @@
+"""Server-side tokenization: prompts, chat templates, and the text of single tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ....quant.base.errors import BadInput
+from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
+from ..protocol.chat_protocol import Message, Tool
+from ..protocol.errors import ApiError
+from ..protocol.generation_protocol import Prompt
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
+    "{% endfor %}Assistant:"
+)
+"""Fallback chat template for a model without one: a Jinja template with one line per message,
+`User: Hello`, and `Assistant:` as the generation prompt."""
+
+MAX_PAIR_CHARACTERS = 16 << 20
+"""Of all pairs of a request: the tokenizer has one thread."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """Text of a single token, for log-probabilities.
+
+    Attributes:
+        name: its text within a sequence; `bytes:\\x..` for a part of a character.
+        raw: its bytes, None if unknown.
+        length: characters that it adds to a text, 0 for a special token.
+    """
+
+    name: str
+    raw: bytes | None
+    length: int
+
+
+class Tokenization:
+    """The server's tokenizer: a copy, because the engine thread uses the original.
+
+    Encoding runs on one worker thread, so that a long prompt does not block the event loop. Decoding
+    single tokens runs on the event loop; both only read the tokenizer, once its first call has set it up.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Collection[int] = (),
+        max_model_len: int | None = None,
+        chat_template: str | None = None,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+        *,
+        takes_images: bool = False,
+    ) -> None:
+        """`max_model_len` bounds the characters of a prompt before tokenization. `chat_template` overrides
+        the model's, `tool_format` and `reasoning_format` those detected from the template. `stop_texts` are
+        the texts of the EOS tokens."""
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._max_model_len = max_model_len
+        longest_token = max(map(len, self._tokenizer.get_vocab()))
+        self._max_characters = None if max_model_len is None else max_model_len * longest_token
+        self._template_override = chat_template
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+        self.tool_format = tool_format or format_of_template(self.template_text)
+        self.reasoning_format = reasoning_format or reasoning_of_template(self.template_text)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
+        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._prefix_id = self._encode_text("a")[-1]
+        self._prefix_text = self._decode([self._prefix_id])
+        self._texts: dict[int, TokenText] = {}
+        # Templates of some image-text models read lists of parts alone.
+        self._as_parts = takes_images and not self._renders_text()
+        self.stop_texts = tuple(self._decode([token]) for token in end_token_ids)
+
+    @property
+    def template_source(self) -> str:
+        """Source of the chat template: "file", "model", or "plain" (the fallback)."""
+        if self._template_override is not None:
+            return "file"
+        return "model" if self._tokenizer.chat_template else "plain"
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        return "tools" in self.template_text
+
+    @property
+    def template_text(self) -> str:
+        """The template text; all of them joined if the model has several by name."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    async def encode(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Tokenize prompts, with the special tokens that the tokenizer adds.
+
+        `max_tokens` truncates them, -1 to the context length.
+
+        Raises:
+            BadInput: text that is not valid Unicode.
+        """
+        return await self._on_worker(
+            lambda: [
+                self._encode_text(
+                    p, add_special_tokens=add_special_tokens, max_tokens=self._limit(max_tokens)
+                )
+                if isinstance(p, str)
+                else list(p)[: self._limit(max_tokens)]
+                for p in prompts
+            ]
+        )
+
+    async def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        template: str | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Tokenize pairs of a query and a document, each for one prompt: by the chat template if it has roles
+        of these names, else by `template`, else as the tokenizer joins a pair.
+
+        Raises:
+            BadInput: text that is not valid Unicode, or too much of it: a long query is tokenized with each
+                document.
+        """
+        limit = self._limit(max_tokens)
+        num_characters = sum(len(query) + len(document) for query, document in pairs)
+        if num_characters > MAX_PAIR_CHARACTERS:
+            raise BadInput(
+                f"{len(pairs)} pairs have {num_characters} characters, at most {MAX_PAIR_CHARACTERS} may"
+            )
+        return await self._on_worker(
+            lambda: [self._encode_pair(*pair, template, limit) for pair in pairs]
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Tokenize a conversation, by default with the generation prompt.
+
+        Raises:
+            BadInput: the model's template rejects the conversation, or text is not valid Unicode.
+        """
+        options = dict(template_options or {})
+        options["add_generation_prompt"] = add_generation_prompt
+        return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
+
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation with images, a placeholder for each.
+
+        Raises:
+            BadInput: as `encode_chat`, or a model without a chat template.
+        """
+        if self.template_source == "plain":
+            raise BadInput(
+                "messages: the model has no chat template, which says where images stand; give one with "
+                "--chat-template"
+            )
+        options = dict(template_options or {})
+        options["add_generation_prompt"] = add_generation_prompt
+        return await self._on_worker(lambda: self._checked_chat(messages, tools, options))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode token ids to text, as in a completion."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    async def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Decode a long list on the worker thread, special tokens included."""
+        return await self._on_worker(lambda: self.decode(token_ids, skip_special_tokens=False))
+
+    def token(self, token_id: int) -> TokenText:
+        """Text, bytes and length of a token; cached."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._describe(token_id)
+        return text
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_worker(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _limit(self, max_tokens: int | None) -> int | None:
+        return self._max_model_len if max_tokens == -1 else max_tokens
+
+    def _encode_pair(
+        self, query: str, document: str, template: str | None, max_tokens: int | None
+    ) -> list[int]:
+        names = self.template_text
+        if all(f'"{role}"' in names or f"'{role}'" in names for role in ("query", "document")):
+            turns = [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ]
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
+        if template is not None:
+            text = template.replace("{query}", query, 1).replace("{document}", document, 1)
+            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
+        for text in (query, document):
+            self._check_text(text)
+        ids = self._tokenizer(query, document, **_truncation(max_tokens)).input_ids
+        return list(ids)
+
+    def _encode_text(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        self._check_text(text)
+        options = _truncation(max_tokens)
+        return list(
+            self._tokenizer(text, add_special_tokens=add_special_tokens, **options).input_ids
+        )
+
+    def _check_text(self, text: str) -> None:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            # Tokenizing it could take minutes on the only worker thread.
+            raise BadInput(
+                f"the prompt has {len(text)} characters: its tokens exceed the model's context length"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(
+                "the prompt is not valid Unicode: it contains an unpaired surrogate"
+            ) from error
+
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> list[int]:
+        text = self._render_chat(messages, tools, options)
+        # The model's template renders special tokens itself.
+        return self._encode_text(text, add_special_tokens=self.template_source == "plain")
+
+    def _checked_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
+        text = self._render_chat(messages, tools, options)
+        self._check_text(text)
+        return text
+
+    def _render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
+        is_plain = self.template_source == "plain"
+        try:
+            return self._tokenizer.apply_chat_template(
+                [message.for_template(as_parts=self._as_parts) for message in messages],
+                **{
+                    **options,
+                    "tools": [tool.for_template() for tool in tools] or None,
+                    "chat_template": PLAIN_TEMPLATE if is_plain else None,
+                    "tokenize": False,
+                },
+            )
+        except ApiError:
+            raise
+        except Exception as error:
+            # A template may raise anything; its input is only the client's messages.
+            raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
+
+    def _renders_text(self) -> bool:
+        """Whether the chat template takes the content of a message as a text."""
+        probe = "probe"
+        try:
+            turns = [{"role": "user", "content": probe}]
+            return probe in self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template may raise anything
+            return False
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _describe(self, token_id: int) -> TokenText:
+        # Decoded after another token, because decoders strip the leading space of the first word.
+        text = self._decode([self._prefix_id, token_id])
+        if text.startswith(self._prefix_text):
+            text = text[len(self._prefix_text) :]
+        if token_id in self._special:
+            return TokenText(text, text.encode(), 0)
+        if "\ufffd" not in text:
+            return TokenText(text, text.encode(), len(text))
+        raw = _raw_bytes(self._tokenizer.convert_ids_to_tokens(token_id))
+        if raw is None:
+            return TokenText(text, None, len(text))
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return TokenText(name, raw, len(text))
+
+
+def _truncation(max_tokens: int | None) -> dict[str, Any]:
+    """Options of the tokenizer, which keeps its special tokens when it truncates."""
+    return {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
+
+
+def _raw_bytes(token: str) -> bytes | None:
+    """Bytes of a token that is not valid UTF-8 by itself, from its vocabulary entry.
+
+    `<0xE2>` is a SentencePiece byte token. Byte-level BPE (GPT-2) maps every byte to a printable
+    character.
+    """
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match:
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable bytes map to themselves, others to characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,1 +1,0 @@
-"""Prometheus exposition of the metrics, and live snapshots of the engine state."""

@@ -1,1 +1,0 @@
-"""HTTP middleware: size limits, authentication, per-key concurrency limits."""

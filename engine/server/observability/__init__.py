@@ -1,1 +1,0 @@
-"""What operators see of requests: request ids, log lines, traces."""

@@ -1,1 +1,0 @@
-"""The page at `/`: a chat and a live view of the engine."""

@@ -1,1 +1,0 @@
-"""Endpoints of pooled prompts: embeddings, scores and reranking."""

@@ -1,0 +1,276 @@
+"""Request models shared by the generation endpoints: OpenAI's fields, vLLM's extra sampling fields, tools.
+
+Hosted tools of OpenAI's and Anthropic's APIs, such as web search, are left out: requests go on without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from ...base.sampling_params import MAX_COMPLETIONS, SamplingParams
+from .errors import ApiError
+from .structure import StructuredRequest
+
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1024
+"""Limits, because each stop string is searched for in every text delta."""
+
+MAX_PROMPTS = 2048
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
+RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # Unsupported fields that would change the result, with the neutral values that are accepted besides
+    # the empty ones (null, false, "", [], {}).
+    "allowed_token_ids": (),
+    "audio": (),
+    "background": (),
+    "bad_words": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (),
+    "conversation": (),
+    "documents": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "grammar": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "modalities": (["text"],),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning": ({"effort": None}, {"effort": "none"}),
+    "suffix": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "use_beam_search": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")
+"""Unsupported fields whose neutral value is true."""
+
+
+class StreamOptions(BaseModel):
+    """Usage in a stream: in a final chunk (`include_usage`), or in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(StructuredRequest):
+    """Fields shared by the generation endpoints. A field that is absent or null takes the engine's default.
+
+    Unknown fields are ignored, because clients send many that have no effect here.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(le=2**31 - 1)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream = true")
+        return self
+
+    @property
+    def num_completions(self) -> int:
+        return self.n or 1
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for an unsupported field that would change the result."""
+        for name, value in (self.model_extra or {}).items():
+            neutral = _UNSUPPORTED.get(name)
+            differs = neutral is not None and value and value not in neutral
+            if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
+                raise unsupported(name)
+
+    @abstractmethod
+    def sampling_params(self) -> SamplingParams:
+        """Raises `BadInput` or `ApiError` for values out of range."""
+
+    def _sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop=tuple(text for text in stop if text),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **fields,
+        )
+
+
+def unsupported(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`.
+
+    `prompt_logprobs`, `return_tokens_as_token_ids`, and a `max_tokens` of 0 with `echo` are vLLM's.
+    """
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_a_prompt(cls, value: Any) -> Any:
+        return check_prompt(value)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return as_prompts(self.prompt)
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the choices are the prompt alone. The engine still samples a token, which is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self) -> SamplingParams:
+        if self.stream and self.best_of is not None and self.best_of > self.num_completions:
+            raise ApiError(
+                400, "best_of is known at the end only: it cannot be streamed", param="best_of"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(
+                400, "prompt_logprobs is for whole responses: no stream", param="prompt_logprobs"
+            )
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        echoed = self.logprobs if self.echo else None
+        wanted = [number for number in (echoed, self.prompt_logprobs) if number is not None]
+        params = self._sampling_params(
+            1 if self.only_echoes else max_tokens, self.logprobs, max(wanted, default=None)
+        )
+        return replace(params, best_of=self.best_of)
+
+
+def check_prompt(value: Any) -> Any:
+    """Validate a prompt with one clear message, instead of one per member of the union."""
+    if isinstance(value, list) and value:
+        parts = value if all(isinstance(part, list) for part in value) else [value]
+        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+            if len(value) > MAX_PROMPTS and not _is_token_ids(value):
+                raise ValueError(f"{MAX_PROMPTS} prompts at most")
+            return value
+    if isinstance(value, str):
+        return value
+    raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+
+
+def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """One or several prompts, as a list."""
+    if isinstance(value, str):
+        return [value]
+    batch: list[Any] = value
+    return [batch] if isinstance(batch[0], int) else batch
+
+
+def _is_token_ids(value: Any) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+_log = logging.getLogger(__name__)
+
+CLIENT_KINDS = (None, "function", "namespace", "custom")
+"""Types of tools that a client defines and runs. Vendors add to the others with each release, so that these
+are not listed."""
+
+
+def client_tools(*served: str | None) -> BeforeValidator:
+    """Validator of a list of tools: leaves out the hosted ones, refuses others not of the types `served`."""
+    return BeforeValidator(lambda tools: _without_hosted(tools, served))
+
+
+def is_hosted(tool: Any) -> bool:
+    """Whether the vendor defines the tool, by its type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind not in CLIENT_KINDS
+
+
+def _without_hosted(tools: Any, served: tuple[str | None, ...]) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    kept: list[Any] = []
+    for tool in tools:
+        if is_hosted(tool):
+            _log_skipped(tool["type"][:64])
+        elif isinstance(tool, dict) and tool.get("type") not in served:
+            types = " and ".join(kind for kind in served if kind is not None)
+            raise ValueError(f"tools of type {tool.get('type')!r} are not supported: {types} only")
+        else:
+            kept.append(tool)
+    return kept
+
+
+@lru_cache(maxsize=128)
+def _log_skipped(kind: str) -> None:
+    """Log once for each type, because an agent sends its tools with every request."""
+    _log.warning("tools of type %r are hosted by their vendor: requests go on without them", kind)

@@ -1,1 +1,0 @@
-"""Files that are read again while the server runs."""

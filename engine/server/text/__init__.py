@@ -1,1 +1,0 @@
-"""Tokenization, chat templates and tool-call parsing."""
