@@ -22,7 +22,7 @@ from .options.verdict import VerdictOptions
 from .options.workload import ArrivalOptions, DataOptions
 
 if TYPE_CHECKING:
-    from ..bench.gate.verdict_wanted import VerdictWanted
+    from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.grid.plan import Plan
+    from ..bench.grid.plan import GridPlan
     from ..bench.record.tracking import Tracker
     from .options.result import ResultOptions
     from .options.sweep import GridOptions
@@ -30,10 +30,9 @@ def run_bench_grid(
     Raises:
         BadInput: an option or a parameter file is invalid, or the folder is of something else.
     """
+    from ..bench.grid.cells import open_grid, parse_axes, run_grid
     from ..bench.grid.page import write_grid
     from ..bench.grid.plan import plan_grid
-    from ..bench.grid.run import open_grid, run_grid
-    from ..bench.grid.table import parse_axes
     from ..bench.record.tracking import of_result
     from ..quant.base.atomic_io import interrupts_held
     from .output.console import TerminalProgress, emit_json, people, result_console
@@ -76,10 +75,9 @@ def run_bench_grid(
         raise typer.Exit(1)
 
 
-def commands(plan: Plan) -> list[str]:
+def commands(plan: GridPlan) -> list[str]:
     """The command lines of a grid: each server's, and below it its benchmarks'."""
-    from ..bench.grid.params import bench_words
-    from ..bench.grid.plan import changed_fields
+    from ..bench.grid.plan import bench_words, changed_fields
     from ..bench.load.started_server import dry_command
 
     lines = []

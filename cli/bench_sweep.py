@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.gate.verdict_wanted import VerdictWanted
+    from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
     from ..bench.record.tracking import Tracker
     from .options.result import ResultOptions

@@ -50,7 +50,7 @@ def compare(
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
     from ..bench.gate.compare import RunData, parse_share
     from ..bench.gate.compare import compare as judge
-    from ..bench.gate.gate import parse_gate
+    from ..bench.gate.limits import parse_gate
     from ..quant.base.errors import BadInput
     from .output.verdict_files import write_machine_readable
 

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
-    from ..bench.starts.plan import Plan
+    from ..bench.starts.plan import StartsPlan
     from ..bench.starts.series import Finished
     from .options.comparison import LimitOptions, StartOptions, VerdictFileOptions
 
@@ -30,12 +30,12 @@ def compare_starts(
         typer.Exit: 130 after Ctrl-C.
     """
     from ..bench.starts.files import record_of, write_comparison
-    from ..bench.starts.series import Series
+    from ..bench.starts.series import PairedSeries
     from .output.console import TerminalProgress, people, result_console
 
     folder, plan = _plan(bench_options, limits, starts, files)
     progress = TerminalProgress()
-    series = Series(plan, folder, progress)
+    series = PairedSeries(plan, folder, progress)
     if starts.resume is None:
         _begin(folder, plan)
     # A job that is cancelled must not leave its starts running.
@@ -70,13 +70,12 @@ def _plan(
     limits: LimitOptions,
     starts: StartOptions,
     files: VerdictFileOptions,
-) -> tuple[Path, Plan]:
+) -> tuple[Path, StartsPlan]:
     """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
     from dataclasses import replace
 
     from ..bench.record.run_folder import stamped
-    from ..bench.starts.builds import parse_builds
-    from ..bench.starts.plan import Budget, Plan, can_interleave
+    from ..bench.starts.plan import Budget, StartsPlan, can_interleave, parse_builds
     from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
 
@@ -89,11 +88,11 @@ def _plan(
                 "--resume goes on as it began: of its options only --max-minutes may be given anew"
             )
         check_output(starts.resume, "--resume", folder=True)
-        plan = Plan.read(starts.resume)
+        plan = StartsPlan.read(starts.resume)
         return starts.resume, replace(plan, budget=replace(plan.budget, **budget))
     base, new = parse_builds(starts.run or ())
     folder = files.output or stamped(Path("runs"), f"{new.name}-against-{base.name}")
-    plan = Plan(
+    plan = StartsPlan(
         base,
         new,
         tuple(bench_options),
@@ -106,7 +105,7 @@ def _plan(
     return folder, replace(plan, interleave=interleave)
 
 
-def _begin(folder: Path, plan: Plan) -> None:
+def _begin(folder: Path, plan: StartsPlan) -> None:
     """Make the folder with the plan in it."""
     from ..quant.base.errors import BadInput
 

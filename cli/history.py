@@ -44,8 +44,7 @@ def add(
 ) -> None:
     """Add runs; a run that is there already is left as it is."""
     from ..bench.gate.compare import parse_share
-    from ..bench.history.read import runs_of_results
-    from ..bench.history.store import add_runs, short_id
+    from ..bench.history.runs import add_runs, runs_of_results, short_id
     from ..quant.base.atomic_io import check_output
     from .output.console import emit_json, result_console
 
@@ -87,7 +86,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the series with their change points and the commits of these."""
-    from ..bench.gate.gate import quantity
+    from ..bench.gate.limits import quantity
     from ..bench.history.page import write_history
     from ..bench.history.series import series_dict, series_of
     from ..bench.metrics.run_statistics import HEADLINES

@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Combine runs into one page: speed, quality and size side by side, and the Pareto front."""
     from ..bench.page.page import to_html, to_markdown
-    from ..bench.record.run_data import RunData
+    from ..bench.record.result import RunData
     from ..quant.base.atomic_io import write_atomically
     from .output.console import result_console
 

@@ -19,16 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llmopt.bench.gate.gate import Limit, parse_gate, with_waiting
-from llmopt.bench.gate.job_rates import (
+from llmopt.bench.gate.error_rates import (
     SLOWDOWNS,
     JobRates,
     RecordedPairs,
     binomial_interval,
+    error_rates,
     job_rates,
     read_pairs,
+    read_starts,
 )
-from llmopt.bench.gate.rates import error_rates, read_starts
+from llmopt.bench.gate.limits import Limit, parse_gate, with_waiting
 from llmopt.bench.page.page import markdown_table
 from llmopt.quant.base.atomic_io import write_atomically
 

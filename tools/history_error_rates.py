@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from llmopt.bench.gate.gate import MEASURED, Outcome
-from llmopt.bench.gate.rates import read_starts
-from llmopt.bench.history.change_points import change_points
+from llmopt.bench.gate.error_rates import read_starts
+from llmopt.bench.gate.limits import MEASURED, Outcome
 from llmopt.bench.history.check import check_history
-from llmopt.bench.history.run import MAX_OTHER_LOAD, HistoryRun
+from llmopt.bench.history.runs import MAX_OTHER_LOAD, HistoryRun
+from llmopt.bench.history.series import change_points
 from llmopt.bench.metrics.run_statistics import HEADLINES
 from llmopt.bench.page.page import markdown_table
 

@@ -10,7 +10,7 @@ process of each side, alive together, whose passes go through the sides and back
 file, which is written after each. The table has a row a pass: block, start, place in the block, side and
 its work, the wall time of the start (with `--turns` of the block) and its peak memory; and of the pass its
 duration, CPU time, waiting time, time in the run queue, steal, involuntary switches and median latencies.
-`llmopt.bench.gate.job_rates` reads it.
+`llmopt.bench.gate.error_rates` reads it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Start:
 
     def rows(self) -> Rows:
         """A row a pass."""
-        from llmopt.bench.record.requests_table import requests_table
+        from llmopt.bench.record.result import requests_table
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         rows = []

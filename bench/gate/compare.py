@@ -13,19 +13,31 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
-from ..record.result import plain
-from ..record.run_data import RunData
-from ..record.weights import served_weight_bytes, widened_notes
+from ..record.comparable import (
+    clock_change,
+    incomparable,
+    served_weight_bytes,
+    server_changes,
+    unknown_facts,
+    widened_notes,
+)
+from ..record.result import RunData, plain
 from .counts import Check, check, failure_words, length_change, mean_value, relative_change
-from .gate import COUNTED, Counted, Limit, Measured, Outcome, speed_limits, with_waiting
 from .judge import BUSY, Delta, background_error, is_paired, judge, other_load
-from .operating_curve import OperatingCurve
+from .limits import (
+    COUNTED,
+    Counted,
+    Limit,
+    Measured,
+    Outcome,
+    Scored,
+    TaskScored,
+    speed_limits,
+    with_waiting,
+)
 from .quality_checks import QualityGate, check_quality, quality_changes
-from .scored import Scored
-from .sequential import FALSE_PASS
+from .sequential import FALSE_PASS, OperatingCurve
 from .task_checks import TaskChange, check_task, task_changes
-from .task_scored import TaskScored
 from .unjudgeable import unjudgeable
 from .verdict_words import overall_words
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ..metrics.exact_tests import binomial_tails, fisher_tails, rate_tails
-from ..metrics.signed_rank import p_values
-from ..metrics.statistics import Effect
-from ..page.text import size
-from ..record.run_data import RunData
-from .gate import Counted, Limit, Outcome
+from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values, rate_tails
+from ..page.page import size
+from ..record.result import RunData
+from .limits import Counted, Limit, Outcome
 from .sequential import FALSE_PASS, FALSE_REGRESSION
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).

@@ -18,8 +18,8 @@ from ..metrics.statistics import (
     effect_of_pairs,
     effect_of_runs,
 )
-from ..record.run_data import RunData, value_of_pass
-from .gate import MEASURED, Limit, Measured, Outcome
+from ..record.result import RunData, value_of_pass
+from .limits import MEASURED, Limit, Measured, Outcome
 from .sequential import FALSE_PASS, FALSE_REGRESSION
 from .start_values import WAITING, undisturbed
 

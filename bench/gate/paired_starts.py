@@ -16,9 +16,9 @@ from statistics import NormalDist
 import numpy as np
 
 from ...quant.base.errors import BadInput
-from ..metrics.signed_rank import centre_interval, hodges_lehmann
+from ..metrics.statistics import centre_interval, hodges_lehmann
 from ..record.comparable import incomparable, unknown_facts
-from ..record.run_data import RunData
+from ..record.result import RunData
 from .compare import (
     Comparison,
     checks_of,
@@ -29,11 +29,19 @@ from .compare import (
     scored_start,
 )
 from .counts import failure_words
-from .gate import Limit, Measured, Outcome, with_waiting
 from .judge import Delta, change_words
-from .operating_curve import OperatingCurve, OperatingPoint, operating_points
+from .limits import Limit, Measured, Outcome, with_waiting
 from .quality_checks import QualityGate, quality_changes
-from .sequential import CODES, FALSE_PASS, FALSE_REGRESSION, SequentialPlan, decide
+from .sequential import (
+    CODES,
+    FALSE_PASS,
+    FALSE_REGRESSION,
+    OperatingCurve,
+    OperatingPoint,
+    SequentialPlan,
+    decide,
+    operating_points,
+)
 from .start_values import PairedChanges, paired_changes
 from .unjudgeable import unjudgeable
 from .verdict_words import pairs_to_settle

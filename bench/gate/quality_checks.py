@@ -17,10 +17,9 @@ import numpy as np
 
 from ...quant.base.errors import BadInput
 from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
-from ..record.run_data import RunData
+from ..record.result import RunData
 from .counts import Check, relative_change, shown
-from .gate import Limit, Outcome
-from .scored import SCORED, Scored
+from .limits import SCORED, Limit, Outcome, Scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..metrics.statistics import requests_for_percentile
-from ..record.run_data import RunData, value_of_pass
-from .gate import Limit, Measured
+from ..record.result import RunData, value_of_pass
+from .limits import Limit, Measured
 
 WAITING = "waiting_seconds"
 TAILS = {"p90": 90.0, "p95": 95.0, "p99": 99.0}

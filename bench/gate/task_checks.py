@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..record.run_data import RunData
+from ..record.result import RunData
 from ..tasks.items import Aggregation, ItemScores, aggregate
 from .counts import Check, shown
-from .gate import Limit, Outcome
+from .limits import PREFIX, Limit, Outcome, TaskScored
 from .paired_items import (
     Interval,
     bootstrap_interval,
@@ -26,7 +26,6 @@ from .paired_items import (
     wilson_interval,
 )
 from .quality_checks import outcome_of
-from .task_scored import PREFIX, TaskScored
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..record.run_data import RunData
-from .gate import Measured
+from ..record.result import RunData
+from .limits import Measured
 from .start_values import requests_missing, too_few_words
 
 SLO_KEYS = ("request_goodput", "slo_share")

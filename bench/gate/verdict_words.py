@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 
 from .counts import Check
-from .gate import Outcome
 from .judge import Delta
+from .limits import Outcome
 
 POWER = 0.8
 # Beyond this many times the pairs at hand, the change is as good as at the limit.

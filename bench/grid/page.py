@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
-from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict
+from ..page.page import MISSING, Card, Figure, Page, Section, Table, Tone, Verdict, number, percent
 from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
-from ..page.text import MISSING, number, percent
 from ..record.result import to_json
 from ..report.page_files import write_page
-from .params import flat
-from .plan import Plan, unusual
-from .run import GRID_NAME
-from .table import FIGURES, FORMULAS, Row, grid_rows, pareto_front, prefers_less, write_parquet
+from .cells import (
+    FIGURE_FORMULAS,
+    FIGURES,
+    GRID_NAME,
+    Row,
+    grid_rows,
+    pareto_front,
+    prefers_less,
+    write_parquet,
+)
+from .plan import GridPlan, flat, unusual
 
 TABLE_NAME = "grid.parquet"
 SHARES = ("slo_share", "kv_cache_usage_max", "prefix_cache_hit_rate", "throughput_cv")
@@ -27,7 +33,7 @@ AXIS_LABELS = {
 }
 
 
-def write_grid(plan: Plan, folder: Path, axes: tuple[str, str]) -> dict[str, Any]:
+def write_grid(plan: GridPlan, folder: Path, axes: tuple[str, str]) -> dict[str, Any]:
     """`grid.json`, `grid.parquet` and the report of what is measured so far; returns the record."""
     rows = grid_rows(plan, folder)
     record = {
@@ -62,7 +68,7 @@ def grid_page(record: Mapping[str, Any]) -> Page:
     sections.append(
         Section("Options of every cell", (), (), (Table(["", ""], said, is_prose=True),))
     )
-    made = [[FIGURES.get(key, key), text] for key, text in FORMULAS.items()]
+    made = [[FIGURES.get(key, key), text] for key, text in FIGURE_FORMULAS.items()]
     sections.append(
         Section("How each number is made", (), (), (Table(["", ""], made, is_prose=True),))
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..gate.gate import MEASURED, Limit, Outcome, Quantity, parse_gate
-from ..metrics.direction import higher_is_better
+from ..gate.limits import MEASURED, Limit, Outcome, Quantity, parse_gate
+from ..metrics.metrics import higher_is_better
 from ..metrics.run_statistics import HEADLINES
-from ..page.text import percent
+from ..page.page import percent
 from ..record.result import plain
-from .run import HistoryRun
+from .runs import HistoryRun
 from .series import Series, SeriesChange, series_dict, series_of
 
 WINDOW = 20

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...quant.base.atomic_io import write_atomically
-from ..page.page import Figure, Page, Section, Table, Tone, Verdict, to_html, to_markdown
+from ..page.page import (
+    Figure,
+    Page,
+    Section,
+    Table,
+    Tone,
+    Verdict,
+    number,
+    percent,
+    to_html,
+    to_markdown,
+)
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
-from ..page.text import number, percent
-from .change_points import MAX_PVALUE, MIN_SEGMENT, WINDOW
-from .series import Series, SeriesChange
+from .series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series, SeriesChange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

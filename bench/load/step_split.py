@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.execution.step_phases import Phase
 from ...engine.execution.step_trace import StepRecorder, StepTrace
-from ..page.page import Table
-from ..page.text import number, percent
+from ..page.page import Table, number, percent
 from ..workloads.workload import Workload
 from .load import Target, drive
 

@@ -229,3 +229,20 @@ def exact_peaks(traces: Iterable[RequestTrace]) -> dict[str, float]:
         alive += change
         most = max(most, alive)
     return {"output_tokens_in_one_second": best, "requests_in_flight": most}
+
+
+HIGHER_IS_BETTER = (
+    "throughput",
+    "goodput",
+    "slo_share",
+    "top1",
+    "completed",
+    "accuracy",
+    "score",
+    "hit_rate",
+)
+
+
+def higher_is_better(key: str) -> bool:
+    """Rates, agreement and scores are better when higher; times, bytes, counts and errors when lower."""
+    return any(word in key for word in HIGHER_IS_BETTER)

@@ -1,10 +1,16 @@
-"""Confidence intervals and tests: bootstrap, Student's t, minimum detectable change."""
+"""Confidence intervals and tests: bootstrap, Student's t, exact tests of counts, and the signed-rank test.
+
+Wilcoxon's signed-rank test with its exact distribution needs no assumption on the sides: differences of pairs
+are symmetric about the change between them, so its level is exact under tails of any weight, and an outlier
+counts by its rank (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3.1 to 3.3).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -227,3 +233,94 @@ def effect_of_level(values: Sequence[float], bound: float) -> Effect:
     if len(values) == 1:
         return Effect(estimate, ASSUMED_RUN_CV, math.inf)
     return Effect(estimate, float(logs.std(ddof=1)) / math.sqrt(len(values)), len(values) - 1)
+
+
+def binomial_tails(count: int, trials: int, share: float) -> tuple[float, float]:
+    """(P(X >= count), P(X <= count)) of X successes in `trials` at `share`: Clopper and Pearson's test."""
+    if share <= 0 or share >= 1:
+        certain = 0 if share <= 0 else trials
+        return float(certain >= count), float(certain <= count)
+    outcomes = np.arange(trials + 1)
+    logs = log_choose(trials, outcomes)
+    logs = logs + outcomes * math.log(share) + (trials - outcomes) * math.log1p(-share)
+    chances = np.exp(logs)
+    return float(min(chances[count:].sum(), 1.0)), float(min(chances[: count + 1].sum(), 1.0))
+
+
+def fisher_tails(
+    base: tuple[int, int], new: tuple[int, int], odds_ratio: float = 1.0
+) -> tuple[float, float]:
+    """(P(X >= x), P(X <= x)) of the new side's count x, given the sum of both, if the odds are `odds_ratio`
+    times the base's: Fisher's exact test with his noncentral hypergeometric distribution.
+
+    Args:
+        base, new: (count, trials) of each side.
+    """
+    (before, base_trials), (after, new_trials) = base, new
+    total = before + after
+    outcomes = np.arange(max(0, total - base_trials), min(total, new_trials) + 1)
+    logs = log_choose(new_trials, outcomes) + log_choose(base_trials, total - outcomes)
+    logs = logs + outcomes * math.log(odds_ratio)
+    chances = np.exp(logs - logs.max())
+    chances /= chances.sum()
+    upper, lower = chances[outcomes >= after].sum(), chances[outcomes <= after].sum()
+    return float(min(upper, 1.0)), float(min(lower, 1.0))
+
+
+def rate_tails(before: int, after: int, ratio: float = 1.0) -> tuple[float, float]:
+    """`fisher_tails` of rare events over equal times, where the new rate is `ratio` times the base's: given
+    their sum the new count is binomial (Przyborowski and Wilenski, 1940)."""
+    return binomial_tails(after, before + after, ratio / (1 + ratio))
+
+
+def log_choose(trials: int, counts: np.ndarray) -> np.ndarray:
+    logs = np.array([math.lgamma(value + 1) for value in range(trials + 1)])
+    return logs[trials] - logs[counts] - logs[trials - counts]
+
+
+@lru_cache(maxsize=512)
+def upper_tails(count: int) -> np.ndarray:
+    """P(W >= w) of the sum W of positive ranks of `count` symmetric differences, for every possible w."""
+    ways = np.zeros(count * (count + 1) // 2 + 1)
+    ways[0] = 1.0
+    for rank in range(1, count + 1):
+        shifted = np.zeros_like(ways)
+        shifted[rank:] = ways[:-rank]
+        ways = (ways + shifted) / 2
+    return np.minimum(ways[::-1].cumsum()[::-1], 1.0)
+
+
+def p_values(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One-sided p values that the differences' centre is above, and below, 0.
+
+    Works on the last axis. Equal sizes share no ranks, as they have no probability; a difference of exactly
+    0 speaks against both sides.
+    """
+    count = differences.shape[-1]
+    ranks = np.abs(differences).argsort(-1).argsort(-1) + 1
+    tails = upper_tails(count)
+    above = (ranks * (differences > 0)).sum(-1)
+    below = (ranks * (differences < 0)).sum(-1)
+    return tails[above], tails[below]
+
+
+def walsh_averages(differences: np.ndarray) -> np.ndarray:
+    """The sorted means of all pairs of differences, each with itself too."""
+    first, second = np.triu_indices(len(differences))
+    return np.sort((differences[first] + differences[second]) / 2)
+
+
+def hodges_lehmann(differences: np.ndarray) -> float:
+    """The median of the Walsh averages: the estimate of the centre."""
+    return float(np.median(walsh_averages(differences)))
+
+
+def centre_interval(differences: np.ndarray, error: float) -> tuple[float, float]:
+    """Bounds of the centre, each wrong with probability at most `error`; infinite with too few values."""
+    averages = walsh_averages(differences)
+    # The k-th smallest average is a lower bound with error P(W >= M - k + 1) = P(W <= k - 1).
+    tails = upper_tails(len(differences))
+    allowed = int((tails <= error).sum())
+    if not allowed:
+        return -np.inf, np.inf
+    return float(averages[allowed - 1]), float(averages[-allowed])

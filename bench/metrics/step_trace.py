@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...engine.execution.step_trace import StepTrace
+from ..page.page import number, percent
 from ..page.plot_style import BAD, DECODE, INK, MUTED, PREFILL, canvas, title, to_svg
-from ..page.text import number, percent
 from .trace import LoadPass
 
 STEPS_NAME = "steps.parquet"

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..page.page import Figure, Section, Table
+from ..page.page import Figure, Section, Table, number, percent
 from ..page.plot_style import DECODE, MUTED, PREFILL, canvas, title, to_svg
-from ..page.text import number, percent
 
 FIGURE = "turns"
 CAPTION = (

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...quant.manifest.manifest import MANIFEST_NAME
 from ...quant.model.checkpoint import read_json
-from ..page.page import MarkedText, Section, Table
-from ..page.text import bounds, number, percent
+from ..page.page import MarkedText, Section, Table, bounds, number, percent
 
 # KL divergence in nats from which a token gets each shade.
 SHADES = (0.05, 0.25, 1.0, 3.0)

@@ -1,8 +1,8 @@
-"""Run identity in the record: what was measured and how, for comparability."""
+"""Run identity in the record: what was measured and how, which decides comparability; and conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from ...quant.open import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..load.load import ROUND_ROBIN
 from ..machine.environment import checkpoint_hash, hardware_facts, machine_name
+from ..metrics.trace import LoadPass
+from ..metrics.turns import turn_figures
 from ..options.options import BenchOptions
 from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload
-from .conversations import conversation_words
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
@@ -139,3 +140,27 @@ def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any
         "num_accepted": stats.num_accepted_tokens,
         "acceptance": stats.num_accepted_tokens / max(1, stats.num_draft_tokens),
     }
+
+
+def conversations_part(
+    passes: Sequence[LoadPass], workload: Workload, block_size: int | None
+) -> dict[str, Any]:
+    """`{"conversations": …}` for the record; empty for a workload of single requests.
+
+    `block_size` is that of an engine in this process with prefix caching, else None.
+    """
+    if not workload.is_multi_turn:
+        return {}
+    part = {
+        "num_conversations": len(workload.items),
+        **conversation_words(workload),
+        **turn_figures(passes, block_size),
+    }
+    return {"conversations": part}
+
+
+def conversation_words(workload: Workload) -> dict[str, Any]:
+    """History and think time of conversations; empty for a workload of single requests."""
+    if not workload.is_multi_turn:
+        return {}
+    return {"history": workload.history, "mean_think_seconds": workload.mean_think_seconds}

@@ -1,10 +1,10 @@
-"""Run result: the record as strict JSON, with its schema checked on reading."""
+"""Results on disk and in memory: the record as strict JSON, the table of requests, and a run read back."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,3 +86,134 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path} has result schema {ours.get('schema')!r}; this version reads {SCHEMA_VERSION}"
         )
     return result
+
+
+REQUESTS_NAME = "requests.parquet"
+REQUESTS_CSV_NAME = "requests.csv"
+
+
+def requests_table(passes: Sequence[LoadPass]) -> dict[str, list[Any]]:
+    """One row a request: every time (seconds from the start of its pass) and every length."""
+    rows: list[dict[str, Any]] = []
+    for number, load_pass in enumerate(passes):
+        for t in load_pass.traces:
+            seen = bool(t.chunk_times)
+            tpot = t.tpot if seen else None
+            rows.append(
+                {
+                    "run": number,
+                    "request_id": t.request_id,
+                    "conversation": t.conversation,
+                    "turn": t.turn + 1,
+                    "cycle": t.cycle,
+                    "drained": load_pass.is_drained(t),
+                    "prompt_len": t.prompt_len,
+                    "wanted_len": t.wanted_len,
+                    "output_len": t.output_len,
+                    "success": t.success,
+                    "error": t.error,
+                    "scheduled_s": t.scheduled,
+                    "sent_s": t.sent,
+                    "first_chunk_s": t.chunk_times[0] if seen else None,
+                    "last_chunk_s": t.chunk_times[-1] if seen else None,
+                    "ttft_ms": t.ttft * 1000 if t.output_len else None,
+                    "tpot_ms": tpot * 1000 if tpot is not None else None,
+                    "e2el_ms": t.e2el * 1000 if seen else None,
+                    "client_queue_ms": t.queued * 1000,
+                    "cached_tokens": t.cached_tokens,
+                    "lora": t.lora,
+                    "chunk_times_s": list(t.chunk_times),
+                    "chunk_tokens": list(t.chunk_tokens),
+                    "text": t.text,
+                }
+            )
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+def write_requests(path: Path, passes: Sequence[LoadPass]) -> None:
+    """`requests.parquet`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(requests_table(passes)), path)
+
+
+def write_requests_csv(path: Path, passes: Sequence[LoadPass]) -> None:
+    """`requests.csv`: the columns of the Parquet table; lists are JSON, a missing value is empty."""
+    import csv
+
+    table = requests_table(passes)
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(table)
+        for row in zip(*table.values(), strict=True):
+            writer.writerow([json.dumps(cell) if isinstance(cell, list) else cell for cell in row])
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A result and, where present, its request table by column, its quality per position, and its tasks'
+    scores per item."""
+
+    result: dict[str, Any]
+    requests: dict[str, list[Any]] | None = None
+    series: QualitySeries | None = None
+    items: TaskItems | None = None
+
+    @classmethod
+    def of_run(cls, run: BenchRun) -> RunData:
+        return cls(run.result, requests_table(run.passes), run.series, run.items)
+
+    @classmethod
+    def read(cls, path: Path) -> RunData:
+        """Read a run folder, or a `result.json` with the request table beside it.
+
+        Raises:
+            BadInput: no such result, or a damaged file.
+        """
+        result = read_result(path)
+        series, items = QualitySeries.beside(path), TaskItems.beside(path)
+        table = (path if path.is_dir() else path.parent) / REQUESTS_NAME
+        if not table.is_file():
+            return cls(result, series=series, items=items)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return cls(result, pq.read_table(table).to_pydict(), series, items)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BadInput(f"{table} is damaged: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.result["llmopt"]["name"]
+
+    def values(self, key: str) -> list[float]:
+        """A metric's value in each pass, without passes that have none."""
+        values = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
+        return [value for value in values if value]
+
+    def by_request(self, column: str) -> dict[str, list[float]]:
+        """A column's values by request id, in the order of the passes."""
+        found: dict[str, list[float]] = {}
+        if self.requests:
+            for request, value in zip(
+                self.requests["request_id"], self.requests[column], strict=True
+            ):
+                if value is not None:
+                    found.setdefault(request, []).append(value)
+        return found
+
+
+def value_of_pass(run: Mapping[str, Any], key: str) -> float | None:
+    """A metric of a pass; None where it has none.
+
+    Goodput or SLO share of a pass in which no request is good is what half a request would give, since values
+    are compared as ratios.
+    """
+    value = run.get(key)
+    if value == 0 and key == "request_goodput":
+        return 0.5 / run["duration"]
+    if value == 0 and key == "slo_share":
+        return 0.5 / max(1, run["completed"] + run["failed"])
+    return value

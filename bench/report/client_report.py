@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..load.certify import ClientError
-from ..page.page import Section, Table
-from ..page.text import number
+from ..page.page import Section, Table, number
 
 
 def client_section(ours: Mapping[str, Any]) -> Section:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..gate.compare import Comparison, RunData
-from ..gate.gate import Outcome
+from ..gate.limits import Outcome
 from ..load.step_split import reason_in_words, split_table
-from ..page.page import Card, Figure, Page, Section, Table, Verdict
-from ..page.text import number, percent, size
+from ..page.page import Card, Figure, Page, Section, Table, Verdict, number, percent, size
 from ..quality.sections import layer_sections
 from .comparison_plots import comparison_figures, label_of
 from .comparison_tables import (

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..gate.compare import Comparison, RunData
-from ..gate.gate import Outcome
 from ..gate.judge import Delta
-from ..gate.operating_curve import STEPS, OperatingCurve
+from ..gate.limits import Outcome
+from ..gate.sequential import STEPS, OperatingCurve
 from ..page.plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
-from ..record.weights import served_weight_bytes
+from ..record.comparable import served_weight_bytes
 from .plots import distributions_svg, roofline_svg
 
 

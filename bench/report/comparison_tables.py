@@ -9,11 +9,10 @@ from typing import Any
 
 from ..gate.compare import Comparison
 from ..gate.counts import Check
-from ..gate.gate import Outcome
 from ..gate.judge import Delta
-from ..gate.operating_curve import OperatingCurve
-from ..page.page import Table, Tone
-from ..page.text import number, percent, size
+from ..gate.limits import Outcome
+from ..gate.sequential import OperatingCurve
+from ..page.page import Table, Tone, number, percent, size
 
 TONES: dict[Outcome, Tone] = {
     Outcome.PASS: "good",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..load import certify
 from ..machine import roofline
-from ..metrics import metrics, steady, turns
+from ..metrics import metrics, run_statistics, turns
 from ..page.page import Table
 from ..quality import summary
 
@@ -23,7 +23,7 @@ def formulas() -> dict[str, str]:
     """{metric: formula} of all metrics."""
     return {
         **metrics.FORMULAS,
-        **steady.FORMULAS,
+        **run_statistics.STEADY_FORMULAS,
         **turns.FORMULAS,
         **summary.FORMULAS,
         **roofline.FORMULAS,

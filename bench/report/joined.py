@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..page.page import Figure, Page, Section, Table, Tone, Verdict
-from ..page.text import number, percent, size
+from ..page.page import Figure, Page, Section, Table, Tone, Verdict, number, percent, size
 from ..quality.sections import layer_sections
-from ..record.comparable import incomparable
-from ..record.run_data import RunData
-from ..record.weights import served_weight_bytes, widened_notes
+from ..record.comparable import incomparable, served_weight_bytes, widened_notes
+from ..record.result import RunData
 from .comparison_plots import bars_svg, latency_samples
 from .formula_table import formula_table
 from .money import money_sections

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..page.page import Table
-from ..page.text import bounds, interval, number, percent
+from ..page.page import Table, bounds, interval, number, percent
 from .plots import SHORT
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..metrics.cost import FORMULAS
-from ..page.page import Section, Table
-from ..page.text import number
+from ..metrics.run_statistics import COST_FORMULAS
+from ..page.page import Section, Table, number
 
 
 def money_sections(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
@@ -15,8 +14,8 @@ def money_sections(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
     tables = [table for table in (cost_table(results), energy_table(results)) if table.rows]
     if not tables:
         return []
-    used = [key for key in FORMULAS if key.startswith("usd") or len(tables) > 1]
-    paragraph = "; ".join(f"{key}: {FORMULAS[key]}" for key in used) + "."
+    used = [key for key in COST_FORMULAS if key.startswith("usd") or len(tables) > 1]
+    paragraph = "; ".join(f"{key}: {COST_FORMULAS[key]}" for key in used) + "."
     return [Section("Money and energy", (paragraph,), (), tables)]
 
 

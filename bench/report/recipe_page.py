@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..load.step_split import reason_in_words, split_table
-from ..page.page import Figure, Page, Section, Table, Verdict
+from ..page.page import Figure, Page, Section, Table, Verdict, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
-from ..page.text import number, percent, size
 from ..quality.sections import layer_sections
 from ..recipes.recipe import BASE_NAME
 from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
-from ..record.weights import served_weight_bytes, weight_share, widened_words
+from ..record.comparable import served_weight_bytes, weight_share, widened_words
 from .comparison_page import RULES
 from .comparison_plots import bars_svg, latency_samples, slowdown_bounds
 from .comparison_tables import TONES, deltas_table

@@ -10,8 +10,7 @@ from ..load.step_split import split_sentence, split_table
 from ..metrics.step_trace import step_trace_sentence
 from ..metrics.trace import LoadPass
 from ..metrics.turn_report import turn_section, window_sentence
-from ..page.page import Card, Figure, Page, Section, Verdict
-from ..page.text import number, percent, size
+from ..page.page import Card, Figure, Page, Section, Verdict, number, percent, size
 from ..quality.sections import layer_sections, quality_sections
 from .client_report import client_section, server_metrics_sections
 from .formula_table import formula_table

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..page.page import Section, Table
-from ..page.text import number, per_second, percent, size
+from ..page.page import Section, Table, number, per_second, percent, size
 from ..tasks.items import task_tables
 from .run_words import load_words
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..page.text import number, percent
+from ..page.page import number, percent
 
 
 def subtitle(result: Mapping[str, Any]) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..metrics.steady import FORMULAS as STEADY
-from ..page.page import Card, Figure, Page, Section, Table, Verdict
+from ..metrics.run_statistics import STEADY_FORMULAS as STEADY
+from ..page.page import MISSING, Card, Figure, Page, Section, Table, Verdict, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
-from ..page.text import MISSING, number, percent
 from ..record.result import to_json
 from ..record.run_folder import atomic_folder
 from .page_files import write_page

@@ -27,8 +27,7 @@ from ..quality.passage import Passage
 from ..quality.positions import QualitySeries
 from ..quality.sections import recorded_layer_errors
 from ..quality.summary import Quality
-from ..record.conversations import conversations_part
-from ..record.identity import engine_identity, speculation_part
+from ..record.identity import conversations_part, engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
 from ..report.plan_residuals import plan_for_folder, residuals

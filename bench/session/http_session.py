@@ -16,8 +16,7 @@ from ..machine.environment import hardware_facts, machine_name
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
-from ..record.conversations import conversations_part
-from ..record.identity import identity_part
+from ..record.identity import conversations_part, identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
 from ..tasks.backends import ServedBackend

@@ -14,19 +14,21 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, compare
-from ..gate.outputs import write_benchmark_json, write_junit
-from ..gate.verdict_wanted import VerdictWanted
+from ..gate.outputs import VerdictWanted, write_benchmark_json, write_junit
 from ..load.address import Address, find_served
 from ..metrics.step_trace import STEPS_NAME, write_steps
 from ..options.options import BenchOptions
-from ..record.requests_table import (
+from ..record.result import (
     REQUESTS_CSV_NAME,
     REQUESTS_NAME,
+    RESULT_NAME,
+    BenchRun,
+    RunData,
+    plain,
+    to_json,
     write_requests,
     write_requests_csv,
 )
-from ..record.result import RESULT_NAME, BenchRun, plain, to_json
-from ..record.run_data import RunData
 from ..record.run_folder import atomic_folder
 from ..report.report import write_report
 from .engine_session import EngineSession

@@ -10,8 +10,8 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ..metrics.metrics import aggregate, parse_goodput, slo_share
+from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv
-from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..options.sweep_loads import Kind

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
-from ..gate.gate import MEASURED
+from ..gate.limits import MEASURED
 from ..gate.start_values import value_of_start
-from ..page.page import Page, Section, Table, to_html, to_markdown
-from ..page.text import number
-from ..record.result import plain, to_json
-from ..record.run_data import RunData
+from ..page.page import Page, Section, Table, number, to_html, to_markdown
+from ..record.result import RunData, plain, to_json
 from ..report.comparison_page import comparison_page, verdict_of
 from .series import Finished
 

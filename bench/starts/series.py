@@ -1,29 +1,66 @@
-"""The series of paired starts: ABBA order, until the verdict is settled or the budget ends; resumable.
+"""Series of paired starts in ABBA order, until the verdict is settled or the budget ends; resumable.
 
 ABBA: the first pair starts with the base, the second with the new build, and so on, so that a machine that
-drifts steadily favours neither.
+drifts steadily favours neither. Leading passes of a start are discarded until two in succession agree.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ..gate.compare import Comparison
-from ..gate.gate import Limit, Measured, Outcome
+from ..gate.limits import Limit, Measured, Outcome
 from ..gate.paired_starts import judge_starts
 from ..gate.start_values import value_of_start
-from ..record.result import RESULT_NAME
-from ..record.run_data import RunData
-from .builds import Build, check_options
-from .cpus import cpus_of_pair, parse_cpus
-from .plan import Plan
-from .start import Crash, OutOfTime, Start, has_option, run_alone, run_in_turns
-from .warm import warm
+from ..record.result import RESULT_NAME, RunData
+from .plan import Build, StartsPlan, check_options
+from .start import (
+    Crash,
+    OutOfTime,
+    Start,
+    cpus_of_pair,
+    has_option,
+    parse_cpus,
+    run_alone,
+    run_in_turns,
+)
+
+AGREEMENT = 0.03
+# At most this fraction of the passes is discarded.
+MAX_DISCARDED = 0.5
+
+
+def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
+    """How many leading passes are discarded: those before the first two whose CPU time, or wall time where
+    that is unknown, differs by at most 3 %; never more than half of the passes."""
+    most = int(len(passes) * MAX_DISCARDED)
+    for number in range(most):
+        times = [one.get("cpu_seconds") or one["duration"] for one in passes[number : number + 2]]
+        if max(times) <= min(times) * (1 + AGREEMENT):
+            return number
+    return most
+
+
+def warm(start: RunData) -> RunData:
+    """The start without its cold passes, in its record and in its table of requests."""
+    record = start.result["llmopt"]
+    cold = num_cold(record["runs"])
+    if not cold:
+        return start
+    ours = {**record, "runs": record["runs"][cold:], "num_cold_passes": cold}
+    table = start.requests
+    if table is not None:
+        kept = [row for row, number in enumerate(table["run"]) if number >= cold]
+        table = {key: [column[row] for row in kept] for key, column in table.items()}
+        table["run"] = [number - cold for number in table["run"]]
+    return replace(start, result={**start.result, "llmopt": ours}, requests=table)
+
 
 # The first pair also writes reports.
 PACE_PAIR = 2
@@ -37,7 +74,7 @@ URL_NOTE = (
 class Finished:
     """A finished comparison: its starts pair by pair, and the verdict."""
 
-    plan: Plan
+    plan: StartsPlan
     base: tuple[RunData, ...]
     new: tuple[RunData, ...]
     comparison: Comparison
@@ -45,7 +82,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Series:
+class PairedSeries:
     """The starts of a comparison in its folder: those that exist already are not run again.
 
     Raises:
@@ -53,7 +90,7 @@ class Series:
         KeyboardInterrupt: from `run`; what was finished is in the folder.
     """
 
-    plan: Plan
+    plan: StartsPlan
     folder: Path
     progress: Progress = field(default_factory=Silent)
     base: list[RunData] = field(default_factory=list)

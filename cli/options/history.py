@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ...bench.history.run import HistoryRun
+    from ...bench.history.runs import HistoryRun
 
 Since = Annotated[
     str | None,
@@ -47,7 +47,7 @@ def runs_since(folder: Path, since: str | None) -> list[HistoryRun]:
     Raises:
         BadInput: no history there, an empty one, or no such commit.
     """
-    from ...bench.history.store import read_runs
+    from ...bench.history.runs import read_runs
     from ...quant.base.errors import BadInput
 
     runs = read_runs(folder)

@@ -11,7 +11,7 @@ import typer
 from .common import writable
 
 if TYPE_CHECKING:
-    from ...bench.gate.verdict_wanted import VerdictWanted
+    from ...bench.gate.outputs import VerdictWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class VerdictOptions:
         Raises:
             BadInput: two baselines, limits or a file without one, or an unreadable input.
         """
-        from ...bench.gate.verdict_wanted import VerdictWanted
+        from ...bench.gate.outputs import VerdictWanted
 
         return VerdictWanted.checked(
             self.baseline, self.against, self.gate, self.junit, self.benchmark_json

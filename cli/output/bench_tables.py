@@ -44,7 +44,7 @@ def print_table(shown: Table, out: Console) -> None:
 def _summary(result: Mapping[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
     from ...bench.metrics.turn_report import turns_in_words, window_sentence
-    from ...bench.page.text import number, percent, size
+    from ...bench.page.page import number, percent, size
 
     ours = result["llmopt"]
     lines = []

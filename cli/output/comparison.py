@@ -16,7 +16,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from ...bench.page.text import number, percent
+    from ...bench.page.page import number, percent
     from ...bench.report.comparison_tables import (
         check_rows,
         memory_rows,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def print_series(series: Sequence[Series], out: Console) -> None:
     """A line for each series, and below it its change points."""
     from ...bench.history.page import history_verdict
-    from ...bench.page.text import number, percent
+    from ...bench.page.page import number, percent
 
     for each in series:
         runs, aside = len(each.runs), len(each.runs) - len(each.analysed)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import typer.main
-from llmopt.bench.gate.gate import COUNTED as COUNTS
-from llmopt.bench.gate.gate import MEASURED, parse_gate
-from llmopt.bench.gate.scored import SCORED
+from llmopt.bench.gate.limits import COUNTED as COUNTS
+from llmopt.bench.gate.limits import MEASURED, SCORED, parse_gate
 from llmopt.bench.recipes.recipe import CompareStep
-from llmopt.bench.starts.plan import Build, Plan
+from llmopt.bench.starts.plan import Build, StartsPlan
 from llmopt.cli import main
 from llmopt.quant.base.errors import BadInput
 
@@ -74,7 +73,7 @@ def test_a_recipe_refuses_it_too(key: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["threshold", "max_ppl_increase", "min_top1"])
 def test_paired_starts_refuse_it_too(name: str) -> None:
     build = Build("base", "llmopt")
-    plan = Plan(build, build, (), {name: "5"})
+    plan = StartsPlan(build, build, (), {name: "5"})
     with pytest.raises(BadInput, match="'5' is no share"):
         assert (plan.gate(), plan.quality()) is None
 

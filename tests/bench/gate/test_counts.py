@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.gate import Outcome, parse_gate
-from llmopt.bench.metrics.exact_tests import binomial_tails, fisher_tails, rate_tails
+from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.metrics.statistics import binomial_tails, fisher_tails, rate_tails
 
 from .test_gate import STEADY, run_of
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.bench.gate.gate import parse_gate, with_waiting
-from llmopt.bench.gate.job_rates import (
+from llmopt.bench.gate.error_rates import (
+    RunData,
     binomial_interval,
+    error_rates,
     job_rates,
     read_pairs,
+    read_starts,
     sleeping,
+    slowed,
     spinning,
 )
 from llmopt.bench.gate.judge import other_load
-from llmopt.bench.gate.rates import RunData, error_rates, read_starts, slowed
+from llmopt.bench.gate.limits import parse_gate, with_waiting
 
 RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu"
 NAMES = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")

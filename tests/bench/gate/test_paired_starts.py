@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData
-from llmopt.bench.gate.gate import Outcome, parse_gate
+from llmopt.bench.gate.limits import Outcome, parse_gate
 from llmopt.bench.gate.outputs import junit
 from llmopt.bench.gate.paired_starts import judge_starts
 from llmopt.bench.gate.start_values import value_of_start

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.gate import Outcome, parse_gate
+from llmopt.bench.gate.limits import Outcome, parse_gate
 from llmopt.bench.gate.quality_checks import QualityGate, check_quality, quality_changes
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.summary import summarize
-from llmopt.bench.record.run_data import RunData
+from llmopt.bench.record.result import RunData
 
 WINDOWS, LENGTH = 50, 100
 COUNT = WINDOWS * LENGTH

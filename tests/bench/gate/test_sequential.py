@@ -6,22 +6,18 @@ import math
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.gate import Outcome
-from llmopt.bench.gate.operating_curve import chances, operating_points
+from llmopt.bench.gate.limits import Outcome
 from llmopt.bench.gate.sequential import (
     CODES,
     FALSE_PASS,
     FALSE_REGRESSION,
     SequentialPlan,
+    chances,
     decide,
+    nominal_levels,
+    operating_points,
 )
-from llmopt.bench.gate.spending import nominal_levels
-from llmopt.bench.metrics.signed_rank import (
-    centre_interval,
-    hodges_lehmann,
-    p_values,
-    upper_tails,
-)
+from llmopt.bench.metrics.statistics import centre_interval, hodges_lehmann, p_values, upper_tails
 
 TRIALS = 4000
 NOISES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.bench.gate.gate import Outcome, parse_gate
+from llmopt.bench.gate.limits import Outcome, parse_gate
 from llmopt.bench.gate.quality_checks import check_quality
 from llmopt.bench.quality.passage import read_passage
 from llmopt.bench.quality.scoring import PromptScorer, score_passage
 from llmopt.bench.quality.summary import summarize
-from llmopt.bench.record.run_data import RunData
+from llmopt.bench.record.result import RunData
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.prompt_pass import PromptPass

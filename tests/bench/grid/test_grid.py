@@ -14,9 +14,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.grid.params import read_combinations, server_words
-from llmopt.bench.grid.plan import plan_grid
-from llmopt.bench.grid.table import num_gpus, pareto_front, parse_axes
+from llmopt.bench.grid.cells import num_gpus, pareto_front, parse_axes
+from llmopt.bench.grid.plan import plan_grid, read_combinations, server_words
 from llmopt.bench.load.presets import preset
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from llmopt.bench.history.change_points import change_points, most_distant_split
+from llmopt.bench.history.series import change_points, most_distant_split
 
 from tools import history_error_rates as rates
 

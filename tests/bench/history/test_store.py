@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.history import store
-from llmopt.bench.history.run import HistoryRun
+from llmopt.bench.history import runs
+from llmopt.bench.history.runs import HistoryRun
 from llmopt.bench.record import run_folder
 from llmopt.quant.base.errors import BadInput
 
@@ -24,33 +24,33 @@ def run_of(number: int, tpot: float = 2.0, **options) -> HistoryRun:
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = run_of(3)
-    assert store.add_runs(tmp_path / "a" / "history", [run]) == [run]
-    assert store.read_runs(tmp_path / "a" / "history") == [run]
+    assert runs.add_runs(tmp_path / "a" / "history", [run]) == [run]
+    assert runs.read_runs(tmp_path / "a" / "history") == [run]
     assert run.values["median_tpot_ms"] == pytest.approx(2.0)
     assert (run.values["perplexity"], run.values["weight_bytes"]) == (4.0, 1000.0)
     assert (run.commit, run.set_aside, "kl" in run.values) == ("c003", None, False)
 
 
 def test_runs_are_in_the_order_of_their_dates(tmp_path: Path) -> None:
-    store.add_runs(tmp_path, [run_of(5), run_of(30), run_of(1)])
-    store.add_runs(tmp_path, [run_of(3)])
-    assert [run.name for run in store.read_runs(tmp_path)] == ["run 1", "run 3", "run 5", "run 30"]
+    runs.add_runs(tmp_path, [run_of(5), run_of(30), run_of(1)])
+    runs.add_runs(tmp_path, [run_of(3)])
+    assert [run.name for run in runs.read_runs(tmp_path)] == ["run 1", "run 3", "run 5", "run 30"]
 
 
 def test_a_run_is_added_once(tmp_path: Path) -> None:
-    store.add_runs(tmp_path, [run_of(1)])
-    assert [run.name for run in store.add_runs(tmp_path, [run_of(1), run_of(2), run_of(2)])] == [
+    runs.add_runs(tmp_path, [run_of(1)])
+    assert [run.name for run in runs.add_runs(tmp_path, [run_of(1), run_of(2), run_of(2)])] == [
         "run 2"
     ]
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(BadInput, match=r"holds run .* for commit c001: remove it"):
-        store.add_runs(tmp_path, [run_of(3), run_of(1, commit="other")])
+        runs.add_runs(tmp_path, [run_of(3), run_of(1, commit="other")])
     assert len(list(tmp_path.iterdir())) == 2, "nothing was half-added"
 
 
 def add_many(folder: Path, first: int) -> None:
     for number in range(first, first + 25):
-        store.add_runs(folder, [run_of(number)])
+        runs.add_runs(folder, [run_of(number)])
 
 
 def test_two_writers_lose_nothing(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
-    assert [run.name for run in store.read_runs(tmp_path)] == [f"run {i}" for i in range(40)]
+    assert [run.name for run in runs.read_runs(tmp_path)] == [f"run {i}" for i in range(40)]
 
 
 def killed_while_writing(folder: Path) -> None:
@@ -69,11 +69,11 @@ def killed_while_writing(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     run_folder.flush = kill
-    store.add_runs(folder, [run_of(2)])
+    runs.add_runs(folder, [run_of(2)])
 
 
 def test_a_killed_writer_leaves_a_history_that_reads(tmp_path: Path) -> None:
-    store.add_runs(tmp_path, [run_of(1)])
+    runs.add_runs(tmp_path, [run_of(1)])
     writer = multiprocessing.get_context("fork").Process(
         target=killed_while_writing, args=(tmp_path,)
     )
@@ -81,23 +81,23 @@ def test_a_killed_writer_leaves_a_history_that_reads(tmp_path: Path) -> None:
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2, "the partial file was there when it died"
-    assert [run.name for run in store.read_runs(tmp_path)] == ["run 1"]
-    store.add_runs(tmp_path, [run_of(2)])
-    assert [run.name for run in store.read_runs(tmp_path)] == ["run 1", "run 2"]
+    assert [run.name for run in runs.read_runs(tmp_path)] == ["run 1"]
+    runs.add_runs(tmp_path, [run_of(2)])
+    assert [run.name for run in runs.read_runs(tmp_path)] == ["run 1", "run 2"]
 
 
 def test_what_is_no_history_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no folder with a history"):
-        store.read_runs(tmp_path / "none")
+        runs.read_runs(tmp_path / "none")
     (tmp_path / "file").write_text("x")
     with pytest.raises(BadInput, match="file is a file"):
-        store.add_runs(tmp_path / "file", [run_of(1)])
+        runs.add_runs(tmp_path / "file", [run_of(1)])
     (tmp_path / "x.parquet").write_bytes(b"PAR1 cut")
     with pytest.raises(BadInput, match=r"x\.parquet is damaged"):
-        store.read_runs(tmp_path)
+        runs.read_runs(tmp_path)
     pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
     with pytest.raises(BadInput, match=r"x\.parquet is no run of a history"):
-        store.read_runs(tmp_path)
+        runs.read_runs(tmp_path)
 
 
 def test_machines_models_and_workloads_are_series_of_their_own() -> None:

@@ -16,7 +16,7 @@ from llmopt.bench.machine.machine_meter import (
     other_load,
     read_rapl,
 )
-from llmopt.bench.metrics.cost import cost_part
+from llmopt.bench.metrics.run_statistics import cost_part
 from llmopt.engine.base.nvml import CLOCK_SM, Nvml
 
 

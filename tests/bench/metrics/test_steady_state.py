@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.bench.metrics.steady import steady_state, window_of
+from llmopt.bench.metrics.run_statistics import steady_state, window_of
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 
 

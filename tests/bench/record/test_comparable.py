@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.gate import Outcome
+from llmopt.bench.gate.limits import Outcome
 from llmopt.bench.record.comparable import incomparable, server_changes, unknown_facts
 from llmopt.bench.report.comparison_page import verdict_of
 

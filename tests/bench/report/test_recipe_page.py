@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.gate import COUNTED
+from llmopt.bench.gate.limits import COUNTED
 from llmopt.bench.recipes.recipe import Recipe
 from llmopt.bench.recipes.recipe_run import RecipeRun, VariantRun
 from llmopt.bench.report.comparison_page import delta_cards

@@ -16,10 +16,15 @@ from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
 from llmopt.bench.page.plot_style import canvas, to_svg
-from llmopt.bench.record.requests_table import requests_table, write_requests
-from llmopt.bench.record.result import SCHEMA_VERSION, plain, to_json
+from llmopt.bench.record.result import (
+    SCHEMA_VERSION,
+    plain,
+    requests_table,
+    to_json,
+    write_requests,
+)
 from llmopt.bench.record.run_folder import atomic_folder, stamped
-from llmopt.bench.record.vllm_record import vllm_part
+from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison_page import comparison_page
 from llmopt.bench.report.console_table import console_table
 from llmopt.bench.report.formula_table import formulas

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record.conversations import conversations_part
+from llmopt.bench.record.identity import conversations_part
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.cli.bench import bench

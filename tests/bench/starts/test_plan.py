@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.record.run_data import RunData
-from llmopt.bench.starts.builds import Build, check_options, parse_builds, value_of
-from llmopt.bench.starts.cpus import affinity, cpus_of_pair, idlest, parse_cpus
-from llmopt.bench.starts.plan import Budget, Plan
-from llmopt.bench.starts.warm import num_cold, warm
+from llmopt.bench.record.result import RunData
+from llmopt.bench.starts.plan import (
+    Budget,
+    Build,
+    StartsPlan,
+    check_options,
+    parse_builds,
+    value_of,
+)
+from llmopt.bench.starts.series import num_cold, warm
+from llmopt.bench.starts.start import affinity, cpus_of_pair, idlest, parse_cpus
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 
@@ -104,7 +110,7 @@ def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
         ((), {"min_top1": "95%"}, True),
         ((), {"gate": "duration<=+10%"}, False),
     ):
-        plan = Plan(*builds, options, limits)
+        plan = StartsPlan(*builds, options, limits)
         assert plan.scores_quality() is scores
         for number in (1, 2):
             words = plan.command(builds[0], number, tmp_path, is_current=True)
@@ -113,16 +119,16 @@ def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = Plan(
+    plan = StartsPlan(
         *parse_builds(URLS), ("M",), {"gate": "duration<=+1%"}, Budget(10, 2.5), "0", False, 4
     )
     plan.write(tmp_path)
-    assert Plan.read(tmp_path) == plan
+    assert StartsPlan.read(tmp_path) == plan
     (tmp_path / "starts.json").write_text("{}")
     with pytest.raises(BadInput, match="is damaged"):
-        Plan.read(tmp_path)
+        StartsPlan.read(tmp_path)
     with pytest.raises(BadInput, match="holds no comparison by starts"):
-        Plan.read(tmp_path / "elsewhere")
+        StartsPlan.read(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="--max-starts is 1"):
         Budget(max_starts=1)
     with pytest.raises(BadInput, match="--max-minutes is 0"):
@@ -133,7 +139,7 @@ def test_cpus_are_pinned_for_an_engine_that_leaves_some_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    monkeypatch.setattr("llmopt.bench.starts.cpus.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("llmopt.bench.starts.start.LOOK_SECONDS", 0.0)
     assert parse_cpus(f"{allowed[0]}") == {allowed[0]}
     for text in ("x", "", "0-", f"{allowed[-1] + 1}"):
         with pytest.raises(BadInput, match="--pin-cpus"):

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import typer
-from llmopt.bench.gate.gate import Outcome
-from llmopt.bench.starts.builds import Build
+from llmopt.bench.gate.limits import Outcome
 from llmopt.bench.starts.files import write_comparison
-from llmopt.bench.starts.plan import Budget, Plan
-from llmopt.bench.starts.series import Finished, Series
+from llmopt.bench.starts.plan import Budget, Build, StartsPlan
+from llmopt.bench.starts.series import Finished, PairedSeries
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
@@ -27,17 +26,17 @@ GATE = "duration<=+10% cpu_seconds<=+5%"
 
 def plan_of(
     environments: tuple[Path, Path], *, gate: str = GATE, interleave: bool = False, **budget: Any
-) -> Plan:
+) -> StartsPlan:
     base, new = environments
     limits = Budget(**{"max_starts": 20, **budget})
     builds = Build("base", str(base)), Build("new", str(new))
-    return Plan(*builds, (), {"gate": gate}, limits, "none", interleave)
+    return StartsPlan(*builds, (), {"gate": gate}, limits, "none", interleave)
 
 
-def run(plan: Plan, folder: Path) -> Finished:
+def run(plan: StartsPlan, folder: Path) -> Finished:
     folder.mkdir(exist_ok=True)
     plan.write(folder)
-    return Series(plan, folder).run()
+    return PairedSeries(plan, folder).run()
 
 
 def llmopt_compare(*words: str | Path) -> int:
@@ -199,7 +198,7 @@ def test_the_client_of_servers_is_this_installation(
     for folder in environments:  # environments of a server, without an llmopt
         (folder / "bin" / "llmopt").rename(folder / "bin" / "vllm")
     client = (sys.executable, "-S", str(Path(__file__).with_name("fake_start.py")))
-    monkeypatch.setattr("llmopt.bench.starts.builds.THIS_INSTALLATION", client)
+    monkeypatch.setattr("llmopt.bench.starts.plan.THIS_INSTALLATION", client)
     monkeypatch.setenv("PYTHONPATH", "sources")
     plan = plan_of(environments, max_starts=4)
     assert (

@@ -1,8 +1,9 @@
 """Gate expressions: limits on the metrics of a run, relative to a base run or absolute.
 
-    p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02 weight_bytes<=+0%
+    p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02 weight_bytes<=+0% task.gsm8k.exact_match>=-2%
 
-With a percent sign a limit bounds the change from the base; a plain number bounds the new run's value.
+With a percent sign a limit bounds the change from the base; a plain number bounds the new run's value. A
+quantity is measured in passes, counted, scored on fixed tokens, or the score of a task.
 """
 
 from __future__ import annotations
@@ -17,10 +18,84 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
+from ..record.comparable import served_weight_bytes
 from ..record.result import mean_output_len
-from ..record.weights import served_weight_bytes
-from .scored import SCORED, Scored
-from .task_scored import PREFIX, TaskScored
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score under `llmopt.quality`.
+
+    Attributes:
+        name: its key there, and among the intervals.
+        column: of `quality.parquet`, from which two runs are compared position by position.
+        quantile: of the column; None is the mean.
+    """
+
+    key: str
+    label: str
+    unit: str
+    name: str
+    column: str
+    quantile: float | None = None
+
+
+SCORED = {
+    each.key: each
+    for each in (
+        Scored("perplexity", "Perplexity", "", "perplexity", "nll"),
+        Scored("kl", "KL from the reference", "nats", "kl_nats", "kl"),
+        Scored("p99_kl", "p99 KL from the reference", "nats", "p99_kl_nats", "kl", 0.99),
+        Scored("p999_kl", "p99.9 KL from the reference", "nats", "p999_kl_nats", "kl", 0.999),
+        Scored("top1", "Top-1 agreement", "share", "top1_agreement", "top1"),
+    )
+}
+
+
+PREFIX = "task."
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScored:
+    """The score of a task, under `llmopt.tasks`."""
+
+    key: str
+    unit: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.key.removeprefix(PREFIX)
+
+    @classmethod
+    def named(cls, name: str) -> TaskScored:
+        """The quantity of a gate key.
+
+        Raises:
+            BadInput: no task or no metric in it.
+        """
+        if name.count(".") < 2 or name.endswith("."):
+            raise BadInput(
+                f"gate: {name!r}: write task.NAME.METRIC, such as task.gsm8k.exact_match"
+            )
+        return cls(name)
+
+    def row(self, record: Mapping[str, Any]) -> dict[str, Any] | str:
+        """The row of this score in a record of tasks, or why there is none."""
+        rows: Sequence[dict[str, Any]] = record["metrics"]
+        names = {id(row): f"{row['task']}.{row['metric']}" for row in rows}
+        matches = [
+            row
+            for row in rows
+            if self.label in (names[id(row)], f"{names[id(row)]}.{row['filter']}")
+        ]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            filters = ", ".join(row["filter"] for row in matches)
+            return f"has several filters, name one behind the metric: {filters}"
+        keys = ", ".join(dict.fromkeys(PREFIX + name for name in names.values()))
+        return f"there are {keys}" if keys else "no task was scored"
+
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 RATES = {
