@@ -16,10 +16,10 @@ from .options.serve.media import MediaOptions
 from .options.serving import ServedModelOptions
 
 if TYPE_CHECKING:
-    from ..engine.batch.answers import AnswerJournal
-    from ..engine.batch.batch_file import BatchFile
     from ..engine.config.config import EngineConfig
     from ..engine.multimodal.media import MediaLimits
+    from ..engine.server.batch_file import BatchFile
+    from ..engine.server.batch_run import AnswerJournal
 
 
 @with_groups
@@ -49,10 +49,9 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
-    from ..engine.batch.answers import AnswerJournal
-    from ..engine.batch.batch_file import read_batch
-    from ..engine.batch.identity import digest_of
     from ..engine.config.config import EngineConfig
+    from ..engine.server.batch_file import digest_of, read_batch
+    from ..engine.server.batch_run import AnswerJournal
     from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
     from ..quant.models import resolve_model
@@ -98,9 +97,9 @@ def _run(
 
     people.print(f"loading {config.model} ...", soft_wrap=True, markup=False)
     bound_kernel_caches()
-    from ..engine.batch.run import OPTIONS, BatchRun
     from ..engine.engine import Engine
     from ..engine.server.app import create_app
+    from ..engine.server.batch_run import OPTIONS, BatchRun
 
     opened = Engine(config)
     options = replace(OPTIONS, media=limits)

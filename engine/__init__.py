@@ -13,8 +13,7 @@ from ..quant.base import openmp_spins  # before torch is loaded  # noqa: F401
 
 if TYPE_CHECKING:
     from .base.sampling_params import SamplingParams
-    from .beam_search import BeamSearchParams
-    from .llm import LLM
+    from .llm import LLM, BeamSearchParams
 
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 

@@ -26,23 +26,24 @@ from .cache.kv_cache import (
 )
 from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
 from .config.config import EngineConfig
-from .execution.draft_graphs import replay_draft, replay_head
+from .execution.decode_graphs import StepGraphs, graph_sizes
 from .execution.graph_setting import GraphSetting, capture_on
-from .execution.memory_profile import (
+from .execution.model_runner import ModelRunner
+from .execution.start_up import (
     PROFILE_BLOCKS,
     explaining_out_of_memory,
     memory_of,
     profile_kv_cache_budget,
     profile_run,
+    warm_up,
 )
-from .execution.model_runner import ModelRunner
-from .execution.step_graphs import StepGraphs, graph_sizes
 from .execution.step_loop import StepLoop, open_loop
-from .execution.token_graphs import TokenGraphs, token_graph_sizes
-from .execution.warm_up import warm_up
+from .execution.token_graphs import TokenGraphs, replay_draft, replay_head, token_graph_sizes
+from .execution.worker import GraphSizes, bind_shard, machine
+from .execution.workers import Workers, open_shards
 from .kernels.linear.native_linear import native_linear
 from .model.decoder.decoder import Decoder
-from .model.layers.adapter_slots import LEAST_RANK
+from .model.layers.projection import LEAST_RANK
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules
@@ -64,9 +65,6 @@ from .speculation.draft_model import DraftModel
 from .speculation.eagle import EagleProposer
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
-from .tensor_parallel.followed_graphs import GraphSizes
-from .tensor_parallel.placement import bind_shard, machine
-from .tensor_parallel.workers import Workers, open_shards
 
 
 @dataclass(frozen=True, slots=True)

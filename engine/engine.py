@@ -12,25 +12,21 @@ import torch
 
 from ..quant.base.errors import BadInput
 from .base.image_input import NO_IMAGES, Images
-from .base.pooling_params import PoolingParams
-from .base.sampling_params import SamplingParams
+from .base.sampling_params import PoolingParams, SamplingParams
 from .build import build_engine
 from .cache.kv_cache import stored_name
 from .config.adapters import adapter_salt
 from .config.compatibility import refuse
 from .config.config import EngineConfig
 from .execution.lora_manager import LoraManager
+from .execution.output_processor import BestOf, OutputProcessor
 from .execution.prompt_pass import PromptPass, plan_steps
-from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
-from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
-from .execution.step_result import StepResult
-from .execution.step_trace import StepRecorder
-from .model.lora.bank import AdapterParts
+from .execution.step import UNTIMED, PhaseTimer, StepHook, StepResult, StepTimer
+from .execution.step_loop import InFlightStep, SerialLoop, StepLoop, StepRecorder
+from .model.layers.lora import AdapterParts
 from .multimodal.encoder import EncodingError
 from .scheduling.outputs import EngineStats, RequestOutput
 from .scheduling.request import Request, RequestTimes
-from .text.best_of import BestOf
-from .text.output_processor import OutputProcessor
 
 
 class Engine:

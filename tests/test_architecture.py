@@ -18,7 +18,7 @@ TORCH_FREE = (
     "engine.scheduling",
     "engine.base.sampling_params",
     "engine.base.units",
-    "engine.text.detokenizer",
+    "engine.scheduling.detokenizer",
     "engine.planner.device",
     "engine.planner.memory",
     "engine.planner.model",

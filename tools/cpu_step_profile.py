@@ -26,7 +26,7 @@ from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.decode_step import DecodeForward, DecodeStep
+from llmopt.engine.execution.decode_graphs import DecodeForward, DecodeStep
 from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear

@@ -23,8 +23,8 @@ from llmopt.engine.base.host import cpu_model
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.decode_step import DecodeForward, DecodeStep
-from llmopt.engine.execution.step_phases import PhaseTimer
+from llmopt.engine.execution.decode_graphs import DecodeForward, DecodeStep
+from llmopt.engine.execution.step import PhaseTimer
 from llmopt.engine.kernels.common.launch import replay_launches
 
 GOALS = {1: 0.15, 16: 0.3}

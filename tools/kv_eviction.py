@@ -27,7 +27,7 @@ from llmopt.bench.machine.environment import machine_name
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.recipes import DATA
 
 SHARES = (0.12, 0.25, 0.5)

@@ -54,7 +54,7 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
     from llmopt.engine.base.sampling_params import SamplingParams
     from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
-    from llmopt.engine.tensor_parallel.workers import open_shards
+    from llmopt.engine.execution.workers import open_shards
     from llmopt.quant.open import open_checkpoint
     from llmopt.quant.tokenizer.load import load_tokenizer
 

@@ -19,9 +19,9 @@ from typing import Any
 from llmopt.cli.main import main
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
+from llmopt.engine.execution.output_processor import OutputProcessor
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.scheduler import Scheduler
-from llmopt.engine.text.output_processor import OutputProcessor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 

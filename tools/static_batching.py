@@ -32,7 +32,7 @@ from llmopt.bench.workloads.workload import Workload, WorkloadItem
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_trace import StepRecorder, StepTrace
+from llmopt.engine.execution.step_loop import StepRecorder, StepTrace
 
 Pass = Callable[[Engine, Sequence[WorkloadItem]], None]
 

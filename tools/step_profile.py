@@ -20,13 +20,13 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.execution.decode_graphs import StepGraphs
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.execution.step_graphs import StepGraphs
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.output_processor import OutputProcessor
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.sampling.sampler import Draw, Sampler
 from llmopt.engine.scheduling.scheduler import Scheduler
-from llmopt.engine.text.output_processor import OutputProcessor
 from stack_sampler import StackSampler
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...engine.execution.step_phases import Phase
-from ...engine.execution.step_trace import StepRecorder, StepTrace
+from ...engine.execution.step import Phase
+from ...engine.execution.step_loop import StepRecorder, StepTrace
 from ..page.page import Table, number, percent
 from ..workloads.workload import Workload
 from .load import Target, drive

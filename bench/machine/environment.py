@@ -19,8 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...engine.base.host import cpu_model, usable_cores
-from ...engine.base.nvml import CLOCK_MEMORY, CLOCK_SM, Nvml
+from ...engine.base.host import CLOCK_MEMORY, CLOCK_SM, Nvml, cpu_model, usable_cores
 from ...quant.model.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.base.nvml import Nvml
+from ...engine.base.host import Nvml
 from .environment import describe, machine_state
 from .pass_usage import PassMeter, no_usage, why_not_counted
 

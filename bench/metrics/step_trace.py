@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.execution.step_trace import StepTrace
+from ...engine.execution.step_loop import StepTrace
 from ..page.page import number, percent
 from ..page.plot_style import BAD, DECODE, INK, MUTED, PREFILL, canvas, title, to_svg
 from .trace import LoadPass

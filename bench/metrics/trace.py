@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...engine.execution.step_trace import StepTrace
+    from ...engine.execution.step_loop import StepTrace
 
 
 @dataclass(slots=True)

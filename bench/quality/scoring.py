@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...engine.execution.prompt_pass import PromptPass, Span, plan_steps
-from ...engine.sampling.logprobs import SLICE_BYTES, rows_per_slice
+from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from .passage import Passage, PassageWindow

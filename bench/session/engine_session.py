@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.execution.step_trace import StepRecorder
+from ...engine.execution.step_loop import StepRecorder
 from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model, short_name

@@ -69,7 +69,7 @@ class EngineBackend:
 
     def _score_full(self, window: TaskWindow) -> list[TokenLogprobs]:
         """Score a window that fills the context and leaves no position to generate."""
-        from ...engine.sampling.logprobs import rows_per_slice, sliced_logprobs
+        from ...engine.sampling.sampler import rows_per_slice, sliced_logprobs
 
         engine = self._engine
         hidden = engine.hidden_states(window.inputs)[-len(window.targets) :]

@@ -67,7 +67,7 @@ class ServedModelOptions:
         Raises:
             BadInput: no such parser, or a template file that cannot be read.
         """
-        from ...engine.base.pooling_params import PoolingParams
+        from ...engine.base.sampling_params import PoolingParams
         from ...engine.server.parsing.formats import reasoning_format, tool_format
 
         if self.tool_call_parser is not None:

@@ -1,14 +1,203 @@
-"""Host resources available to this process: CPU cores, memory, CPU model. No torch."""
+"""Hardware of this machine: CPU topology and cgroup limits, memory, and NVIDIA cards through NVML. No torch.
+
+Every function over sysfs takes its root, so that any machine can be made up as a folder. NVML's names,
+units and codes are those of NVIDIA's API reference; a reading is None where the library or the card does
+not support it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .topology import SYSFS, cgroup_memory_bytes, read_topology
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A hardware thread: its number, physical core, NUMA node, and capacity (1024: the fastest cores)."""
+
+    number: int
+    core: tuple[int, ...]
+    node: int
+    capacity: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The hardware threads that this process may use.
+
+    Attributes:
+        cpus: by number.
+        quota: whole CPUs of time that the cgroup allows; None: no limit.
+    """
+
+    cpus: tuple[Cpu, ...]
+    quota: int | None = None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """NUMA nodes, the one with the most physical cores first."""
+        numbers = {cpu.node for cpu in self.cpus}
+        return tuple(sorted(numbers, key=lambda node: (-len(self.on_node(node).cores), node)))
+
+    @property
+    def cores(self) -> tuple[Cpu, ...]:
+        """One hardware thread of every physical core. Of unequal cores those at least half as fast as the
+        fastest: a slower one would be waited for."""
+        firsts = {cpu.core: cpu for cpu in reversed(self.cpus)}
+        most = max((cpu.capacity for cpu in firsts.values()), default=0)
+        fast = [cpu for cpu in firsts.values() if 2 * cpu.capacity >= most]
+        return tuple(sorted(fast, key=lambda cpu: cpu.number))
+
+    @property
+    def num_usable(self) -> int:
+        """Threads that can compute at once: physical cores, within the quota; at least 1."""
+        return max(1, min(len(self.cores), self.quota or len(self.cores)))
+
+    def on_node(self, node: int) -> Topology:
+        """The part of it on a NUMA node."""
+        return Topology(tuple(cpu for cpu in self.cpus if cpu.node == node), self.quota)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a process computes.
+
+    Attributes:
+        num_threads: of a step.
+        cpus: hardware threads to bind the process to; empty: it may run where it may now.
+        node: the NUMA node that they are of; None: all nodes, or there is one.
+    """
+
+    num_threads: int
+    cpus: tuple[int, ...] = ()
+    node: int | None = None
+
+
+def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) -> Topology:
+    """The topology of the CPUs that are online and allowed.
+
+    Args:
+        root: where sysfs is mounted.
+        allowed: CPUs that the process may run on; by default its affinity.
+    """
+    numbers = _online(root)
+    may = affinity() if allowed is None else frozenset(allowed)
+    effective = _text(root / "fs/cgroup/cpuset.cpus.effective")
+    for limit in (may, frozenset(parse_cpus(effective)) if effective else None):
+        if limit and limit & numbers:
+            numbers &= limit
+    nodes = _nodes(root)
+    cpus = (_cpu(root, number, nodes.get(number, 0)) for number in sorted(numbers))
+    return Topology(tuple(cpus), cgroup_quota(root))
+
+
+def place(topology: Topology, rank: int = 0, world_size: int = 1) -> Placement:
+    """Where a shard computes: on one NUMA node, so that it reads its weights from the memory beside it.
+
+    Shards take the nodes in turn, and those of a node share its cores. A process alone takes the largest
+    node: half of its reads from another node's memory would be slower than its cores are more.
+    """
+    nodes = topology.nodes
+    if len(nodes) < 2:
+        return Placement(max(1, topology.num_usable // world_size))
+    node = nodes[rank % len(nodes)]
+    part = topology.on_node(node)
+    sharing = len(range(rank % len(nodes), world_size, len(nodes)))
+    quota = topology.quota or len(topology.cpus)
+    most = max(1, min(len(part.cores) // sharing, quota // world_size))
+    return Placement(most, tuple(cpu.number for cpu in part.cpus), node)
+
+
+def affinity() -> frozenset[int]:
+    """CPUs that the scheduler may run this process on; empty where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def cgroup_quota(root: Path = SYSFS) -> int | None:
+    """Whole CPUs of the cgroup's quota (version 2 or 1), at least 1; None without one."""
+    words = _text(root / "fs/cgroup/cpu.max").split()
+    if not words:
+        words = [_text(root / f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None  # "max", -1, or no cgroup
+    return max(1, int(words[0]) // int(words[1]))
+
+
+def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
+    """Memory left within the cgroup's limit (version 2 or 1), file pages that it can drop included; None
+    without one."""
+    folder = root / "fs/cgroup"
+    limit, used = (_text(folder / f"memory.{name}") for name in ("max", "current"))
+    if not limit:
+        folder /= "memory"
+        names = ("limit_in_bytes", "usage_in_bytes")
+        limit, used = (_text(folder / f"memory.{name}") for name in names)
+    if not limit.isdigit() or not used.isdigit():
+        return None  # "max", or no cgroup
+    counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    dropped = counts.get("total_inactive_file", counts.get("inactive_file", "0"))
+    return max(0, int(limit) - int(used) + int(dropped))
+
+
+def cache_bytes(root: Path = SYSFS) -> dict[str, int]:
+    """The data caches that one of the CPUs reads through, by level: `L1` to `L3`; empty where the system
+    does not say."""
+    found: dict[str, int] = {}
+    for folder in sorted(root.glob("devices/system/cpu/cpu0/cache/index[0-9]")):
+        size = _text(folder / "size")
+        if _text(folder / "type") in ("Data", "Unified") and size.removesuffix("K").isdigit():
+            found[f"L{_text(folder / 'level')}"] = int(size.removesuffix("K")) * 1024
+    return found
+
+
+def parse_cpus(text: str) -> list[int]:
+    """The numbers of a list such as `0-3,8`, as the kernel writes it."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdigit():
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _online(root: Path) -> frozenset[int]:
+    listed = parse_cpus(_text(root / "devices/system/cpu/online"))
+    return frozenset(listed) or affinity() or frozenset(range(os.cpu_count() or 1))
+
+
+def _nodes(root: Path) -> dict[int, int]:
+    """The NUMA node of each CPU."""
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    return {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in folders
+        for cpu in parse_cpus(_text(folder / "cpulist"))
+    }
+
+
+def _cpu(root: Path, number: int, node: int) -> Cpu:
+    folder = root / f"devices/system/cpu/cpu{number}"
+    siblings = _text(folder / "topology/thread_siblings_list") or str(number)
+    capacity = _text(folder / "cpu_capacity")
+    return Cpu(
+        number, tuple(parse_cpus(siblings)), node, int(capacity) if capacity.isdigit() else 1024
+    )
+
+
+def _text(path: Path) -> str:
+    """A file's line, or an empty one."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def usable_cores(root: Path = SYSFS) -> int:
@@ -51,3 +240,96 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+LIBRARY = "libnvidia-ml.so.1"
+SUCCESS = 0
+TEMPERATURE_GPU = 0
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+VERSION_LENGTH, NAME_LENGTH = 80, 96
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class Nvml:
+    """One GPU of this machine, by its index.
+
+    Args:
+        library: replaces libnvidia-ml in tests.
+
+    Raises:
+        OSError: there is no such library or no such card; the message says which.
+    """
+
+    def __init__(self, index: int = 0, library: Any = None) -> None:
+        self._library = library or ctypes.CDLL(LIBRARY)
+        self._device = ctypes.c_void_p()
+        if self._library.nvmlInit_v2() != SUCCESS:
+            raise OSError("NVML is installed but does not start (is the driver loaded?)")
+        code = self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device))
+        if code != SUCCESS:
+            raise OSError(f"NVML knows no GPU {index} (code {code})")
+
+    def count(self) -> int:
+        """GPUs of this machine."""
+        value = ctypes.c_uint()
+        code = self._library.nvmlDeviceGetCount_v2(ctypes.byref(value))
+        return value.value if code == SUCCESS else 1
+
+    def name(self) -> str | None:
+        text = ctypes.create_string_buffer(NAME_LENGTH)
+        if self._library.nvmlDeviceGetName(self._device, text, NAME_LENGTH) != SUCCESS:
+            return None
+        return text.value.decode(errors="replace")
+
+    def memory_bytes(self) -> int | None:
+        """All memory of the card; None where it shares the machine's."""
+        memory = _Memory()
+        code = self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory))
+        return memory.total if code == SUCCESS else None
+
+    def energy_joules(self) -> float | None:
+        """Energy since the driver was loaded (Volta and later)."""
+        millijoules = ctypes.c_ulonglong()
+        read = self._library.nvmlDeviceGetTotalEnergyConsumption
+        if read(self._device, ctypes.byref(millijoules)) != SUCCESS:
+            return None
+        return millijoules.value / 1000
+
+    def driver(self) -> str | None:
+        text = ctypes.create_string_buffer(VERSION_LENGTH)
+        if self._library.nvmlSystemGetDriverVersion(text, VERSION_LENGTH) != SUCCESS:
+            return None
+        return text.value.decode(errors="replace")
+
+    def temperature_celsius(self) -> int | None:
+        value = ctypes.c_uint()
+        read = self._library.nvmlDeviceGetTemperature
+        code = read(self._device, TEMPERATURE_GPU, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def clock_mhz(self, which: int) -> int | None:
+        """Current clock of the SMs or of the memory."""
+        value = ctypes.c_uint()
+        code = self._library.nvmlDeviceGetClockInfo(self._device, which, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def application_clock_mhz(self, which: int) -> int | None:
+        """The clock that applications are set to run at (`nvidia-smi -ac`)."""
+        value = ctypes.c_uint()
+        try:
+            read = self._library.nvmlDeviceGetApplicationsClock
+        except AttributeError:
+            return None  # deprecated in CUDA 13: a later driver may lack it
+        code = read(self._device, which, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def power_limit_watts(self) -> float | None:
+        value = ctypes.c_uint()
+        read = self._library.nvmlDeviceGetEnforcedPowerLimit
+        code = read(self._device, ctypes.byref(value))
+        return value.value / 1000 if code == SUCCESS else None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...quant.base.errors import BadInput
-from .transfer import to_device
+from .device import to_device
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """(tokens so far, prompt first; float32 logits [vocab]) → logits [vocab].

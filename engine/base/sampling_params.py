@@ -1,4 +1,4 @@
-"""Sampling parameters and stop conditions of a request, after vLLM's."""
+"""Parameters of a request, after vLLM's: sampling and stop conditions, or pooling of its prompt."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...quant.base.errors import BadInput
 
 if TYPE_CHECKING:
     from .logits import LogitsProcessor, TokenMask
+
 
 SMALLEST_TEMPERATURE = 1e-5
 """Below it, logits divided by the temperature overflow float32; sampling is greedy instead."""
@@ -129,3 +130,33 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+POOLING_MODES = ("last", "mean", "cls", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How the final hidden states of a prompt become one vector.
+
+    Attributes:
+        mode: the last token's states, their mean, the first token's (cls), or their maximum.
+        token_ids: instead of the states, the logits of these tokens after the prompt; for mode last.
+
+    Raises:
+        BadInput: an unknown mode, or token ids with another mode than last.
+    """
+
+    mode: str
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in POOLING_MODES:
+            raise BadInput(f"pooling {self.mode!r}: known are {', '.join(POOLING_MODES)}")
+        if self.token_ids and self.mode != "last":
+            raise BadInput(f"logits of tokens come from the last state, not from {self.mode!r}")
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether states before the last token are needed, so that a cached prefix is of no use."""
+        return self.mode != "last"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..base.transfer import packed
+from ..base.device import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
 from ..kernels.attention.key_scores import ScoredSpan

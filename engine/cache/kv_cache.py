@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...quant.base.errors import BadInput
+from ..base.device import packed
 from ..base.host import available_memory_bytes
-from ..base.transfer import packed
 from ..base.units import format_gib
 from ..config.config import EngineConfig
 from ..kernels.attention.block_copies import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.transfer import packed
+from ..base.device import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
 from ..model.layers.state import StateLayout

@@ -1,4 +1,4 @@
-"""Input tensors of a step: token ids, positions, slot mapping, block tables, tree masks."""
+"""Input tensors of a step: token ids, positions, slot mapping, block tables, tree masks, image embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..base.image_input import NO_IMAGES, Images
-from ..base.transfer import packed, to_device
+from ..base.device import packed, to_device
+from ..base.image_input import NO_IMAGES, ImageInput, Images
 from ..kernels.attention.paged_attention import (
     AttentionBatch,
     DecodeCounts,
@@ -18,12 +18,12 @@ from ..kernels.attention.paged_attention import (
     TreeMask,
 )
 from ..model.layers.attention import StepInputs
+from ..model.layers.embedding import EmbeddedRows
 from ..model.layers.state import StateBatch
-from ..scheduling.block_pool import NULL_BLOCK
-from ..scheduling.request import NULL_SLOT
-from ..scheduling.rope_positions import Axes, RopePositions
-from ..scheduling.tree import Tree
-from ..scheduling.window import evicted_places
+from ..multimodal.encoder_cache import EncoderCache
+from ..scheduling.block_pool import NULL_BLOCK, evicted_places
+from ..scheduling.draft_length import Tree
+from ..scheduling.request import NULL_SLOT, Axes, RopePositions
 
 
 class Run(NamedTuple):
@@ -182,3 +182,36 @@ def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
         if parent >= 0:
             ancestors[index] |= ancestors[parent]
     return TreeMask(packed([tree.depths], device)[0], to_device(ancestors, device))
+
+
+def embedded_rows(
+    runs: Sequence[Run], encoders: EncoderCache, device: torch.device
+) -> EmbeddedRows | None:
+    """The embeddings of the placeholder tokens that `runs` compute; None without any.
+
+    A run may begin or end within an image (chunked prefill, prefix hits) and takes its part of it.
+    """
+    rows: list[int] = []
+    taken: list[tuple[ImageInput, slice]] = []
+    begin = 0
+    for run in runs:
+        start = run.start + run.num_evicted
+        end = start + len(run.token_ids)
+        for image in run.images:
+            if not image.overlaps(start, end):
+                continue
+            positions, skipped = image.embedded_positions(start, end)
+            if positions:
+                rows += [begin + position - start for position in positions]
+                taken.append((image, slice(skipped, skipped + len(positions))))
+        begin += len(run.token_ids)
+    if not taken:
+        return None
+    encoded = encoders.embeddings([image for image, _ in taken])
+    parts = [(encoded[image.content_hash], part) for image, part in taken]
+    levels = len(parts[0][0].deepstack)
+    return EmbeddedRows(
+        packed([rows], device)[0],
+        torch.cat([image.embeddings[part] for image, part in parts]),
+        tuple(torch.cat([i.deepstack[n][part] for i, part in parts]) for n in range(levels)),
+    )

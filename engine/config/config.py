@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ..base.units import parse_bytes, parse_size
+from ..scheduling.block_pool import Window
 from ..scheduling.kv_eviction import DEFAULT_METHOD, METHODS, KvEviction
-from ..scheduling.scheduling_policy import POLICIES
-from ..scheduling.window import Window
+from ..scheduling.scheduler_config import POLICIES
 from .adapters import parse_adapters
 from .compatibility import refuse, refuse_on_mps
 from .option import at_least, check_limits, one_of, option, share

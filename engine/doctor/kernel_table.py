@@ -38,7 +38,7 @@ from ..kernels.linear.linear import LINEAR, LinearKernelQuery
 from ..kernels.linear.native_linear import has_bf16, native_linear
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from ..sampling.kernels import SAMPLING, SamplingKernelQuery
+from ..sampling.sampler import SAMPLING, SamplingKernelQuery
 from .overview import overview
 
 SCHEMES: tuple[tuple[Scheme, int], ...] = (

@@ -25,9 +25,17 @@ from ...quant.native.build import (
     open_library,
 )
 from ...quant.native.processor import PATHS, VARIABLE, choose_path, processor_flags
-from ..base.host import available_memory_bytes, cpu_model, thread_limit, usable_cores
-from ..base.nvml import LIBRARY, Nvml
-from ..base.topology import cache_bytes, place, read_topology
+from ..base.host import (
+    LIBRARY,
+    Nvml,
+    available_memory_bytes,
+    cache_bytes,
+    cpu_model,
+    place,
+    read_topology,
+    thread_limit,
+    usable_cores,
+)
 
 PACKAGES = ("llmopt", "torch", "transformers")
 EXTRAS = {

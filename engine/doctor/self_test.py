@@ -32,7 +32,7 @@ from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from ..kernels.moe.experts import ExpertsKernel
 from ..model.layers.mlp import GatedMlp
 from ..model.layers.projection import Projection
-from ..sampling.kernels import SAMPLING, SamplingKernelQuery
+from ..sampling.sampler import SAMPLING, SamplingKernelQuery
 from .kernel_table import SCHEMES
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16

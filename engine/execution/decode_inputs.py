@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..base.transfer import packed, to_device
+from ..base.device import packed, to_device
 from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..kernels.attention.step_plans import StepPlans
 from ..kernels.graphs.advance_step import AdvanceCall
-from ..model.layers.adapter_slots import NO_SLOT
 from ..model.layers.attention import StepInputs
+from ..model.layers.projection import NO_SLOT
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
 

@@ -24,10 +24,10 @@ from ...quant.base.errors import first_line
 from ..kernels.common.runtime import refuses_triton
 from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
-from ..model.layers.adapter_slots import SlotMask
 from ..model.layers.attention import LayerCache, StepInputs
-from ..model.lora.bank import AdapterBank
-from ..model.parallel.group import Group, PeerLost
+from ..model.layers.lora import AdapterBank
+from ..model.layers.parallel import Group, PeerLost
+from ..model.layers.projection import SlotMask
 from ..scheduling.block_pool import NULL_BLOCK
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 from ...quant.base.errors import BadInput
 from ..config.adapters import LoadedAdapters
 from ..config.config import EngineConfig
-from ..model.lora.bank import AdapterBank, AdapterParts
+from ..model.layers.lora import AdapterBank, AdapterParts
 from ..model.open import CausalModel
 from ..scheduling.scheduler import Scheduler
 

@@ -9,30 +9,26 @@ from itertools import accumulate
 
 import torch
 
-from ..base.transfer import packed
+from ..base.device import packed
 from ..cache.compaction import Evictor
 from ..cache.kv_cache import KvCache
-from ..cache.step_inputs import Run, step_inputs
+from ..cache.step_inputs import Run, embedded_rows, step_inputs
 from ..model.layers.attention import StepInputs
-from ..model.lora.bank import rows_by_adapter
+from ..model.layers.lora import rows_by_adapter
 from ..model.open import CausalModel
 from ..multimodal.encoder import EncoderCache
-from ..sampling.logprobs import rows_per_slice, sliced_logprobs
-from ..sampling.row import SamplingRow, sampling_row, sampling_rows
-from ..sampling.sampler import Draw, Sampler
+from ..sampling.rowwise import SamplingRow, sampling_row, sampling_rows
+from ..sampling.sampler import Draw, Sampler, rows_per_slice, sliced_logprobs
 from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 from ..speculation.draft_model import DraftModel
 from ..speculation.eagle import EagleProposer
 from ..speculation.proposer import Proposer
+from .decode_graphs import StepGraphs
 from .graph_setting import Forward
-from .image_rows import embedded_rows
-from .row_pooling import pooled_rows
-from .step_graphs import StepGraphs
-from .step_layout import StepLayout
-from .step_phases import UNTIMED, StepTimer
-from .step_result import LaunchedStep, SampledTokens, StepResult
+from .pooling import pooled_rows
+from .speculative_step import CoupledVerification, RejectionVerification, Verification
+from .step import UNTIMED, LaunchedStep, SampledTokens, StepLayout, StepResult, StepTimer
 from .token_graphs import TokenGraphs
-from .verification import CoupledVerification, RejectionVerification, Verification
 
 
 def _fetch_tokens(rows: DecodeRows, draw: Draw, result: StepResult, timer: StepTimer) -> StepResult:

@@ -13,11 +13,10 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ..cache.step_inputs import Run
-from ..scheduling.block_pool import BlockPool
+from ..scheduling.block_pool import BlockPool, evict_blocks
 from ..scheduling.request import NULL_SLOT
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..scheduling.state_pool import StatePool
-from ..scheduling.window import evict_blocks
 from .model_runner import ModelRunner
 
 

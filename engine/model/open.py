@@ -13,14 +13,14 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ..base.host import give_back_freed_memory
 from ..config.compatibility import refuse
-from ..scheduling.window import Window
+from ..scheduling.block_pool import Window
 from .decoder.decoder import Decoder
 from .decoder.families import model_spec
 from .decoder.loader import decoder_base, load_weights
 from .layers.attention import LayerCache, StepInputs
+from .layers.lora import AdapterBank
+from .layers.parallel import Shard
 from .layers.state import StateLayout
-from .lora.bank import AdapterBank
-from .parallel.shard import Shard
 from .spec.spec import ImageSpec, KvLayout, NotCovered
 from .spec.streaming import ENDLESS, streaming_spec
 

@@ -11,7 +11,7 @@ import torch
 from ...quant.base.errors import BadInput, first_line
 from ..base.image_input import Images
 from ..model.spec.spec import ImageSpec
-from ..scheduling.rope_positions import RopePositions
+from ..scheduling.request import RopePositions
 
 _IMAGE = 1
 """Token type of an image's tokens (`mm_token_type_ids`)."""

@@ -15,8 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
-from ..model.adapter.linears import CurrentAdapters, QuantizedWeights
-from ..model.adapter.load import checked_config, described, from_pretrained, model_class
+from ..model.adapter.linears import (
+    CurrentAdapters,
+    QuantizedWeights,
+    checked_config,
+    described,
+    from_pretrained,
+    model_class,
+)
 from ..model.adapter.text_model import text_decoder
 from .encoder import VisionEncoder
 

@@ -1,19 +1,90 @@
-"""Row-by-row sampling: the reference kernel, and the logits processing of one row."""
+"""Row-by-row sampling: the rows to sample, their counter-based noise (Philox), and the reference kernel."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...quant.base.errors import BadInput
+from ..base.device import packed, to_device
 from ..base.logits import LogitsProcessor, dense_mask
 from ..base.sampling_params import SamplingParams
-from ..base.transfer import packed, to_device
-from .noise import exponential_noise
-from .row import SamplingRow
+from ..scheduling.step_plan import ScheduledRow
+
+
+class SamplingRow(NamedTuple):
+    """One token to sample. A named tuple, because every step builds one per row.
+
+    Attributes:
+        params: the request's sampling parameters.
+        seed: of this completion.
+        known: token ids so far, prompt first.
+        num_prompt_tokens: length of the prompt within `known`.
+        suppressed_ids: token ids masked out at this position (EOS and stop ids before `min_tokens`).
+        stop_ids: EOS and stop token ids; set only with a token mask, which may allow no other token.
+        draft_ids: draft tokens after the known ones.
+    """
+
+    params: SamplingParams
+    seed: int
+    known: Sequence[int]
+    num_prompt_tokens: int
+    suppressed_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    draft_ids: Sequence[int] = ()
+
+    @property
+    def history(self) -> Sequence[int]:
+        """All token ids before the one to sample."""
+        return [*self.known, *self.draft_ids] if self.draft_ids else self.known
+
+    @property
+    def position(self) -> int:
+        """Position of the token to sample."""
+        return len(self.known) + len(self.draft_ids)
+
+
+def sampling_row(
+    row: ScheduledRow,
+    eos_token_ids: frozenset[int],
+    draft_ids: Sequence[int] = (),
+    sample: int = 0,
+) -> SamplingRow:
+    """The sampling row of the token after a row and some draft tokens, for one of its `n` samples."""
+    params = row.params
+    num_output = row.end + len(draft_ids) - row.num_prompt_tokens
+    suppressed: frozenset[int] = frozenset()
+    stop: frozenset[int] = frozenset()
+    if num_output < params.min_tokens:
+        suppressed = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            suppressed |= eos_token_ids
+    if params.token_mask is not None:
+        stop = eos_token_ids.union(params.stop_token_ids)
+    seed, known = row.seed + sample, row.history
+    return SamplingRow(params, seed, known, row.num_prompt_tokens, suppressed, stop, draft_ids)
+
+
+def sampling_rows(row: ScheduledRow, eos_token_ids: frozenset[int]) -> list[SamplingRow]:
+    """A sampling row for each of the row's samples."""
+    return [sampling_row(row, eos_token_ids, sample=i) for i in range(row.num_samples)]
+
+
+def exponential_noise(seed: int, position: int, size: int, stream: int = 0) -> torch.Tensor:
+    """Exp(1) noise, float32 [size], from a counter-based generator keyed by (seed, position).
+
+    Streams of one key are independent.
+    """
+    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    noise = generator.standard_exponential(size, dtype=np.float32)
+    # Float32 can round to zero, and dividing by zero would always select the token.
+    return torch.from_numpy(np.maximum(noise, np.finfo(np.float32).tiny))
 
 
 class RowwiseSampling:

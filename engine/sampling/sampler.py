@@ -1,21 +1,217 @@
-"""The sampler: token ids and logprobs from logits.
+"""The sampler: token ids and logprobs from logits, by the sampling kernel of their device.
 
-Randomness is stateless: the noise depends on the request's seed and the token's position only, so a
-request samples the same tokens alone, in any batch, and after preemption.
+Randomness is stateless: the noise depends on the request's seed and the token's position only, so a request
+samples the same tokens alone, in any batch, and after preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from ..base.transfer import HostCopy
+from ..base.device import HostCopy, packed, to_device
+from ..base.sampling_params import SamplingParams
+from ..kernels.common.dispatch import Candidate, Operation
+from ..kernels.common.runtime import refuses_rows
+from ..kernels.common.verdicts import Trial, tolerance
 from ..scheduling.outputs import TokenLogprobs
-from .kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingKernelQuery
-from .logprobs import WantedLogprobs
-from .row import SamplingRow
-from .rowwise import largest
+from .rowwise import RowwiseSampling, SamplingRow, largest
+
+NoiseKey = tuple[int, int]
+"""Key of counter-based noise: seed and token position."""
+
+
+class SamplingKernel(Protocol):
+    """Samples from float32 logits [rows, vocab].
+
+    Order of the logits processing: logit bias, logits processors, penalties, suppressed token ids, token
+    mask, temperature, min-p, top-k, top-p. Tokens are masked after everything that could raise their
+    logits again.
+    """
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """A sampled token id for each row, int64 [rows], on the logits' device."""
+        ...
+
+    def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Float32 [rows, vocab]: the processed distribution that `draw` samples from."""
+        ...
+
+    def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Draft preferences for coupled acceptance, float32 [rows, vocab], each row summing to 1.
+
+        Their argmax is the token that `draw` samples from `logits`. Of rows that are not greedy they are the
+        probabilities divided by the noise of the draw, which the target's draw at that position shares.
+        """
+        ...
+
+    def noise(
+        self, keys: Sequence[NoiseKey], size: int, stream: int, device: torch.device
+    ) -> torch.Tensor:
+        """Exp(1) noise of a stream, float32 [keys, size]; stream 0 is that of `draw`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKernelQuery:
+    """Kernel query of sampling: the device of the logits."""
+
+    device: str
+
+    def __str__(self) -> str:
+        return f"rows of scores on {self.device}"
+
+
+def _batched() -> SamplingKernel:
+    from .batched import BatchedSampling
+
+    return BatchedSampling()
+
+
+TRIED_VOCAB = 5000
+
+
+def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKernel]]:
+    """Distributions of rows that use every sampling parameter, and greedy sampling."""
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=40),
+        SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    ]
+    known = [5, 7, 7, 9]
+    rows = [SamplingRow(each, 3, known, 2, suppressed_ids=frozenset({11})) for each in params]
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(len(rows), TRIED_VOCAB, generator=generator)
+    logits = logits.to(kernel_query.device)
+
+    def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
+        kernel = make()
+        return [*kernel.distributions(logits, rows), kernel.draw(logits[:1], rows[:1])]
+
+    # Not timed: row by row the host waits for each.
+    return Trial(compute, tolerance(torch.float32))
+
+
+SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
+    "sampling",
+    [
+        Candidate("triton-batched", lambda s: refuses_rows(s.device, torch.float32), _batched),
+        Candidate("torch-rows", lambda _: None, RowwiseSampling),
+    ],
+    _trial,
+)
+
+
+SLICE_BYTES = 64 << 20
+"""Bytes of the logits, in float32, of a slice of prompt positions: whatever vocabulary and prompt."""
+SLICE_ROWS = 256
+"""Most rows of a slice: enough for an efficient GEMM of the LM head."""
+_ROWS = 64
+"""Rows per log-softmax: for a long prompt and a large vocabulary one copy would take gigabytes."""
+
+
+def rows_per_slice(vocab_size: int) -> int:
+    """Prompt positions whose logits are in memory at once."""
+    return max(1, min(SLICE_ROWS, SLICE_BYTES // (4 * vocab_size)))
+
+
+class Logprobs:
+    """Logprob and rank of a token in each row of logits, and the row's top tokens; copied asynchronously.
+
+    Args:
+        logits: float32 [rows, vocab].
+        tokens: int64 [rows], on the same device.
+        num_top: number of top tokens per row.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> None:
+        self._num_top = min(num_top, logits.shape[-1])
+        chunks: list[torch.Tensor] = []
+        for begin in range(0, len(tokens), _ROWS):
+            logprobs = logits[begin : begin + _ROWS].log_softmax(dim=-1)
+            ids = tokens[begin : begin + _ROWS, None]
+            of_token = logprobs.gather(1, ids)
+            rank = (logprobs > of_token).sum(dim=-1, keepdim=True) + 1
+            columns = [ids, rank, of_token]
+            if self._num_top:
+                columns += logprobs.topk(self._num_top)
+            # Float32 represents ids and ranks below 2^24 exactly; an Apple GPU has no float64.
+            chunks.append(torch.cat([column.float() for column in columns], dim=1))
+        self._table = HostCopy(torch.cat(chunks))
+
+    def result(self) -> list[TokenLogprobs]:
+        """One entry per row; synchronises with the device once."""
+        results: list[TokenLogprobs] = []
+        for token, rank, logprob, *top in self._table.wait().tolist():
+            top_tokens = zip(map(int, top[self._num_top :]), top[: self._num_top], strict=True)
+            results.append(TokenLogprobs(int(token), logprob, int(rank), tuple(top_tokens)))
+        return results
+
+
+class WantedLogprobs:
+    """Logprobs of the rows whose sampling parameters request them."""
+
+    def __init__(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> None:
+        self._count = len(rows)
+        rows_by_num_top: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.params.logprobs is not None:
+                rows_by_num_top.setdefault(row.params.logprobs, []).append(index)
+        self._parts: list[tuple[list[int], Logprobs]] = []
+        for num_top, indices in rows_by_num_top.items():
+            selected, ids = logits, tokens
+            if len(indices) < len(rows):
+                (row_ids,) = packed([indices], logits.device)
+                selected, ids = logits.index_select(0, row_ids), tokens.index_select(0, row_ids)
+            self._parts.append((indices, Logprobs(selected, ids, num_top)))
+
+    def result(self) -> list[TokenLogprobs | None]:
+        """One entry per row; None for rows that request none."""
+        results: list[TokenLogprobs | None] = [None] * self._count
+        for indices, logprobs in self._parts:
+            for index, result in zip(indices, logprobs.result(), strict=True):
+                results[index] = result
+        return results
+
+
+def logprobs_of(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Logprobs of given tokens, one per row of `logits` [rows, vocab]."""
+    if not token_ids:
+        return []
+    tokens = to_device(np.array(token_ids, dtype=np.int64), logits.device)
+    return Logprobs(logits, tokens, num_top).result()
+
+
+def sliced_logprobs(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    token_ids: Sequence[int],
+    num_top: int,
+    num_rows: int,
+) -> list[TokenLogprobs]:
+    """Logprobs of given tokens, one per row of `hidden` [rows, hidden], with logits of `num_rows` at once."""
+    tokens = to_device(np.array(token_ids, dtype=np.int64), hidden.device)
+    parts = [
+        Logprobs(
+            logits(hidden[begin : begin + num_rows]), tokens[begin : begin + num_rows], num_top
+        )
+        for begin in range(0, len(token_ids), num_rows)
+    ]
+    return [each for part in parts for each in part.result()]
+
+
+def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """`logprobs_of` a single row [vocab]."""
+    return logprobs_of(logits[None], [token_id], num_top)[0]
 
 
 class Draw:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .block_pool import NULL_BLOCK, BlockPool
+from .block_pool import NULL_BLOCK, BlockPool, evict_blocks
 from .decode_schedule import DecodeSchedule, is_decode_batch
-from .image_chunks import check_images, uncut
-from .integrity import check_queues
+from .detokenizer import stop_token_reason
 from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
 from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
-from .scheduler_config import SchedulerConfig, check_length
-from .scheduling_policy import rank_of
+from .scheduler_config import (
+    SchedulerConfig,
+    check_images,
+    check_length,
+    check_queues,
+    rank_of,
+    uncut,
+)
 from .state_pool import StatePool
 from .step_plan import BlockCopies, DecodeRows, ScheduledRow, StepPlan, scheduled_row
-from .stop import stop_token_reason
 from .swap_space import SwapSpace
-from .window import evict_blocks
 
 
 class Scheduler:

@@ -1,14 +1,19 @@
-"""Scheduler limits: tokens and sequences per step, KV blocks of a sequence, and what can never fit."""
+"""Rules of the scheduler: limits, order of the queue, what can never fit, invariants.
+
+The sequence of the smallest rank is admitted first and preempted last. The rank is assigned once, when a
+sequence is added, so that a preempted one keeps its place in the queue.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
+from .block_pool import Window
 from .draft_length import DraftLength
 from .kv_eviction import KvEviction
-from .request import Request
-from .window import Window
+from .request import Rank, Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +116,103 @@ def check_length(request: Request, config: SchedulerConfig, longest: int, num_bl
             f"{count} prompt tokens and {request.max_tokens} new ones can never "
             f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
         )
+
+
+TOKENS_PER_PLACE = 16
+"""Under shortest-prefill, prompt tokens that weigh as much as one place in the order of arrival."""
+
+
+def first_come(request: Request) -> Rank:
+    """In the order of arrival, without starvation."""
+    return (0, request.order)
+
+
+def by_priority(request: Request) -> Rank:
+    """A smaller `priority` first, in the order of arrival among equals.
+
+    A request of a large value starves while others arrive, as the caller asked for.
+    """
+    return (request.priority, request.order)
+
+
+def shortest_prefill(request: Request) -> Rank:
+    """Short prompts first, which lowers the mean time to the first token.
+
+    Every place in the order of arrival counts as `TOKENS_PER_PLACE` prompt tokens. So a prompt of P tokens
+    is overtaken by at most P / TOKENS_PER_PLACE of the sequences that come after it, however many they are.
+    """
+    return (request.num_prompt_tokens + TOKENS_PER_PLACE * request.order, request.order)
+
+
+POLICIES: Mapping[str, Callable[[Request], Rank]] = {
+    "fcfs": first_come,
+    "priority": by_priority,
+    "shortest-prefill": shortest_prefill,
+}
+
+
+def rank_of(request: Request, policy: str) -> Rank:
+    """The rank of a sequence under the policy of that name.
+
+    Raises:
+        BadInput: it has a priority, which the policy ignores.
+    """
+    if request.priority and policy != "priority":
+        raise BadInput(
+            f"priority = {request.priority}: the scheduling policy is {policy}, which does not look at "
+            "it; start the engine with the policy priority"
+        )
+    return POLICIES[policy](request)
+
+
+def check_images(request: Request, config: SchedulerConfig) -> None:
+    """Raise `BadInput` where an image can never be computed in one step."""
+    longest = max((len(image) for image in request.bidirectional_images), default=0)
+    if longest > config.chunk:
+        raise BadInput(
+            f"an image of {longest} tokens, which attend to each other, exceeds the {config.chunk} tokens of "
+            "a step: raise max_num_batched_tokens (and prefill_chunk_size), or send a smaller image"
+        )
+    if longest and config.eviction is not None:
+        raise BadInput(
+            "a KV budget evicts tokens of an image before the others have seen it: images of this model "
+            "need an engine without kv_budget"
+        )
+
+
+def uncut(request: Request, num_new: int, budget: int) -> int:
+    """At most `num_new` tokens, so that the step cuts no image: it ends before one, or with it.
+
+    An image that comes next takes as many of the `budget` as it needs, those reserved for other sequences
+    too: so a sequence never waits for those after it. 0: it waits for the next step.
+    """
+    start = request.num_computed_tokens
+    end = start + num_new
+    image = next((i for i in request.bidirectional_images if i.start < end < i.stop), None)
+    if image is None:
+        return min(num_new, budget)
+    if start < image.start:
+        return image.start - start
+    left = image.stop - start
+    return left if left <= budget else 0
+
+
+def check_queues(
+    running: Sequence[Request],
+    waiting: Sequence[Request],
+    requests: Collection[Request],
+    config: SchedulerConfig,
+) -> None:
+    """Assert that the queues agree with all unfinished `requests`, and tokens with blocks."""
+    assert {id(r) for r in requests} == {id(r) for r in [*running, *waiting]}
+    assert len(requests) == len(running) + len(waiting)
+    assert len(running) <= config.max_num_seqs
+    for request in waiting:
+        assert request.status is RequestStatus.WAITING
+        assert not request.block_ids and request.num_computed_tokens == 0
+        assert not request.evicted and not request.num_evicted_tokens
+        assert not request.state_slot
+    for request in running:
+        assert request.status is RequestStatus.RUNNING
+        assert request.num_computed_tokens <= request.num_tokens
+        assert len(request.block_ids) >= config.num_blocks(request.num_slots)

@@ -8,11 +8,8 @@ from functools import cached_property
 from typing import NamedTuple, overload
 
 from ..base.image_input import NO_IMAGES, Images
-from ..base.pooling_params import PoolingParams
-from ..base.sampling_params import SamplingParams
-from .request import NULL_SLOT, Request
-from .rope_positions import RopePositions
-from .token_view import OUTPUT_PLACEHOLDER, TokenView
+from ..base.sampling_params import PoolingParams, SamplingParams
+from .request import NULL_SLOT, OUTPUT_PLACEHOLDER, Request, RopePositions, TokenView
 
 
 class ScheduledRow(NamedTuple):

@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from ..base.transfer import packed
+from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
 from ..model.open import CausalModel
 from ..sampling.sampler import Sampler
+from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
-from ..scheduling.tree import Tree
-from .chain_expansion import draft_chains
-from .proposer import DraftTokens, SamplingRowOf, TargetStates
-from .rejection_sampler import DRAFT_STREAM
+from .proposer import DRAFT_STREAM, DraftTokens, SamplingRowOf, TargetStates, draft_chains
 
 DraftForward = Callable[[Sequence[Run], torch.Tensor | None], torch.Tensor]
 """From runs, and token ids that only the device knows in place of theirs, int64 [tokens] or None, to final

@@ -11,17 +11,22 @@ import torch
 from torch.nn import functional
 
 from ...quant.base.errors import BadInput
-from ..base.transfer import packed
+from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.projection import Projection
 from ..model.spec.spec import KvLayout
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
-from .chain_expansion import coupled_chains
-from .head_checkpoint import HeadsCheckpoint
-from .proposer import DraftTokens, SamplingRowOf, TargetStates
-from .tree_expansion import TreeExpansion, expand_trees
+from .head_loader import HeadsCheckpoint
+from .proposer import (
+    DraftTokens,
+    SamplingRowOf,
+    TargetStates,
+    TreeExpansion,
+    coupled_chains,
+    expand_trees,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,10 @@ from ..model.decoder.decoder import Decoder
 from ..model.open import CausalModel, open_model
 from ..scheduling.draft_length import DraftLength
 from .draft_model import DraftModel
-from .eagle import EagleProposer
-from .eagle_head import EagleHead
-from .eagle_loader import load_eagle
-from .head_checkpoint import HeadsCheckpoint
+from .eagle import EagleHead, EagleProposer
+from .head_loader import HeadsCheckpoint, load_eagle
 from .medusa import MedusaHeads, MedusaProposer, load_medusa
-from .ngram import NgramProposer
-from .proposer import Proposer
+from .proposer import NgramProposer, Proposer
 
 _VERIFICATION_COST = 0.05  # of one more token in a memory-bound step, relative to the step
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, BeamSearchParams, SamplingParams
-from llmopt.engine.beam_search import BeamSearch
+from llmopt.engine.llm import BeamSearch
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer

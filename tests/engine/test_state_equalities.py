@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.beam_search import BeamSearchParams, beam_search
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.llm import BeamSearchParams, beam_search
 from llmopt.engine.model.decoder.decoder import Decoder
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS as BUNDLED

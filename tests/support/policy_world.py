@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.scheduling.block_pool import BlockPool
-from llmopt.engine.scheduling.draft_length import DraftLength
+from llmopt.engine.scheduling.block_pool import BlockPool, Window
+from llmopt.engine.scheduling.draft_length import DraftLength, Tree
 from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes, Token
@@ -16,8 +16,6 @@ from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.scheduling.state_pool import StatePool
 from llmopt.engine.scheduling.step_plan import Compaction, Copies, ScheduledRow, StepPlan
 from llmopt.engine.scheduling.swap_space import SwapSpace
-from llmopt.engine.scheduling.tree import Tree
-from llmopt.engine.scheduling.window import Window
 
 EOS = 0
 VOCAB = 7

@@ -16,7 +16,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.doctor.kernel_table import measure, stored, table
 from llmopt.engine.doctor.self_test import tested
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.planner.device.roofline import decode_step_bytes
 
 from ..gpu_figures.ours import Ours

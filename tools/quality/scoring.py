@@ -17,7 +17,7 @@ from llmopt.bench.quality.passage import Passage
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.scoring import reduce_slice
 from llmopt.bench.quality.summary import Quality, summarize
-from llmopt.engine.sampling.logprobs import rows_per_slice
+from llmopt.engine.sampling.sampler import rows_per_slice
 from safetensors.torch import load_file, save_file
 
 COLUMNS = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...base.transfer import packed
+from ...base.device import packed
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_triton
 

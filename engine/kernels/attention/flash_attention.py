@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.transfer import to_device
+from ...base.device import to_device
 from ..common.backends import hub_kernel, refuses_device
 from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, SequenceSpan
 from .paged_tensor import PagedTensor

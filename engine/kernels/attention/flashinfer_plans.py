@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...base.transfer import to_device
+from ...base.device import to_device
 from ..common.backends import package
 from ..common.gpu_limits import gpu_limits
 from .paged_attention import AttentionBatch

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...base.transfer import to_device
+from ...base.device import to_device
 
 WORD = 4
 """Bytes of what a lane copies: those of a block must be a multiple."""

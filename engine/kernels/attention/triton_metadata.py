@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.transfer import to_device
+from ...base.device import to_device
 from .paged_attention import AttentionBatch
 from .triton_attention_kernels import list_parts
 

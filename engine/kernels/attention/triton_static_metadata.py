@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...base.transfer import to_device
+from ...base.device import to_device
 from .triton_metadata import SHORT_SPAN, AttentionMetadata, Tiles
 
 TILE_KINDS = 8

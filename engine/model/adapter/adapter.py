@@ -19,14 +19,19 @@ from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
 from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
+from ..layers.lora import AdapterBank
+from ..layers.parallel import Shard
 from ..layers.state import StateBatch, StateLayout
-from ..lora.bank import AdapterBank
-from ..parallel.shard import Shard
 from ..spec.spec import ImageSpec, KvLayout
-from .latent_forward import LatentForward, latent_layers
-from .linears import CurrentAdapters, adapter_sites, projections
-from .load import checked_config, described, load_model
-from .packed import PackedForward, has_attention_alone
+from .linears import (
+    CurrentAdapters,
+    adapter_sites,
+    checked_config,
+    described,
+    load_model,
+    projections,
+)
+from .packed import LatentForward, PackedForward, has_attention_alone, latent_layers
 from .sequential import SequentialForward, TokenByTokenForward
 from .sharded import ModelShard
 from .text_model import own_pass, plain_tokens, run_and_drop_uncalled, text_decoder

@@ -1,12 +1,14 @@
 """Variable-length batches through transformers' modules: paged attention in place of their own.
 
 The attention function and the mask function are registered with transformers under one name. A dry run
-records what each layer caches, and the mask that the model's own code makes for it.
+records what each layer caches, and the mask that the model's own code makes for it. Of multi-head latent
+attention the cache holds the latents alone: the projection from them to keys and values is absorbed into
+queries and outputs (DeepSeek-V2, section 2.1.2), as in the engine's own decoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,10 +20,72 @@ from transformers.masking_utils import AttentionMaskInterface
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ...kernels.attention.paged_attention import AttentionRule
 from ..layers.attention import LayerCache, StepInputs
-from ..layers.embedded_rows import EmbeddedRows
+from ..layers.embedding import EmbeddedRows
 from ..spec.spec import KvLayout
-from .masks import LayerMask, layer_mask, recorded_mask
 from .text_model import text_decoder, token_arguments
+
+_MASK_ATTRIBUTE = "llmopt_mask"
+MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMask:
+    """Causal mask of a layer; with a sliding `window` or a `chunk`, in tokens, as in `AttentionRule`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Which key positions a query position attends to."""
+        visible = key <= query
+        if self.window is not None:
+            visible = visible & (key > query - self.window)
+        if self.chunk is not None:
+            visible = visible & (key // self.chunk == query // self.chunk)
+        return visible
+
+
+def recorded_mask(
+    *_: Any,
+    mask_function: MaskFunction,
+    device: torch.device,
+    local_size: int | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """Mask function for transformers: an empty tensor that carries the rule for `layer_mask` to read."""
+    mask = torch.empty(1, 1, 1, 1, device=device)
+    setattr(mask, _MASK_ATTRIBUTE, (mask_function, local_size))
+    return mask
+
+
+def layer_mask(mask: torch.Tensor | None, sliding_window: int | None) -> LayerMask:
+    """The rule of a layer that is given `mask`; without one it is causal, with the layer's own window.
+
+    Raises:
+        ValueError: the model made the mask itself, or it is of another kind.
+    """
+    if mask is None:
+        return LayerMask(window=sliding_window)
+    function, size = getattr(mask, _MASK_ATTRIBUTE, (None, None))
+    if function is None:
+        raise ValueError("its attention needs a mask of its own")
+    candidates = [LayerMask()]
+    if size is not None:
+        candidates = [LayerMask(window=size), LayerMask(chunk=size), LayerMask()]
+    positions = _positions(size or 16, mask.device)
+    query, key = positions[:, None], positions[None, :]
+    allowed = function(0, 0, query, key)
+    for candidate in candidates:
+        if torch.equal(allowed.expand(len(positions), -1), candidate.visible(query, key)):
+            return candidate
+    raise ValueError("its attention has a mask other than causal, sliding-window or chunked")
+
+
+def _positions(size: int, device: torch.device) -> torch.Tensor:
+    """Positions at and around the first multiples of `size`, where the kinds of masks differ."""
+    at = {size * k + d for k in range(4) for d in (-1, 0, 1, size // 2)}
+    return torch.tensor(sorted(p for p in at if p >= 0), device=device)
+
 
 PAGED = "llmopt_paged"
 """Name of the paged attention among transformers' attention and mask functions."""
@@ -236,3 +300,88 @@ def has_attention_alone(cache: Any) -> bool:
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def latent_layers(model: Any) -> dict[int, Any]:
+    """Attention modules, by layer, that cache a latent and a shared key and expand them (`expand_kv`)."""
+    return {
+        module.layer_idx: module
+        for module in model.modules()
+        if hasattr(module, "expand_kv") and isinstance(_projection(module), torch.nn.Linear)
+    }
+
+
+def latent_projections(model: Any) -> list[torch.nn.Linear]:
+    """The linears whose weights are absorbed: they stay plain, and take no LoRA adapter."""
+    return [_projection(module) for module in latent_layers(model).values()]
+
+
+class LatentForward(PackedForward):
+    """`PackedForward` for models with latent attention."""
+
+    def __init__(self, model: Any, own_attention: str) -> None:
+        super().__init__(model, own_attention)
+        self._latents = latent_layers(model)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedAttention,
+        embedded: EmbeddedRows | None = None,
+    ) -> torch.Tensor:
+        for module in self._latents.values():
+            module.expand_kv = _unexpanded
+        try:
+            absorbed = _AbsorbedAttention(paged, self._latents)
+            return super()._run(tokens, positions, absorbed, embedded)
+        finally:
+            for module in self._latents.values():
+                del module.expand_kv
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsorbedAttention:
+    """Paged attention whose keys and values, in layers of latent attention, are latents and shared keys."""
+
+    paged: PagedAttention
+    latents: Mapping[int, Any]
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Attend with `queries` [tokens, heads, nope + rope]; in a latent layer `keys` are the latents
+        [tokens, 1, rank] and `values` the shared keys [tokens, 1, rope]. Returns [tokens, heads, v_dim]."""
+        module = self.latents.get(layer)
+        if module is None:
+            return self.paged.attend(layer, queries, keys, values, rule)
+        nope = module.qk_nope_head_dim
+        weight = _projection(module).weight.unflatten(
+            0, (queries.shape[1], -1)
+        )  # [heads, .., rank]
+        absorbed = torch.einsum("thn,hnr->thr", queries[..., :nope], weight[:, :nope])
+        joined = torch.cat([keys, values], dim=-1)
+        of_latents = self.paged.attend(
+            layer,
+            torch.cat([absorbed, queries[..., nope:]], dim=-1),
+            joined,
+            joined[..., : keys.shape[-1]],
+            rule,
+        )
+        return torch.einsum("thr,hvr->thv", of_latents, weight[:, nope:])
+
+
+def _projection(module: Any) -> Any:
+    """The projection from the latent to all heads' keys and values."""
+    return getattr(module, "kv_b_proj", None)
+
+
+def _unexpanded(
+    latents: torch.Tensor, shared_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, shared_keys

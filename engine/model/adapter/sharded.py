@@ -16,10 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from ....quant.base.errors import BadInput
+from ..layers.parallel import Group, Shard, take, take_rows
 from ..layers.projection import LinearSite, Projection
-from ..parallel.group import Group
-from ..parallel.shard import Shard
-from ..parallel.weight_slice import take, take_rows
 from .linears import CurrentAdapters, ProjectedLinear
 
 _BY_OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")

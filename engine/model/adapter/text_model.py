@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..layers.embedded_rows import EmbeddedRows
+from ..layers.embedding import EmbeddedRows
 
 Result = TypeVar("Result")
 

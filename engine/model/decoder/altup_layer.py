@@ -7,12 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from ..layers.altup import AltUp, Laurel
-from ..layers.attention import HeadAttention, LayerCache, Step
+from ..layers.altup import AltUp, Laurel, PerLayerInput
+from ..layers.attention import HeadAttention, LayerCache, SharedAttention, Step
 from ..layers.mlp import Block
 from ..layers.norm import Norm
-from ..layers.per_layer_input import PerLayerInput
-from ..layers.shared_attention import SharedAttention
 from ..layers.state import StateLayout
 
 

@@ -16,16 +16,14 @@ from ...kernels.attention.dispatch import (
     takes_static_metadata,
 )
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
-from ...scheduling.window import Window
-from ..layers.altup import AltUpStreams
+from ...scheduling.block_pool import Window
+from ..layers.altup import AltUpStreams, PerLayerEmbedding
 from ..layers.attention import NO_CACHE, LayerCache, Step, StepInputs
-from ..layers.embedding import TokenEmbedding
+from ..layers.embedding import RotaryEmbedding, TokenEmbedding
+from ..layers.lora import AdapterBank
 from ..layers.norm import Norm
-from ..layers.per_layer_input import PerLayerEmbedding
 from ..layers.projection import LinearSite, Projection
-from ..layers.rotary_embedding import RotaryEmbedding
 from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
-from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
 from ..spec.spec import ImageSpec, KvLayout, ModelSpec
 from .layer import Layer

@@ -7,7 +7,7 @@ import torch
 from ...kernels.linear.linear import OneDnnLinear, onednn_rows
 from ...kernels.linear.lookup import LooksUpRows
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
-from ..parallel.shard import Shard
+from ..layers.parallel import Shard
 from .reader import CheckpointReader
 
 

@@ -17,11 +17,10 @@ from ...kernels.moe.dispatch import EXPERTS, LOOP
 from ...kernels.moe.experts import ExpertsKernel, RoutedExpert
 from ...kernels.moe.trial import experts_trial
 from ...planner.model.shapes import Experts
-from ..layers.experts import MixtureOfExperts, Router
-from ..layers.mlp import GatedMlp, PlainMlp, gating
+from ..layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp, Router, gating
 from ..layers.norm import Norm
+from ..layers.parallel import Shard
 from ..layers.projection import Projection
-from ..parallel.shard import Shard
 from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 

@@ -6,9 +6,8 @@ from ...kernels.attention.paged_attention import AttentionRule
 from ...planner.model.shapes import Latent
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.norm import Norm
+from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import Projection
-from ..parallel.shard import Shard
-from ..parallel.weight_slice import WeightSlice
 from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 

@@ -8,14 +8,11 @@ from typing import ClassVar
 import torch
 
 from ...kernels.activations.quantized_activations import Rows
-from ..layers.attention import HeadAttention, LatentAttention, LayerCache, Step
-from ..layers.delta_net import GatedDeltaNet
-from ..layers.mamba2 import Mamba2
+from ..layers.altup import PerLayerInput
+from ..layers.attention import HeadAttention, LatentAttention, LayerCache, SharedAttention, Step
+from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
 from ..layers.mlp import Block
 from ..layers.norm import Norm
-from ..layers.per_layer_input import PerLayerInput
-from ..layers.shared_attention import SharedAttention
-from ..layers.short_convolution import ShortConvolution
 from ..layers.state import StateLayout
 from .altup_layer import AltUpLayer
 

@@ -9,14 +9,20 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionRule
-from ..layers.attention import HeadAttention, KvScales, Rotation
-from ..layers.experts import MixtureOfExperts, MlpBesideExperts
-from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating, sparse_gating
+from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
+from ..layers.mlp import (
+    ACTIVATIONS,
+    Block,
+    GatedMlp,
+    MixtureOfExperts,
+    MlpBesideExperts,
+    PlainMlp,
+    gating,
+    sparse_gating,
+)
 from ..layers.norm import Norm, ShardedNorm
+from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
-from ..layers.shared_attention import SharedAttention
-from ..parallel.shard import Shard
-from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
 from ..spec.spec import AltUpSpec, ModelSpec, NotCovered
 from .altup_layer import AltUpLayer

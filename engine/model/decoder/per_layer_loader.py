@@ -6,9 +6,9 @@ import math
 
 import torch
 
+from ..layers.altup import PerLayerEmbedding, PerLayerInput
 from ..layers.mlp import ACTIVATIONS
 from ..layers.norm import Norm
-from ..layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 

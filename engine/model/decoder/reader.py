@@ -16,9 +16,8 @@ from ....quant.tensors.base import QuantizedTensor
 from ...kernels.elementwise.dispatch import RowKernelQuery
 from ...kernels.linear.lookup import LooksUpRows, native_lookup
 from ...kernels.moe.dispatch import ExpertsKernelQuery
+from ..layers.parallel import Shard, WeightSlice, take, take_rows
 from ..layers.projection import LinearSite, Projection
-from ..parallel.shard import Shard
-from ..parallel.weight_slice import WeightSlice, take, take_rows
 
 _log = logging.getLogger(__name__)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layers.delta_net import GatedDeltaNet
-from ..layers.mamba2 import Mamba2
+from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
 from ..layers.projection import Projection
-from ..layers.short_convolution import ShortConvolution
 from ..spec.mixers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateMixer
 from ..spec.spec import ModelSpec
 from .reader import CheckpointReader

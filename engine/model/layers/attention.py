@@ -1,4 +1,4 @@
-"""Attention layers: grouped-query attention (GQA) and multi-head latent attention (MLA)."""
+"""Attention layers: grouped-query (GQA), on an earlier layer's keys and values, and latent (MLA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...kernels.elementwise.head_norms import HeadNorms
 from ...kernels.elementwise.latent import LATENT, LatentKernel
 from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout, Temperature
-from .embedded_rows import EmbeddedRows
+from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
 from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
@@ -431,3 +431,41 @@ def _scale_by_position(
     steps = ((cache_positions.float() + temperature.first) / temperature.floor).floor()
     factor = steps.log1p() * temperature.weight + 1.0
     return (queries * factor[:, None, None]).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAttention:
+    """Grouped-query attention with queries of its own; the cache is that of the layer it shares with.
+
+    That layer has written this step's keys and values before.
+
+    Source: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention"
+    (arXiv:2405.12981).
+    """
+
+    num_heads: int
+    head_dim: int
+    query: Projection
+    output: Projection
+    rule: AttentionRule
+    rotation: Rotation
+    query_norm: Norm | None
+
+    @property
+    def weight_bytes(self) -> int:
+        norm = 0 if self.query_norm is None else self.query_norm.weight_bytes
+        return self.query.weight_bytes + self.output.weight_bytes + norm
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """Quantization of its input that a preceding kernel may fuse."""
+        return self.query.activation_quant
+
+    def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
+        adapters = step.inputs.adapters
+        queries = self.query(x, adapters).view(-1, self.num_heads, self.head_dim)
+        if self.query_norm is not None:
+            queries = self.query_norm(queries)
+        queries = self.rotation(queries, step)
+        mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+        return self.output(mixed.flatten(1), adapters)

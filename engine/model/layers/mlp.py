@@ -1,9 +1,9 @@
-"""MLP blocks: gated (SwiGLU, GeGLU) and plain, and their activation functions."""
+"""Feed-forward blocks: gated (SwiGLU, GeGLU) and plain MLPs, and mixtures of experts with a top-k router."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Protocol
 
@@ -17,6 +17,11 @@ from ...kernels.elementwise.dispatch import (
     GELU_GATE,
     RowKernelQuery,
 )
+from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
+from ...kernels.moe.experts import ExpertsKernel
+from ...kernels.moe.routing import Route, RouterLogits, RoutingRule
+from ..spec.spec import RouterSpec
+from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
@@ -141,3 +146,145 @@ class PlainMlp:
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         return self.down(self.activation(self.up(x, adapters)), adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Top-k router: selects `per_token` experts for each token, with top-k weights.
+
+    `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
+    in lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
+    The last `num_shared` ids, after the routed experts', are given to every token with weight 1.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    per_token: int
+    spec: RouterSpec
+    input_norm: Norm | None = None
+    expert_scale: torch.Tensor | None = None
+    num_shared: int = 0
+    _logits: RouterLogits = field(init=False, repr=False, compare=False)
+    _route: Route = field(init=False, repr=False, compare=False)
+    _rule: RoutingRule = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        spec, query = self.spec, RoutingKernelQuery(self.weight.device.type, len(self.weight))
+        rule = RoutingRule(
+            self.per_token,
+            spec.scoring == "softmax",
+            spec.normalize,
+            spec.least_sum,
+            spec.scale,
+            spec.num_groups,
+            spec.topk_groups,
+            spec.group_top_k,
+            self.num_shared,
+        )
+        object.__setattr__(self, "_logits", ROUTER_LOGITS.select(query).run)
+        object.__setattr__(self, "_route", ROUTING.select(query).run)
+        object.__setattr__(self, "_rule", rule)
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = (self.weight, self.bias, self.correction, self.expert_scale)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Top-k weights, float32, and expert ids, int64, [tokens, per_token] each."""
+        x = x if self.input_norm is None else self.input_norm(x.float())
+        logits = self._logits(x, self.weight, self.bias)
+        return self._route(logits, self._rule, self.correction, self.expert_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Weighted sum of the routed experts' outputs, plus the shared expert's output.
+
+    Attributes:
+        experts: kernel of this rank's experts.
+        shared_gate: [1, hidden]; the sigmoid of its product with the input weighs the shared expert's output.
+        total: all-reduce over the tensor-parallel ranks; None without.
+        latent: projections into and out of the width that the routed experts work in; None: the model's.
+    """
+
+    router: Router
+    experts: ExpertsKernel
+    shared: Block | None
+    shared_gate: torch.Tensor | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    latent: tuple[Projection, Projection] | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.weight_bytes
+        shared += sum(projection.weight_bytes for projection in self.latent or ())
+        shared += 0 if self.shared_gate is None else self.shared_gate.nbytes
+        return self.router.weight_bytes + self.experts.weight_bytes + shared
+
+    @property
+    def is_capturable(self) -> bool:
+        shared = self.shared is None or self.shared.is_capturable
+        return self.experts.is_capturable and shared
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """None: the router needs the unquantized input."""
+        return None
+
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        if self.latent is None and self.total is None:
+            return self.experts(x, *self.router(x), self._shared(x, adapters))
+        if self.latent is None:
+            out = self.experts(x, *self.router(x))
+        else:
+            into, out_of = self.latent
+            out = out_of(self.experts(into(x, adapters), *self.router(x)), adapters)
+        if self.total is not None:
+            out = self.total(out)
+        shared = self._shared(x, adapters)
+        return out if shared is None else out + shared
+
+    def _shared(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor | None:
+        """The shared expert's output, weighed by its gate."""
+        if self.shared is None:
+            return None
+        shared = self.shared(x, adapters)
+        if self.shared_gate is None:
+            return shared
+        return functional.linear(x, self.shared_gate).sigmoid() * shared
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBesideExperts:
+    """A dense MLP and routed experts that read the same residual, each between norms of its own (Gemma 4)."""
+
+    mlp_norm: Norm
+    mlp: Block
+    mlp_output_norm: Norm
+    experts_norm: Norm
+    mixture: MixtureOfExperts
+    experts_output_norm: Norm
+
+    @property
+    def weight_bytes(self) -> int:
+        norms = (self.mlp_norm, self.mlp_output_norm, self.experts_norm, self.experts_output_norm)
+        total = self.mlp.weight_bytes + self.mixture.weight_bytes
+        return total + sum(norm.weight_bytes for norm in norms)
+
+    @property
+    def is_capturable(self) -> bool:
+        return self.mlp.is_capturable and self.mixture.is_capturable
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """None: it norms its input itself."""
+        return None
+
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        dense = self.mlp_output_norm(self.mlp(self.mlp_norm(x), adapters))
+        routed = self.mixture.experts(self.experts_norm(x), *self.mixture.router(x))
+        return dense + self.experts_output_norm(routed)

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from ...base.transfer import packed
+from ...base.device import packed
 from ...kernels.attention.paged_attention import AttentionBatch
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ....quant.base.errors import BadInput
 from ...planner.model.shapes import ModelShape
-from ...scheduling.window import Window
+from ...scheduling.block_pool import Window
 from .mixers import LayerParts
 from .names import Names
 from .rope import RopeSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ....quant.base.errors import BadInput
 from ...config.compatibility import refuse
-from ...scheduling.window import Window
+from ...scheduling.block_pool import Window
 from .spec import ModelSpec
 
 ENDLESS = 2**31 - 1

@@ -24,7 +24,7 @@ from fractions import Fraction
 from math import ceil
 
 from ....quant.base.errors import BadInput
-from ...scheduling.window import Window
+from ...scheduling.block_pool import Window
 from .cache_knobs import CacheKnobs, round_up
 from .probed_rules import LLAMA_CPP_STEP, PROBED_RULES
 from .probed_shape import ProbedShape

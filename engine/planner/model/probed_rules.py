@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from ...scheduling.window import Window
+from ...scheduling.block_pool import Window
 from ..probe.facts import CachedTensor
 from .cache_knobs import CacheKnobs, round_up
 from .probed_shape import ProbedShape, entry_bytes, is_indexer

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....quant.base.errors import BadInput
 from ...base.logits import TokenMask
-from ...base.pooling_params import POOLING_MODES, PoolingParams
+from ...base.sampling_params import POOLING_MODES, PoolingParams
 from ...engine import Engine
+from ...execution.embeddings import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import MediaLimits, decode_image, is_data_url, sent_bytes
-from ...text.pooling import Pooling, read_pooling
-from ...text.scorer import Scorer, read_scorer
 from ..protocol.errors import ApiError
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
+from ...execution.embeddings import read_pooling
 from ...planner.model.families import has_table_rule
 from ...planner.model.shapes import ModelShape
 from ...scheduling.outputs import Completion, RequestOutput
-from ...text.pooling import read_pooling
 from ..parsing.events import Arguments, Call, CallStart, Event, Parsed, Reasoning
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.errors import ApiError, ollama_error

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from ...base.pooling_params import PoolingParams
-from ...base.sampling_params import SamplingParams
-from ...text.pooling import Vector, normalized
+from ...base.sampling_params import PoolingParams, SamplingParams
+from ...execution.embeddings import Vector, normalized
 from ..access.request_record import record_of, tenant_of
 from ..loop.stream import Job, OutputStream
 from ..protocol.errors import ApiError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...base.sampling_params import SamplingParams
 from ...config.adapters import adapter_name
 from ...engine import Engine
-from ...execution.step_trace import StepRecorder
+from ...execution.step_loop import StepRecorder
 from ...scheduling.outputs import EngineStats, RequestOutput
 from ...scheduling.request import RequestStatus
 

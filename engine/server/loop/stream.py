@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from ...base.image_input import NO_IMAGES, Images
-from ...base.pooling_params import PoolingParams
-from ...base.sampling_params import SamplingParams
+from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError, TimedOut
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 
-from ...scheduling.stop import overlap
+from ...scheduling.detokenizer import overlap
 
 Waiting = Generator[None, None, None]
 Emit = Callable[[str], object]

@@ -10,7 +10,7 @@ from llmopt.bench.load.inprocess import InjectedDelay, InProcessTarget, injected
 from llmopt.bench.load.load import drive
 from llmopt.bench.workloads.workload import Workload, WorkloadItem
 from llmopt.engine import LLM
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 
 
 def test_a_delay_spins_for_the_rest_of_its_factor() -> None:

@@ -17,7 +17,7 @@ from llmopt.bench.machine.machine_meter import (
     read_rapl,
 )
 from llmopt.bench.metrics.run_statistics import cost_part
-from llmopt.engine.base.nvml import CLOCK_SM, Nvml
+from llmopt.engine.base.host import CLOCK_SM, Nvml
 
 
 def powercap(root: Path, **joules: float) -> Path:

@@ -17,7 +17,7 @@ from llmopt.bench.metrics.step_trace import (
     write_steps,
 )
 from llmopt.bench.metrics.trace import LoadPass, StepRecord
-from llmopt.engine.execution.step_trace import StepTrace
+from llmopt.engine.execution.step_loop import StepTrace
 
 
 def step(start: float, prefill: int = 0, decode: int = 2, blocks: int = 5, **other) -> StepTrace:

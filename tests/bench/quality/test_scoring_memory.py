@@ -12,7 +12,7 @@ from llmopt.bench.quality.scoring import SCORING_BYTES, score_passage
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling.logprobs import SLICE_BYTES
+from llmopt.engine.sampling.sampler import SLICE_BYTES
 from torch.profiler import ProfilerActivity, profile
 
 from ...support.model_families import save_model

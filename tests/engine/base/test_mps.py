@@ -12,8 +12,8 @@ from llmopt.cli.main import main
 from llmopt.engine.base.device import choose_device, choose_dtype
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.doctor.kernel_table import table
-from llmopt.engine.execution.memory_profile import memory_of
-from llmopt.engine.execution.step_graphs import graph_sizes
+from llmopt.engine.execution.decode_graphs import graph_sizes
+from llmopt.engine.execution.start_up import memory_of
 from llmopt.quant.base.errors import BadInput
 
 MPS = torch.device("mps")

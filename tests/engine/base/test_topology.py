@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.engine.base.host import usable_cores
-from llmopt.engine.base.topology import (
+from llmopt.engine.base.host import (
     Placement,
     cache_bytes,
     cgroup_quota,
     parse_cpus,
     place,
     read_topology,
+    usable_cores,
 )
 
 
@@ -134,7 +134,7 @@ def test_a_system_without_sysfs(tmp_path: Path) -> None:
 
 def test_usable_cores_are_physical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("llmopt.engine.base.topology.affinity", lambda: frozenset(EVERY))
+    monkeypatch.setattr("llmopt.engine.base.host.affinity", lambda: frozenset(EVERY))
     root = server(tmp_path, nodes=1, cores=4)
     assert usable_cores(root) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

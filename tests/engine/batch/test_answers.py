@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from llmopt.engine.batch.answers import Answer, AnswerJournal
-from llmopt.engine.batch.batch_file import BatchRequest
+from llmopt.engine.server.batch_file import BatchRequest
+from llmopt.engine.server.batch_run import Answer, AnswerJournal
 from llmopt.quant.base.errors import BadInput
 
 A, B, C = (BatchRequest(name * 32, name, "/v1/completions", 0, 0) for name in "abc")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.batch.batch_file import read_batch
-from llmopt.engine.batch.identity import ANSWER_OPTIONS, digest_of
 from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.server.batch_file import ANSWER_OPTIONS, digest_of, read_batch
 from llmopt.quant.base.errors import BadInput
 
 GOOD: dict[str, Any] = {

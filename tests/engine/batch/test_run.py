@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.batch.answers import AnswerJournal
-from llmopt.engine.batch.batch_file import read_batch
-from llmopt.engine.batch.run import OPTIONS, BatchRun
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_phases import StepTimer
-from llmopt.engine.execution.step_result import StepResult
+from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app
+from llmopt.engine.server.batch_file import read_batch
+from llmopt.engine.server.batch_run import OPTIONS, AnswerJournal, BatchRun
 from llmopt.quant.base.errors import Failure
 from llmopt.quant.base.progress import Silent
 from openai.types import Completion

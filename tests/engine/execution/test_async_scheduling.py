@@ -13,8 +13,12 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import (
+    DeviceAsyncLoop,
+    SerialLoop,
+    StepRecorder,
+    ThreadedLoop,
+)
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.recipes import MODELS
 

@@ -16,7 +16,7 @@ import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 from llmopt.engine.server.loop.loop import EngineLoop
 from llmopt.engine.server.protocol.server_options import ServerOptions
@@ -152,7 +152,7 @@ def test_adapters_are_replayed_without_a_fault(tmp_path: Path) -> None:
             while engine.has_unfinished():
                 engine.step()
         assert all(step.replayed for step in engine.recorder.steps)
-    loading = ("engine/model/lora/", "engine/execution/lora_manager.py")
+    loading = ("engine/model/layers/lora.py", "engine/execution/lora_manager.py")
     assert [fault for fault in card.faults() if not any(way in fault for way in loading)] == []
 
 

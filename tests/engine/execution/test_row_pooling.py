@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.base.pooling_params import POOLING_MODES, PoolingParams
-from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.execution import step_graphs
+from llmopt.engine.execution import decode_graphs
 from llmopt.engine.execution.graph_setting import EagerGraph, Graph
 from llmopt.engine.kernels.attention.dispatch import AttentionKernels
 from llmopt.engine.kernels.attention.native_attention import native_attention
@@ -28,7 +28,7 @@ needs_captures = pytest.mark.skipif(
 def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int]]:
     """Greedy tokens and their logprobs, and the sizes of the graphs that gave them."""
     used: set[int] = set()
-    graph_of = step_graphs.StepGraphs.captured
+    graph_of = decode_graphs.StepGraphs.captured
 
     def captured(self: Any, kind: Any) -> Graph | None:
         used.add(kind.size)
@@ -36,7 +36,7 @@ def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int
 
     llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
-    with patch.object(step_graphs.StepGraphs, "captured", captured):
+    with patch.object(decode_graphs.StepGraphs, "captured", captured):
         results = llm.generate(PROMPTS, params)
     scored = [[one.logprob for one in result.logprobs or () if one] for result in results]
     return [list(r.token_ids) for r in results], scored, used
@@ -66,7 +66,7 @@ def test_rows_up_to_the_next_size_change_nothing(
 ) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 7}
     expected, near, _ = decoded(enforce_eager=True, **options)
-    monkeypatch.setattr(step_graphs, "CPU_SIZES", sizes)
+    monkeypatch.setattr(decode_graphs, "CPU_SIZES", sizes)
     if capture == "called again":
         monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: EagerGraph)
     tokens, scored, used = decoded(**options)
@@ -78,7 +78,7 @@ def test_rows_up_to_the_next_size_change_nothing(
 
 def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """All sizes, the largest first, from rows of padding."""
-    monkeypatch.setattr(step_graphs, "CPU_SIZES", (2, 4, 8, 16, 32))
+    monkeypatch.setattr(decode_graphs, "CPU_SIZES", (2, 4, 8, 16, 32))
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 7}
     expected, _, used = decoded(**options)
     llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
@@ -140,10 +140,10 @@ def test_the_null_block_holds_numbers_once_all_is_captured(kv_cache_dtype: str) 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_number_of_rows_has_a_size(device: str) -> None:
     for most in (1, 3, 16, 30):
-        sizes = step_graphs.graph_sizes(torch.device(device), most)
+        sizes = decode_graphs.graph_sizes(torch.device(device), most)
         assert list(sizes) == sorted(set(sizes))
         assert sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
-    assert max(step_graphs.graph_sizes(torch.device(device), 10**6)) >= 32
+    assert max(decode_graphs.graph_sizes(torch.device(device), 10**6)) >= 32
 
 
 def test_a_model_whose_steps_differ_is_left_alone() -> None:

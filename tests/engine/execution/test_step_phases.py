@@ -14,9 +14,14 @@ import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
-from llmopt.engine.execution.step_phases import UNTIMED, PhaseTimer
-from llmopt.engine.execution.step_trace import StepRecorder, StepTrace
+from llmopt.engine.execution.step import UNTIMED, PhaseTimer
+from llmopt.engine.execution.step_loop import (
+    DeviceAsyncLoop,
+    SerialLoop,
+    StepRecorder,
+    StepTrace,
+    ThreadedLoop,
+)
 from llmopt.engine.kernels.attention.native_attention import native_attention
 
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "step_profile.py"
@@ -100,7 +105,7 @@ def test_a_hook_is_told_of_each_phase_in_order(speculation: SpeculationConfig | 
 
 def test_what_a_hook_does_belongs_to_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Callable[[], int] = count().__next__
-    monkeypatch.setattr("llmopt.engine.execution.step_phases.time.perf_counter", clock)
+    monkeypatch.setattr("llmopt.engine.execution.step.time.perf_counter", clock)
     told: list[tuple[str, float]] = []
 
     def hook(phase: str, seconds: float) -> None:

@@ -16,13 +16,12 @@ from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.scheduling.block_pool import evict_blocks
 from llmopt.engine.scheduling.decode_schedule import DecodeSchedule
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
-from llmopt.engine.scheduling.request import Request
+from llmopt.engine.scheduling.request import OUTPUT_PLACEHOLDER, Request, TokenView
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.step_plan import ScheduledRow, StepPlan
-from llmopt.engine.scheduling.token_view import OUTPUT_PLACEHOLDER, TokenView
-from llmopt.engine.scheduling.window import evict_blocks
 from llmopt.recipes import MODELS
 
 PROMPTS = [[1] + [7 * i + 3 * j + 5 for i in range(2 + 3 * j)] for j in range(7)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.execution.step_trace import StepRecorder, StepTrace
+from llmopt.engine.execution.step_loop import StepRecorder, StepTrace
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 

@@ -11,7 +11,7 @@ from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.warm_up import warm_up
+from llmopt.engine.execution.start_up import warm_up
 from llmopt.engine.kernels.common.runtime import VARIABLE
 
 from ...support.compilations import recording_compilations

@@ -11,7 +11,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
     prepare_quantized_linear,
 )
-from llmopt.engine.model.parallel.weight_slice import take
+from llmopt.engine.model.layers.parallel import take
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.e8p.codebook import points, residual_points
 from llmopt.quant.e8p.search import RESIDUAL_STEPS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.execution import step_graphs
+from llmopt.engine.execution import decode_graphs
 from llmopt.engine.kernels.attention import dispatch, flashinfer, flashinfer_plans
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
 from llmopt.engine.kernels.attention.paged_attention import (
@@ -189,7 +189,7 @@ def test_greedy_tokens(
     monkeypatch.setattr(dispatch, "_attend_flashinfer", attend)
     candidates = [Candidate("flashinfer", lambda query: None, attend)]
     monkeypatch.setattr(dispatch, "PAGED_ATTENTION", Operation("paged attention", candidates))
-    monkeypatch.setattr(step_graphs, "CPU_SIZES", (1, 2, 4))
+    monkeypatch.setattr(decode_graphs, "CPU_SIZES", (1, 2, 4))
     options |= {"enforce_eager": mode == "eager", "async_scheduling": mode == "async"}
     assert tokens() == expected
     assert set(log.runs) == kinds

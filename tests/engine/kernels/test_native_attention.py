@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
-from llmopt.engine.scheduling.tree import Tree
+from llmopt.engine.scheduling.draft_length import Tree
 from llmopt.quant.native.processor import VARIABLE
 
 from ...support.attention_world import STORED, World, rules

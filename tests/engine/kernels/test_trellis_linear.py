@@ -16,7 +16,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
     prepare_quantized_linear,
 )
-from llmopt.engine.model.parallel.weight_slice import take
+from llmopt.engine.model.layers.parallel import take
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from llmopt.quant.native.processor import VARIABLE

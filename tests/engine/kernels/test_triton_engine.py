@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.execution import graph_setting, step_graphs
+from llmopt.engine.execution import decode_graphs, graph_setting
 from llmopt.engine.kernels.activations.quantized_activations import QuantizedActivations
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.model.layers.projection import Projection
@@ -55,8 +55,8 @@ def test_rows_that_fill_a_graph_change_no_token(
     save_model(tmp_path, "LlamaConfig", {"num_hidden_layers": 1})
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     expected = tokens(tmp_path, enforce_eager=True)
-    monkeypatch.setattr(step_graphs, "CPU_SIZES", (5,))
-    monkeypatch.setattr(step_graphs, "CUDA_SIZES", (5,))
+    monkeypatch.setattr(decode_graphs, "CPU_SIZES", (5,))
+    monkeypatch.setattr(decode_graphs, "CUDA_SIZES", (5,))
     assert tokens(tmp_path) == expected
 
 
@@ -65,7 +65,7 @@ def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     expected = tokens(tmp_path, enforce_eager=True)
-    monkeypatch.setattr(step_graphs, "CPU_SIZES", (3,))
+    monkeypatch.setattr(decode_graphs, "CPU_SIZES", (3,))
     calls: list[int] = []
     replay = graph_setting.EagerGraph.replay
     monkeypatch.setattr(

@@ -15,11 +15,10 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.engine.kernels.common.runtime import VARIABLE
-from llmopt.engine.sampling.counts import TokenCounts
-from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingKernelQuery
-from llmopt.engine.sampling.row import SamplingRow
-from llmopt.engine.sampling.rowwise import RowwiseSampling, filter_mask
-from llmopt.engine.scheduling.token_view import TokenView
+from llmopt.engine.sampling.batched import TokenCounts
+from llmopt.engine.sampling.rowwise import RowwiseSampling, SamplingRow, filter_mask
+from llmopt.engine.sampling.sampler import SAMPLING, SamplingKernel, SamplingKernelQuery
+from llmopt.engine.scheduling.request import TokenView
 
 from ...support.model_families import save_model
 from ...support.triton_world import DEVICE

@@ -15,9 +15,9 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import parse_adapters
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
-from llmopt.engine.model.layers.adapter_slots import SlotMask, SlottedWeights
+from llmopt.engine.model.layers.projection import SlotMask, SlottedWeights
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.model.adapter.cached_tensors import StateTensor, TokenTensor
-from llmopt.engine.model.adapter.measured_cache import measured_cache
+from llmopt.engine.model.adapter.sequential import measured_cache
 from llmopt.engine.model.layers.attention import LayerCache
 from transformers import MambaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from llmopt.engine.model.decoder.families import model_spec
-from llmopt.engine.model.layers.rotary_embedding import RotaryEmbedding
-from llmopt.engine.scheduling.rope_positions import RopePositions
+from llmopt.engine.model.layers.embedding import RotaryEmbedding
+from llmopt.engine.scheduling.request import RopePositions
 from llmopt.quant.base.errors import BadInput
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextRotaryEmbedding
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding

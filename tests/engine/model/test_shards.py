@@ -13,11 +13,10 @@ import pytest
 import torch
 from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.cache.step_inputs import Run, step_inputs
-from llmopt.engine.model.lora.bank import rows_by_adapter
+from llmopt.engine.execution.worker import Channel
+from llmopt.engine.model.layers.lora import rows_by_adapter
+from llmopt.engine.model.layers.parallel import Shard, take
 from llmopt.engine.model.open import CausalModel, open_model
-from llmopt.engine.model.parallel.shard import Shard
-from llmopt.engine.model.parallel.weight_slice import take
-from llmopt.engine.tensor_parallel.channel import Channel
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

@@ -116,7 +116,7 @@ def test_spans_outside_the_prompt_are_refused(folder, spans):
 
 
 def test_beam_search_takes_no_images(folder):
-    from llmopt.engine.beam_search import BeamSearchParams
+    from llmopt.engine.llm import BeamSearchParams
 
     with pytest.raises(BadInput, match="beam search takes no images"):
         llm(folder).beam_search({"prompt": PROMPT, "images": [picture(1)]}, BeamSearchParams(2, 4))

@@ -8,11 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.sampling.logprobs import token_logprobs
-from llmopt.engine.sampling.noise import exponential_noise
-from llmopt.engine.sampling.row import SamplingRow
-from llmopt.engine.sampling.rowwise import filter_mask, penalize
-from llmopt.engine.sampling.sampler import Sampler
+from llmopt.engine.sampling.rowwise import SamplingRow, exponential_noise, filter_mask, penalize
+from llmopt.engine.sampling.sampler import Sampler, token_logprobs
 from llmopt.quant.base.errors import BadInput
 
 

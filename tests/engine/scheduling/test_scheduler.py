@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.scheduling.prefix_cache import CachedBlock, hash_block
-from llmopt.engine.scheduling.scheduling_policy import POLICIES, TOKENS_PER_PLACE
+from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE
 from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from llmopt.engine.scheduling.scheduling_policy import POLICIES
+from llmopt.engine.scheduling.scheduler_config import POLICIES
 from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell

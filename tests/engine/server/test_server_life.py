@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from llmopt.engine.execution.step_phases import StepTimer
-from llmopt.engine.execution.step_result import StepResult
+from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.execution.draft_graphs import replay_head
-from llmopt.engine.execution.step_graphs import StepGraphs
+from llmopt.engine.execution.decode_graphs import StepGraphs
+from llmopt.engine.execution.token_graphs import replay_head
 from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.engine.speculation.proposer import DraftTokens
 

@@ -19,14 +19,18 @@ from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.open import open_model
-from llmopt.engine.sampling.row import SamplingRow
+from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
+from llmopt.engine.scheduling.block_pool import Window
+from llmopt.engine.scheduling.draft_length import Tree
+from llmopt.engine.scheduling.request import TokenView
 from llmopt.engine.scheduling.step_plan import ScheduledRow
-from llmopt.engine.scheduling.token_view import TokenView
-from llmopt.engine.scheduling.tree import Tree
-from llmopt.engine.scheduling.window import Window
-from llmopt.engine.speculation.proposer import DraftTokens, SamplingRowOf, TargetStates
-from llmopt.engine.speculation.tree_expansion import TreeExpansion
+from llmopt.engine.speculation.proposer import (
+    DraftTokens,
+    SamplingRowOf,
+    TargetStates,
+    TreeExpansion,
+)
 from llmopt.quant.open import open_checkpoint
 
 from ...support.heads_world import write_medusa

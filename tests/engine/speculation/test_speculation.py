@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.sampling.row import SamplingRow
+from llmopt.engine.execution.speculative_step import Chain, accepted_tokens
+from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
-from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength
-from llmopt.engine.scheduling.tree import Tree
-from llmopt.engine.speculation.proposer import DraftTokens
-from llmopt.engine.speculation.rejection_sampler import DRAFT_STREAM, Chain, accepted_tokens
+from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength, Tree
+from llmopt.engine.speculation.proposer import DRAFT_STREAM, DraftTokens
 from llmopt.quant.base.errors import BadInput
 
 NGRAM = SpeculationConfig("ngram", num_tokens=6, ngram_min=1)

@@ -14,8 +14,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
-from llmopt.engine.model.parallel.group import Group
-from llmopt.engine.model.parallel.shard import Shard
+from llmopt.engine.model.layers.parallel import Group, Shard
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from llmopt.engine.base.topology import Topology, read_topology
+from llmopt.engine.base.host import Topology, read_topology
+from llmopt.engine.execution import worker
+from llmopt.engine.execution.worker import bind_shard, share_of
 from llmopt.engine.kernels.common.thread_choice import ThreadChoice, choose_by, choose_threads
-from llmopt.engine.tensor_parallel import placement
-from llmopt.engine.tensor_parallel.placement import bind_shard, share_of
 
 from ..base.test_topology import EVERY, server
 
@@ -19,10 +19,10 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The sets of CPUs that the process binds itself to, without being bound."""
     sets: list[set[int]] = []
     monkeypatch.setattr(
-        placement.os, "sched_setaffinity", lambda pid, cpus: sets.append({*cpus}), raising=False
+        worker.os, "sched_setaffinity", lambda pid, cpus: sets.append({*cpus}), raising=False
     )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(placement, "choose_threads", lambda most: ThreadChoice(most - 1))
+    monkeypatch.setattr(worker, "choose_threads", lambda most: ThreadChoice(most - 1))
     return sets
 
 

@@ -121,7 +121,7 @@ def test_a_capture_refused_by_rank_0_leaves_both_eager_and_in_step(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails in its warm-up, half-way through the layers: rank 1 waits for none of its all-reduces."""
-    from llmopt.engine.model.parallel.group import Group
+    from llmopt.engine.model.layers.parallel import Group
 
     reduce, count = Group.all_reduce, [0]
 

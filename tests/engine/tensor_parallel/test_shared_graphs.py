@@ -16,11 +16,11 @@ from llmopt.engine import SamplingParams
 from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.execution import workers
 from llmopt.engine.execution.decode_inputs import DecodeInputs
-from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.engine.kernels.common.runtime import VARIABLE
-from llmopt.engine.tensor_parallel import workers
 
 from ...support.model_families import save_model
 from ...support.triton_world import DEVICE

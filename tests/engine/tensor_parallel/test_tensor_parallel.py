@@ -129,7 +129,7 @@ def test_a_lost_worker_is_one_line_and_leaves_no_process(prompts, capsys):
 DRIVER = """
 import time, torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.tensor_parallel.workers import open_shards
+from llmopt.engine.execution.workers import open_shards
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 config = EngineConfig(tensor_parallel_size=2, num_threads=1)

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.scheduling.stop import StopStrings
-from llmopt.engine.text.completion_text import CompletionText
-from llmopt.engine.text.detokenizer import IncrementalDetokenizer, text_decoder
+from llmopt.engine.scheduling.detokenizer import (
+    CompletionText,
+    IncrementalDetokenizer,
+    StopStrings,
+    text_decoder,
+)
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 

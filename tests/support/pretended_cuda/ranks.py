@@ -12,9 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from llmopt.engine.tensor_parallel import workers
-from llmopt.engine.tensor_parallel.channel import Channel, pack
-from llmopt.engine.tensor_parallel.worker import Loaded, work
+from llmopt.engine.execution import workers
+from llmopt.engine.execution.worker import Channel, Loaded, pack, work
 from torch import distributed
 
 from .card import Card

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.scheduling.detokenizer import CompletionText
 from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
     DEEPSEEK_V3,
@@ -38,7 +39,6 @@ from llmopt.engine.server.parsing.formats import (
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
 from llmopt.engine.server.parsing.source import Source
-from llmopt.engine.text.completion_text import CompletionText
 
 SCHEMAS: dict[str, Any] = {
     "weather": {

@@ -1,1 +1,0 @@
-"""Offline batches: OpenAI's batch files, answered by the server's endpoints in this process."""

@@ -1,0 +1,306 @@
+"""Graph capture and replay of decode steps: CUDA graphs on a GPU, a CPU graph on a CPU.
+
+A step with one token per sequence is the same operations each time, on other values. So it is captured once
+for each batch size, on static input tensors, to which later steps copy their values. A step whose batch size
+was not captured is padded to the next larger one, with rows that write to the null block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache.step_inputs import Run
+from ..kernels.attention.step_plans import StepPlans
+from ..kernels.common.launch import Launch, replay_launches
+from ..kernels.graphs.advance_step import AdvanceCall, native_advance
+from ..kernels.graphs.cpu_graph import CpuGraph, NotCapturable
+from ..kernels.sampling.argmax import argmax_rows
+from ..model.layers.attention import StepInputs
+from ..scheduling.step_plan import DecodeRows
+from .decode_inputs import DecodeInputs, is_plain_decode
+from .graph_setting import Forward, Graph, GraphName, GraphSetting, SteppedModel, succeeds
+
+CPU_SIZES = tuple(range(1, 33))
+"""Batch sizes captured on a CPU: beyond, Python's overhead is a small part of a step."""
+CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""Batch sizes captured on a GPU, close enough that few rows are padding."""
+
+
+class DecodeKind(NamedTuple):
+    """What tells captured decode steps apart; `adapters`: whether rows may have some."""
+
+    size: int
+    sink_length: int = 0
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    adapters: bool = False
+
+
+class StepGraphs:
+    """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
+
+    Args:
+        sizes: batch sizes to capture, ascending; none: every step is eager.
+    """
+
+    def __init__(self, setting: GraphSetting, sizes: Sequence[int]) -> None:
+        self._setting, self._model = setting, setting.model
+        self._sizes = tuple(sizes) if setting.model.is_capturable else ()
+        device = setting.device
+        self._all_early = device.type == "cuda"
+        rows = max(self._sizes, default=0)
+        self._static = DecodeInputs(
+            rows, setting.max_blocks, setting.block_size, device, setting.dtype
+        )
+        self._graphs: dict[DecodeKind, Graph] = {}
+        self._plans: dict[DecodeKind, StepPlans] = {}
+        self._decode_steps: dict[tuple[DecodeKind, bool], DecodeStep] = {}
+        self.gave_up = False
+        """Whether capturing failed, so that every step is eager."""
+
+    @torch.inference_mode()
+    def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
+        """Capture the sizes now, the largest first, whose memory the others reuse.
+
+        On a CPU the largest and powers of two; others at their first use, which takes a step's time or
+        two, where all of them would be a second of every start.
+        """
+
+        def capture() -> None:
+            for place, size in enumerate(reversed(self._sizes)):
+                if self._all_early or place == 0 or size.bit_count() == 1:
+                    for adapters in self._setting.with_and_without_adapters:
+                        self._graph(DecodeKind(size, 0, aux_hidden_state_layers, adapters))
+
+        if not succeeds(capture, "decode steps"):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave every step eager."""
+        self._sizes, self.gave_up = (), True
+        self._graphs.clear()
+        self._plans.clear()
+        self._decode_steps.clear()
+        self._setting.give_up("decode")
+
+    def prepare(self, inputs: StepInputs, adapter_slots: Sequence[int] | None = ()) -> Forward:
+        """Choose a graph and fill its static inputs with a step's values, or leave the step eager.
+
+        `adapter_slots`: of each row, none where no row has an adapter; None: some adapter is in no slot.
+        """
+        group = inputs.batch.decode
+        eager = Forward(partial(self._model.forward, inputs, self._setting.caches), is_replay=False)
+        if inputs.batch.spans or group is None or adapter_slots is None or inputs.scored:
+            return eager
+        if inputs.embedded is not None:
+            return eager  # a chunk of one token, of an image; it may have three positions
+        rows = len(inputs.token_ids)
+        size = self._size_of(rows)
+        if size is None:
+            return eager
+        self._static.fill(inputs, group, rows, size, adapter_slots)
+        aux = inputs.aux_hidden_state_layers
+        kind = DecodeKind(size, group.sink_length, aux, bool(adapter_slots))
+        return self._replay(rows, kind) or eager
+
+    def prepare_decode(
+        self, runs: Sequence[Run], adapter_slots: Sequence[int] = ()
+    ) -> Forward | None:
+        """Fill a captured decode step from its runs, without input tensors; None: it is not captured, or
+        not a plain one. What else `StepInputs` tells is the caller's to know."""
+        size = self._size_of(len(runs)) if self._static.takes_runs else None
+        if size is None or not is_plain_decode(runs):
+            return None
+        self._static.fill_runs(runs, size, adapter_slots)
+        return self._replay(len(runs), DecodeKind(size, adapters=bool(adapter_slots)))
+
+    def prepare_batch(
+        self,
+        rows: DecodeRows,
+        sampled: torch.Tensor | None = None,
+        adapter_slots: Sequence[int] = (),
+    ) -> DecodeForward | None:
+        """Fill a captured decode step, in place where it follows another; None: it is not captured.
+
+        `sampled` are the tokens [rows] of rows with placeholders, on the device.
+        """
+        count = len(rows)
+        size = self._size_of(count)
+        if size is None:
+            return None
+        kind = DecodeKind(size, adapters=bool(adapter_slots))
+        is_whole = size == count and sampled is None and self._static.takes_runs
+        key = kind, rows.batch.takes_largest
+        if is_whole and (step := self._decode_steps.get(key)) is not None:
+            return step.prepare(rows, adapter_slots)
+        # Before a capture, whose torch operations write to the slots that the inputs hold.
+        with torch.inference_mode():
+            self._static.fill_batch(rows, size, sampled, adapter_slots)
+        graph = self.captured(kind)
+        if graph is None:
+            return None
+        if not (is_whole and isinstance(graph, CpuGraph)):
+            return DecodeForward(lambda: self._setting.logits(graph, count))
+        capture: Any = self._setting.capture  # of a CPU, since the graph is
+        step = self._decode_steps[key] = DecodeStep(
+            self._model, graph, self._static, size, capture, takes_largest=key[1]
+        )
+        return step.prepare(rows, adapter_slots)
+
+    def _size_of(self, rows: int) -> int | None:
+        """The smallest size that holds so many rows."""
+        place = bisect_left(self._sizes, rows)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def _replay(self, rows: int, kind: DecodeKind) -> Forward | None:
+        graph = self.captured(kind)
+        if graph is None:
+            return None
+        return Forward(lambda: graph.replay()[:rows], is_replay=True)
+
+    def captured(self, kind: DecodeKind) -> Graph | None:
+        """The graph of a kind, captured now if it was not, and planned for the static inputs; None: capturing
+        it failed, and every step is eager from now on."""
+        if kind not in self._graphs and not succeeds(lambda: self._graph(kind), "decode steps"):
+            self.give_up()
+            return None
+        if plans := self._plans.get(kind):
+            plans.renew(self._static.num_held(kind.size))
+        return self._graphs[kind]
+
+    def capture_padding(self, kind: DecodeKind) -> None:
+        """Capture a graph while the static inputs hold padding."""
+        self._static.clear()
+        self._graph(kind)
+
+    def static(self, kind: DecodeKind) -> DecodeInputs:
+        """The static inputs of the graphs of a kind."""
+        return self._static
+
+    def _graph(self, kind: DecodeKind) -> Graph:
+        """Capture a step on the static inputs."""
+        if not self._setting.in_parallel:  # only rank 0 knows how many tokens sequences have
+            self._plans[kind] = StepPlans(self._static.num_held(kind.size))
+        inputs = partial(self._inputs, kind)
+        graph = self._setting.graph(GraphName("decode", kind), self._static, inputs)
+        self._graphs[kind] = graph
+        return graph
+
+    def _inputs(self, kind: DecodeKind) -> StepInputs:
+        inputs = self._static.step(*kind[:3], self._plans.get(kind))
+        if not kind.adapters:
+            return inputs
+        slots = self._static.adapter_slots[: kind.size]
+        return replace(inputs, adapters=self._setting.slot_mask(slots))
+
+
+def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
+    """Batch sizes to capture on a device, for steps of up to `max_rows`; none where steps are eager."""
+    if device.type == "mps":
+        return ()  # torch records no graphs of Metal
+    sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
+    return sizes[: bisect_left(sizes, max_rows) + 1]
+
+
+class DecodeForward(NamedTuple):
+    """A captured decode step whose inputs are in place.
+
+    Attributes:
+        run: the logits [rows, vocab], valid until the next step, of whatever size.
+        tokens: the argmax of each row once it has run; None: it gives logits alone.
+    """
+
+    run: Callable[[], torch.Tensor]
+    tokens: Iterable[int] | None = None
+
+
+class DecodeStep:
+    """A CPU graph of the layers on `inputs`, with the LM head of its result, captured behind it.
+
+    The logits of all sizes share their memory, as one of them runs at a time.
+    Where both are kernel launches alone, a step is one call of C. One of greedy rows takes its tokens and
+    positions from the step before it, if that was computed here: the host then writes nothing but new blocks.
+
+    Attributes:
+        launches: of its kernels, in order; none where torch has a part in it.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: SteppedModel,
+        graph: CpuGraph,
+        inputs: DecodeInputs,
+        size: int,
+        capture: Callable[[Callable[[], torch.Tensor]], CpuGraph],
+        *,
+        takes_largest: bool,
+    ) -> None:
+        self._inputs, self._size = inputs, size
+        self._advance: AdvanceCall | None = None
+        # Not of the graph's memory, which layers overwrite: the next step reads them.
+        self._tokens = torch.empty(size, dtype=torch.int64) if takes_largest else None
+        self.launches: list[Launch] = []
+        hidden = graph.result
+
+        def call() -> torch.Tensor:
+            # Free at once: memory of the pool that holds the logits of every size, whichever comes first.
+            torch.empty(inputs.most_rows, model.vocab_size)
+            logits = model.logits(hidden)
+            if self._tokens is not None:
+                argmax_rows(logits, self._tokens)
+            return logits
+
+        self._forward = DecodeForward(lambda: model.logits(graph.replay()))
+        try:
+            head = capture(call)
+        except NotCapturable:
+            return
+        if not head.is_native:  # each replay would copy the logits that torch makes
+            return
+        tokens = None
+        if self._tokens is not None:
+            tokens = (ctypes.c_int64 * size).from_address(self._tokens.data_ptr())
+        head.share_result()
+        self._graphs = graph, head  # keep alive what their launches point at
+        self._forward = DecodeForward(self._captured(graph, head), tokens)
+
+    def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> DecodeForward:
+        """The step, with the inputs of `rows` in place."""
+        if self._advance is None:
+            self._inputs.fill_batch(rows, self._size, None, adapter_slots)
+        else:
+            self._advance.follows = self._inputs.follow_batch(rows, self._size, adapter_slots)
+        return self._forward
+
+    def _captured(self, graph: CpuGraph, head: CpuGraph) -> Callable[[], torch.Tensor]:
+        """Runs both; in one call of C, if torch has no part in it."""
+        library = native_advance().library
+        first: list[Launch] = []
+        if self._tokens is not None and library is not None:
+            self._advance = self._inputs.advance_call(self._size, self._tokens)
+            first = [(library.llmopt_advance_step, self._advance)]
+        if not graph.is_native:
+            advance = replay_launches(first)
+
+            def run_in_turn() -> torch.Tensor:
+                advance()
+                graph.replay()
+                return head.replay()
+
+            return run_in_turn
+        logits = head.result
+        self.launches = [*first, *graph.launches, *head.launches]
+        replay = replay_launches(self.launches)
+
+        def run() -> torch.Tensor:
+            replay()
+            return logits
+
+        return run

@@ -1,0 +1,352 @@
+"""Tensor-parallel worker process: holds one shard of the model and executes the calls that rank 0 broadcasts.
+
+Messages go by pipe as pickle; tensors of a GPU follow by NCCL. A worker captures and replays its own graphs
+as rank 0 says. `main` takes its end of the pipe (a file descriptor) and its device from the command line.
+It ends when the other end of the pipe is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...quant.base.errors import BadInput, first_line
+from ...quant.open import open_checkpoint
+from ..base.host import Topology, place, read_topology, thread_limit
+from ..cache.kv_cache import KvCache
+from ..kernels.common.thread_choice import choose_threads
+from ..model.layers.attention import StepInputs
+from ..model.layers.parallel import Group, PeerLost, Shard
+from ..model.open import CausalModel, CheckedShard, open_model
+from ..scheduling.block_pool import Window
+from ..scheduling.step_plan import BlockCopies
+from .decode_graphs import StepGraphs
+from .graph_setting import GraphName, GraphSetting, Replay, capture_on
+from .token_graphs import TokenGraphs
+
+
+class Message(NamedTuple):
+    """A serialized value.
+
+    Attributes:
+        on_device: its tensors on a GPU, contiguous, which follow by broadcasts: the host waits for none.
+    """
+
+    content: bytes
+    on_device: list[torch.Tensor]
+
+
+class Channel:
+    """One end of a pipe for picklable values; received tensors are moved to `device`.
+
+    `broadcast`: takes rank 0's values of a tensor, in place.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        device: torch.device,
+        broadcast: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._connection = connection
+        self._device = device
+        self.broadcast = broadcast
+
+    def send(self, value: object) -> None:
+        """Send a value without tensors on a GPU; raise `OSError` where the other end is closed."""
+        self.send_packed(pack(value).content)
+
+    def send_packed(self, content: bytes) -> None:
+        """`send` of a value that `pack` has serialized."""
+        self._connection.send_bytes(content)
+
+    def receive(self) -> Any:
+        """Wait for a value; raise `EOFError` or `OSError` where the other end is closed."""
+        unpickler = _Unpickler(io.BytesIO(self._connection.recv_bytes()), self._device)
+        value = unpickler.load()
+        for tensor in unpickler.on_device:
+            assert self.broadcast is not None, "tensors on a GPU before the group is connected"
+            self.broadcast(tensor)
+        return value
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def pack(value: object) -> Message:
+    """Serialize a value to a message."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dump(value)
+    return Message(buffer.getvalue(), pickler.on_device)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as raw bytes: torch's own reduction writes a zip archive for each."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.on_device: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: object) -> tuple[str, tuple[int, ...], bytes | None] | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        name, shape = str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
+        if obj.device.type == "cuda":
+            if not obj.numel():
+                return name, shape, b""
+            self.on_device.append(obj.detach().contiguous())
+            return name, shape, None
+        data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return name, shape, data.numpy().tobytes()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+        self.on_device: list[torch.Tensor] = []
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        name, shape, data = pid
+        dtype = getattr(torch, name)
+        if not data:
+            empty = torch.empty(shape, dtype=dtype, device=self._device)
+            if data is None:
+                self.on_device.append(empty)
+            return empty
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(self._device)
+
+
+@cache
+def machine() -> Topology:
+    """The CPUs that this process was started on: read once, before it binds itself to some of them."""
+    return read_topology()
+
+
+def bind_shard(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
+    """Bind the calling thread, and those that it starts, to the shard's NUMA node; the threads of a step.
+
+    They are `num_threads` where the user chose; else the physical cores of the node, or fewer where a
+    process alone measures that these are clearly faster.
+    """
+    placement = place(topology, rank, size)
+    if placement.cpus and (num_threads or 1) <= len(placement.cpus):
+        os.sched_setaffinity(0, placement.cpus)
+    most = share_of(topology, rank, size, num_threads)
+    if num_threads is not None or thread_limit() is not None or size > 1:
+        return most
+    return choose_threads(most).num_threads
+
+
+def share_of(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
+    """The threads of a shard without a measurement and without binding, as beside a GPU."""
+    if num_threads is not None:
+        return num_threads
+    most = place(topology, rank, size).num_threads
+    return min(most, thread_limit() or most)
+
+
+class GraphSizes(NamedTuple):
+    """What the graphs of a model need beside its shard and the cache, as `StepGraphs` and `TokenGraphs` take
+    it; the same on every rank."""
+
+    sizes: tuple[int, ...]
+    token_sizes: tuple[int, ...]
+    max_blocks: int
+
+
+class FollowedGraphs:
+    """The graphs of one rank, on its own shard and cache."""
+
+    def __init__(self, setting: GraphSetting, sizes: GraphSizes, group: Group) -> None:
+        self._model, self._broadcast = setting.model, group.broadcast
+        self._graphs: dict[str, StepGraphs | TokenGraphs] = {
+            "decode": StepGraphs(setting, sizes.sizes),
+            "tokens": TokenGraphs(setting, sizes.token_sizes),
+        }
+
+    @torch.inference_mode()
+    def capture(self, name: GraphName) -> str | None:
+        """Capture a graph; returns why it failed, or None."""
+        try:
+            self._graphs[name.kind].capture_padding(name.key)
+        except PeerLost:
+            raise
+        except Exception as error:  # rank 0 tells of it, and all ranks go on without the graph
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    @torch.inference_mode()
+    def replay(self, step: Replay) -> None:
+        """Replay a graph on the inputs of rank 0."""
+        graphs, key = self._graphs[step.name.kind], step.name.key
+        graphs.static(key).share(step.news, self._broadcast)
+        graph = graphs.captured(key)
+        assert graph is not None, "rank 0 replays what every rank has captured"
+        hidden = graph.replay()
+        if step.num_logits:
+            self._model.logits(hidden[: step.num_logits])
+
+    def give_up(self, kind: str) -> None:
+        """Drop the graphs of a kind."""
+        self._graphs[kind].give_up()
+
+
+def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dtype) -> None:
+    """All-reduce as many numbers as captured steps will: NCCL connects an algorithm when it is first used,
+    which no capture may do. Every rank calls it."""
+    rows = sorted({*sizes.sizes, *sizes.token_sizes})
+    for count in rows:  # the sums of squares of a `ShardedNorm`
+        group.all_reduce(torch.zeros(count, 1, dtype=torch.float32, device=group.device))
+    for count in sorted({1, *(size * (width or 1) for size in rows)}):
+        group.all_reduce(torch.zeros(count, dtype=dtype, device=group.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Parameters with which a worker loads its shard."""
+
+    rank: int
+    size: int
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int | None
+    input_bits: int
+    loras: Mapping[str, Path]
+    stream: Window | None
+    topology: Topology
+    num_threads: int | None
+    max_loras: int | None = None
+    cache_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker's reply after loading: the bytes of its shard, or the error message of its refusal."""
+
+    bytes_held: int = 0
+    bytes_per_step: int = 0
+    refusal: str | None = None
+
+
+def work(channel: Channel) -> None:
+    """Load the shard of the `Setup` message, then execute broadcast calls until the channel is closed."""
+    setup: Setup = channel.receive()
+    choose = bind_shard if setup.device.type == "cpu" else share_of
+    torch.set_num_threads(choose(setup.topology, setup.rank, setup.size, setup.num_threads))
+    group = Group(setup.rank, setup.size, setup.device)
+    try:
+        model, _ = open_model(
+            open_checkpoint(setup.folder),
+            setup.max_model_len,
+            setup.device,
+            setup.dtype,
+            setup.input_bits,
+            setup.loras,
+            Shard(setup.rank, setup.size, group),
+            setup.stream,
+            setup.max_loras,
+            setup.cache_dtype,
+        )
+    except BadInput as error:
+        channel.send(Loaded(refusal=str(error)))
+        return
+    channel.send(Loaded(model.bytes_held, model.bytes_per_step))
+    rendezvous: Path = channel.receive()
+    # The engine process that made the folder may be killed before it removes it.
+    atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
+    group.connect(rendezvous)
+    if isinstance(model, CheckedShard):
+        try:
+            model.check_shards()
+        except BadInput:  # which rank 0 finds too, and reports
+            return
+    channel.broadcast = group.broadcast
+    calls = _Calls(model, setup, group, channel)
+    while True:
+        call, argument = channel.receive()
+        getattr(calls, call)(argument)
+
+
+class _Calls:
+    """The calls that rank 0 broadcasts, by name, on this rank's shard; `cache` is the first."""
+
+    _cache: KvCache
+
+    def __init__(self, model: CausalModel, setup: Setup, group: Group, channel: Channel) -> None:
+        self._model, self._setup, self._group, self._channel = model, setup, group, channel
+        self._graphs: FollowedGraphs | None = None
+
+    def cache(self, sizes: tuple[int, int, torch.dtype, int]) -> None:
+        num_blocks, block_size, dtype, on_host = sizes
+        given = block_size, self._setup.device, dtype, on_host
+        self._graphs = None
+        self._cache = KvCache(self._model.kv_layouts, num_blocks, *given)
+
+    def forward(self, inputs: StepInputs) -> None:
+        self._model.forward(inputs, self._cache.layers)
+
+    def logits(self, hidden: torch.Tensor) -> None:
+        self._model.logits(hidden)
+
+    def graphs(self, sizes: GraphSizes) -> None:
+        device, dtype = self._setup.device, self._setup.dtype
+        cached = self._model, self._cache.layers, self._cache.block_size, sizes.max_blocks
+        capture = capture_on(device, self._group.silent)
+        setting = GraphSetting(*cached, device, dtype, capture, follows=True)
+        self._graphs = FollowedGraphs(setting, sizes, self._group)
+        warm_up(self._group, sizes, self._model.hidden_size, dtype)
+
+    def capture(self, name: GraphName) -> None:
+        assert self._graphs is not None
+        self._channel.send(self._graphs.capture(name))
+
+    def replay(self, step: Replay) -> None:
+        assert self._graphs is not None
+        self._graphs.replay(step)
+
+    def give_up(self, kind: str) -> None:
+        assert self._graphs is not None
+        self._graphs.give_up(kind)
+
+    def load_lora(self, adapter: tuple[str, Path]) -> None:
+        key, folder = adapter
+        assert self._model.lora_bank is not None
+        self._model.lora_bank.attach(key, self._model.lora_bank.read(folder))
+
+    def unload_lora(self, key: str) -> None:
+        assert self._model.lora_bank is not None
+        self._model.lora_bank.detach(key)
+
+    def copy(self, copies: BlockCopies) -> None:
+        self._cache.copy(copies)
+
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_slots(copies)
+
+
+def main() -> None:
+    """Entry point: `work` on the pipe and device of the command line."""
+    device = torch.device(sys.argv[2])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        work(Channel(Connection(int(sys.argv[1])), device))
+    except (EOFError, ConnectionError):  # the engine process closed the pipe, or ended
+        sys.exit(0)
+    except PeerLost:  # rank 0 reports which
+        sys.exit(1)

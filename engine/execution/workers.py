@@ -1,0 +1,220 @@
+"""Tensor-parallel workers, seen from rank 0: spawning, loading, broadcasting calls, shutting down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import Checkpoint
+from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
+from ..config.config import EngineConfig
+from ..model.layers.parallel import Group, PeerLost, Shard
+from ..model.open import CausalModel, CheckedShard, open_model
+from .worker import Channel, GraphSizes, Loaded, Setup, machine, pack, warm_up
+
+GRACE_SECONDS = 5.0
+"""Seconds for a process to exit before it is killed, or to be detected as ended."""
+
+
+class Workers:
+    """Worker processes of ranks 1, 2, …; this process is rank 0.
+
+    Each has a pipe, and ends when the pipe is closed: by `close`, with this object, or with this process.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
+        self._rendezvous_file = Path(self._home.name) / "meeting-point"
+        self.group = Group(0, setup.size, setup.device)
+        self.group.explain = self._explanation
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self.loaded: list[Loaded] = []
+        """Each worker's reply after loading."""
+        self._model: CausalModel | None = None
+        self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
+        for rank in range(1, setup.size):
+            device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
+            engine_end, worker_end = Pipe()
+            call = f"from {__package__}.worker import main; main()"
+            command = [sys.executable, "-c", call, str(worker_end.fileno())]
+            # In a new session, so that Ctrl-C reaches this process only, which then closes the pipe.
+            process = subprocess.Popen(
+                [*command, str(device)],
+                pass_fds=[worker_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            worker_end.close()
+            self.processes.append(process)
+            self._channels.append(Channel(engine_end, torch.device("cpu")))
+            self._send(self._channels[-1:], replace(setup, rank=rank, device=device))
+
+    def wait_until_loaded(self) -> None:
+        """Wait until every worker has loaded its shard, then join the process group.
+
+        Raises:
+            BadInput: a worker cannot load its shard.
+            PeerLost: a worker has ended.
+        """
+        for channel in self._channels:
+            loaded: Loaded = self._receive(channel)
+            if loaded.refusal is not None:
+                raise BadInput(loaded.refusal)
+            self.loaded.append(loaded)
+        self._send(self._channels, self._rendezvous_file)
+        self.group.connect(self._rendezvous_file)
+
+    def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
+        """From now on, broadcast every call of `model` and every copy in `cache` to the workers."""
+        self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
+        self._model = model
+        model.broadcast = cache.broadcast = self.broadcast
+
+    def open_graphs(self, sizes: GraphSizes, dtype: torch.dtype) -> None:
+        """Have the workers make `SharedGraph`s with this rank, on the cache that was attached."""
+        assert self._model is not None
+        self.broadcast("graphs", sizes)
+        warm_up(self.group, sizes, self._model.hidden_size, dtype)
+
+    def replies(self) -> list[str | None]:
+        """Each worker's reply to a capture; see `Ranks`."""
+        return [self._receive(channel) for channel in self._channels]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block, calls of the model are this rank's alone; see `Ranks`."""
+        assert self._model is not None
+        before, self._model.broadcast = self._model.broadcast, None
+        try:
+            yield
+        finally:
+            self._model.broadcast = before
+
+    def broadcast(self, call: str, argument: Any) -> None:
+        """Broadcast a call to all workers; raise `PeerLost` where one has ended."""
+        self._send(self._channels, (call, argument))
+
+    def _send(self, channels: Sequence[Channel], value: object) -> None:
+        content, on_device = pack(value)
+        for channel in channels:
+            try:
+                channel.send_packed(content)
+            except OSError as error:
+                raise PeerLost(self._lost()) from error
+        for tensor in on_device:
+            self.group.broadcast(tensor)
+
+    def _receive(self, channel: Channel) -> Any:
+        try:
+            return channel.receive()
+        except (EOFError, OSError) as error:
+            raise PeerLost(self._lost()) from error
+
+    def _lost(self) -> str:
+        return f"tensor parallel: {self._explanation() or 'a worker has closed its pipe'}"
+
+    def _explanation(self) -> str | None:
+        """Which worker has ended and how, if one ends within `GRACE_SECONDS`."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes, start=1):
+                if (code := process.poll()) is not None:
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    return f"worker {rank} (process {process.pid}) ended with {how}; start again"
+            time.sleep(0.02)
+        return None
+
+
+def open_shards(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> tuple[CausalModel, int, Workers | None]:
+    """Load the model, or rank 0's shard and the workers of the others.
+
+    Returns the model (shard), its `max_model_len` and the workers, None without tensor parallelism.
+
+    Raises:
+        BadInput: as `open_model`, or the model cannot be sharded to `tensor_parallel_size`.
+        PeerLost: a worker ended while loading.
+    """
+    size, folder = config.tensor_parallel_size, checkpoint.path
+    stored = stored_dtype(config, device, dtype)
+    check_stored_dtype(stored, device)  # before kernels are tried with it
+    bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
+
+    def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
+        return open_model(
+            checkpoint,
+            config.max_model_len,
+            device,
+            dtype,
+            bits,
+            config.loras,
+            shard,
+            config.stream,
+            config.max_loras,
+            stored,
+        )
+
+    if size == 1:
+        return *load(), None
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise BadInput(
+            f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    setup = Setup(
+        rank=0,
+        size=size,
+        folder=folder,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.max_model_len,
+        input_bits=bits,
+        loras=config.loras,
+        stream=config.stream,
+        topology=machine(),
+        num_threads=config.num_threads,
+        max_loras=config.max_loras,
+        cache_dtype=stored,
+    )
+    workers = Workers(setup)
+    try:
+        model, longest = load(Shard(0, size, workers.group))
+        workers.wait_until_loaded()
+        if isinstance(model, CheckedShard):
+            model.check_shards()
+    except BaseException:
+        for process in workers.processes:  # still busy with loading
+            process.kill()
+        workers.close()
+        raise
+    return model, longest, workers
+
+
+def _end(
+    processes: list[subprocess.Popen[bytes]],
+    channels: list[Channel],
+    home: tempfile.TemporaryDirectory[str],
+) -> None:
+    for channel in channels:
+        channel.close()
+    for process in processes:
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    home.cleanup()

@@ -1,1 +1,0 @@
-"""Tensor parallelism of a model: sharding rules, weight slices and collectives."""

@@ -1,0 +1,220 @@
+"""Loading of draft heads: their checkpoints, and EAGLE's weights in its authors' or converters' names."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
+from ..model.decoder.decoder import Decoder
+from ..model.decoder.families import model_spec
+from ..model.decoder.loader import LayerLoader
+from ..model.decoder.reader import CheckpointReader
+from ..model.layers.attention import HeadAttention, Rotation
+from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
+from ..model.layers.norm import Norm
+from ..model.layers.projection import Projection
+from ..model.spec.spec import ModelSpec
+from .eagle import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
+
+FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+"""File names of published heads, in order of precedence."""
+
+
+class HeadsCheckpoint(Checkpoint):
+    """A `Checkpoint` of draft heads. They are small: all tensors are read at once.
+
+    Raises:
+        BadInput: a file is missing, cut off, or holds something other than named tensors.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = self.path = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        path = next((p for name in FILES if (p := self.folder / name).is_file()), None)
+        if path is None:
+            raise BadInput(f"{self.folder} has no heads: none of {', '.join(FILES)} is there")
+        self._tensors = _tensors(path)
+        self.shard_of = dict.fromkeys(self._tensors, path.name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        if name not in self._tensors:
+            raise BadInput(f"{self.folder} has no tensor {name!r}")
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self.tensor(name).shape)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path} is cut off or damaged: {reason}") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(x, torch.Tensor) for x in tensors.values()
+    ):
+        raise BadInput(f"{path} does not hold named tensors")
+    return tensors
+
+
+_LAYERS = ("layers.0.", "midlayer.")
+"""Prefixes of the single layer: EAGLE, EAGLE-3."""
+
+
+def load_eagle(
+    checkpoint: HeadsCheckpoint,
+    target: Decoder,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> EagleHead:
+    """Load the EAGLE head of a checkpoint for `target`; `cache_dtype` as for `open_model`.
+
+    Raises:
+        BadInput: a tensor is missing, a size differs from the target's, or the config is no EAGLE head's.
+    """
+    folder, config = checkpoint.folder, checkpoint.config
+    spec = model_spec(config)
+    shape, rope = spec.shape, spec.ropes[0]
+    if "fc.weight" not in checkpoint:
+        raise BadInput(f"{folder}: no EAGLE head: the file has no fc.weight")
+    if shape.num_layers != 1 or shape.latent is not None or shape.experts is not None:
+        raise BadInput(f"{folder}: config.json describes no EAGLE head: it is one dense layer")
+    if rope is None:
+        raise BadInput(f"{folder}: config.json describes no EAGLE head: it has no rotation")
+    is_eagle3 = any(f"{layer}hidden_norm.weight" in checkpoint for layer in _LAYERS)
+    read = shape.hidden_size
+    if is_eagle3:
+        read = config.get("target_hidden_size") or read
+    _agree(folder, "hidden size", read, target.spec.shape.hidden_size)
+    _agree(folder, "vocabulary", shape.vocab_size, target.vocab_size)
+    layer = next((x for x in _LAYERS if f"{x}self_attn.q_proj.weight" in checkpoint), _LAYERS[0])
+    biases = {
+        field: f"{layer}self_attn.{linear}.bias" in checkpoint
+        for field, linear in (("qkv_bias", "q_proj"), ("output_bias", "o_proj"))
+    }
+    spec = replace(spec, shape=replace(shape, **biases))
+    reader = CheckpointReader(checkpoint, device, dtype)
+    loader = LayerLoader(reader, spec, "", dtype, None)
+    load = _eagle3_weights if is_eagle3 else _eagle_weights
+    weights = load(_Source(checkpoint, reader, loader, layer, spec, target, device))
+    reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
+    return EagleHead(spec, rope, weights, target, max_model_len, dtype, cache_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The checkpoint, reader and specs that a head's weights are read with."""
+
+    checkpoint: HeadsCheckpoint
+    reader: CheckpointReader
+    loader: LayerLoader
+    layer: str
+    spec: ModelSpec
+    target: Decoder
+    device: torch.device
+
+    def embedding(self) -> TokenEmbedding:
+        """The head's embedding; the target's where the head has none and the widths agree."""
+        shape, shared = self.spec.shape, self.target.weights.embedding
+        if "embed_tokens.weight" not in self.checkpoint and shared.width == shape.hidden_size:
+            return shared
+        table = self.reader.tensor("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+        return EmbeddingTable(table)
+
+    def fc(self, in_features: int) -> Projection:
+        """The linear `fc` [hidden, in_features]."""
+        bias, out = "fc.bias" in self.checkpoint, self.spec.shape.hidden_size
+        return self.reader.projection(["fc"], in_features, [out], bias=bias)
+
+    def norm(self, name: str) -> Norm:
+        return self.loader.norm(name, self.spec.shape.hidden_size)
+
+    def attention(self, in_features: int) -> HeadAttention:
+        rotation = Rotation(0, self.spec.rotary_interleaved)
+        return self.loader.head_attention(self.layer, 0, rotation, in_features)
+
+
+def _eagle_weights(source: _Source) -> EagleWeights:
+    hidden = source.spec.shape.hidden_size
+    return EagleWeights(
+        embedding=source.embedding(),
+        aux_hidden_state_layers=(),
+        aux_fusion=None,
+        input_fusion=FusedInput(source.fc(2 * hidden)),
+        attention=source.attention(hidden),
+        mlp_norm=source.norm(f"{source.layer}post_attention_layernorm"),
+        mlp=source.loader.block(source.layer, 0),
+        scores=None,
+    )
+
+
+def _eagle3_weights(source: _Source) -> EagleWeights:
+    config, layer, shape = source.checkpoint.config, source.layer, source.spec.shape
+    hidden, read = shape.hidden_size, source.target.spec.shape.hidden_size
+    count = source.target.spec.shape.num_layers
+    aux_hidden_state_layers = config.get("eagle_aux_hidden_state_layer_ids") or (
+        2,
+        count // 2,
+        count - 3,
+    )
+    if not all(
+        isinstance(aux_layer, int) and 0 <= aux_layer < count
+        for aux_layer in aux_hidden_state_layers
+    ):
+        raise BadInput(
+            f"{source.checkpoint.folder}: auxiliary hidden states of the layers "
+            f"{list(aux_hidden_state_layers)}; the model has {count}"
+        )
+    draft_vocab_size = config.get("draft_vocab_size") or shape.vocab_size
+    token_ids = None
+    if "d2t" in source.checkpoint:
+        offsets = source.reader.numbers("d2t", draft_vocab_size)
+        token_ids = torch.arange(draft_vocab_size, device=source.device) + offsets
+        if not bool(((token_ids >= 0) & (token_ids < shape.vocab_size)).all()):
+            raise BadInput(
+                f"{source.checkpoint.folder}: d2t maps to token ids outside the vocabulary"
+            )
+    elif draft_vocab_size != shape.vocab_size:
+        raise BadInput(
+            f"{source.checkpoint.folder}: a draft vocabulary of {draft_vocab_size} tokens, "
+            "and no d2t that maps it"
+        )
+    return EagleWeights(
+        embedding=source.embedding(),
+        aux_hidden_state_layers=tuple(aux_hidden_state_layers),
+        aux_fusion=source.fc(len(aux_hidden_state_layers) * read),
+        input_fusion=ConcatenatedInput(
+            source.norm(f"{layer}input_layernorm"),
+            source.norm(f"{layer}hidden_norm"),
+            bool(config.get("norm_before_residual", False)),
+        ),
+        attention=source.attention(2 * hidden),
+        mlp_norm=source.norm(f"{layer}post_attention_layernorm"),
+        mlp=source.loader.block(layer, 0),
+        scores=DraftVocabularyHead(
+            source.norm("norm"),
+            source.reader.projection(["lm_head"], hidden, [draft_vocab_size], bias=False),
+            token_ids,
+            shape.vocab_size,
+        ),
+    )
+
+
+def _agree(folder: Path, what: str, actual: int, expected: int) -> None:
+    if actual != expected:
+        raise BadInput(f"{folder}: a head for a {what} of {actual}; the model's is {expected}")
