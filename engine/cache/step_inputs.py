@@ -20,7 +20,7 @@ from ..kernels.attention.paged_attention import (
 from ..model.layers.attention import StepInputs
 from ..model.layers.embedding import EmbeddedRows
 from ..model.layers.state import StateBatch
-from ..multimodal.encoder_cache import EncoderCache
+from ..multimodal.encoder import EncoderCache
 from ..scheduling.block_pool import NULL_BLOCK, evicted_places
 from ..scheduling.draft_length import Tree
 from ..scheduling.request import NULL_SLOT, Axes, RopePositions
