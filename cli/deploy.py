@@ -14,8 +14,7 @@ from .options.groups import values_of, with_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..engine.deploy.choices import Choices
-    from ..engine.deploy.deployment import Deployment
+    from ..engine.deploy.deployment import DeployChoices, Deployment
     from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan.plan import Plan
 
@@ -55,13 +54,13 @@ def deploy(
         _show(deployment, folder, files)
 
 
-def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) -> Choices:
-    from ..engine.deploy.choices import Choices
+def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) -> DeployChoices:
+    from ..engine.deploy.deployment import DeployChoices
 
     short = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
     name = cluster.name or short[:53].strip("-")
     chosen = {**values_of(cluster), "name": name}
-    return Choices(model=model, engine=planned.engine, **chosen)
+    return DeployChoices(model=model, engine=planned.engine, **chosen)
 
 
 def _plan(model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None) -> Plan:

@@ -41,7 +41,7 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
     import shlex
     from pathlib import Path
 
-    from ..engine.deploy.engines import server_command
+    from ..engine.deploy.engine_commands import server_command
     from ..quant.models import bundled_models, resolve_model, short_name
     from .output.console import people
 

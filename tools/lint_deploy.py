@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from llmopt.engine.deploy.choices import Choices
-from llmopt.engine.deploy.deploy_files import deploy_files
-from llmopt.engine.deploy.deployment import deployment_for
-from llmopt.engine.deploy.systemd import PROGRAM
+from llmopt.engine.deploy.deploy_files import PROGRAM, deploy_files
+from llmopt.engine.deploy.deployment import DeployChoices, deployment_for
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +64,7 @@ def write_deployments(folder: Path) -> None:
             gpus=("l4",),
             engine="llmopt" if engine == "llmopt" else "vllm",
         )
-        choices = Choices("org/model", NAME, engine=engine, image=image)
+        choices = DeployChoices("org/model", NAME, engine=engine, image=image)
         for path, text in deploy_files(deployment_for(choices, plan_for(request))).items():
             (folder / engine / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / engine / path).write_text(text)

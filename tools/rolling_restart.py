@@ -29,8 +29,8 @@ from typing import Any
 
 import aiohttp
 from llmopt.bench.machine.environment import machine_name
+from llmopt.engine.deploy.deploy_files import haproxy_config
 from llmopt.engine.deploy.deployment import STEP_ASIDE_SECONDS
-from llmopt.engine.deploy.proxy import haproxy_config
 from prometheus_client.parser import text_string_to_metric_families
 from soak_clients import STARTS, judge_stream, judge_whole
 

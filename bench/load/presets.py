@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.deploy.sglang_command import SGLANG
-from ...engine.deploy.translation import ServerCommand
-from ...engine.deploy.trtllm_command import TRTLLM
+from ...engine.deploy.engine_commands import SGLANG, TRTLLM, ServerCommand
 from ...quant.base.errors import BadInput
 
 HOST = "127.0.0.1"

@@ -1,41 +1,256 @@
-"""The files of a deployment, as text."""
+"""The files of a deployment: templates in `templates/`, rendered with a `Deployment`.
+
+A template lies where its file does. YAML is rendered, read and written again, so that comments stay with the
+templates and every value is quoted as it must be. Jinja's delimiters are [[ ]] and [% %]: Prometheus and
+Grafana have the usual ones.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution, version
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from . import compose
-from .deployment import Deployment
-from .dockerfiles import docker_files
-from .kubernetes import manifests, prometheus_adapter_values
-from .rules import rules
-from .systemd import systemd_files
+from .deployment import GIB, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, Deployment
+from .served_engine import PORT
+
+TEMPLATES = Path(__file__).with_name("templates")
+DASHBOARD = TEMPLATES / "compose/dashboard.json"
+QUEUE_METRIC = "llm_requests_waiting"
+"""Name of the custom metric of waiting requests, from the Prometheus adapter to the autoscaler."""
+USER_ID = 10001
+"""User of llmopt's own images, which is not root."""
+CACHE_FOLDER = "/var/cache/llmopt"
+"""Kernels are compiled into it for the processor that a container meets, once."""
+PROGRAM = "/opt/llmopt/bin/llmopt"
+PORTS = (8001, 8002)
+"""Instances of the systemd unit behind the proxy; a restart of both after each other is a rolling one."""
+WATCHDOG_SECONDS = 180
+"""More than the 120 s that a step may take, and the half of itself after which it is fed."""
+CHECK_SECONDS = 1
+FAILED_CHECKS = 2
+PASSED_CHECKS = 1
+CHECK_TIMEOUT_SECONDS = 10
+"""Without it a check has as long as their interval, and a server that is merely busy would be taken away."""
+
+_MANIFESTS = ("deployment", "service", "cache", "disruption-budget")
+_WATCHED_MANIFESTS = ("autoscaler", "service-monitor", "rules")
+_WATCHERS = ("prometheus", "rules", "grafana-source", "grafana-boards")
+_PANEL_METRIC = re.compile(r"\bllmopt_(\w+)")
+_RULE_METRIC = re.compile(r"\bm\.(\w+)")
+_RECORD = re.compile(r"\bjob_model:\w+:\w+")
 
 
 def deploy_files(deployment: Deployment) -> dict[str, str]:
-    """Contents by path. Those in `kubernetes/` are for `kubectl apply`."""
-    kubernetes = {f"kubernetes/{name}": text for name, text in manifests(deployment).items()}
-    files = {
-        **{path: _yaml(manifest) for path, manifest in kubernetes.items()},
-        "compose/compose.yaml": _yaml(compose.compose(deployment)),
-    }
-    if deployment.served.has_metrics:
-        files |= {
-            "prometheus-adapter-values.yaml": _yaml(prometheus_adapter_values(deployment)),
-            "compose/prometheus.yml": _yaml(compose.prometheus(deployment)),
-            "compose/rules.yml": _yaml(rules(deployment)),
-            "compose/grafana-source.yml": _yaml(compose.grafana_source()),
-            "compose/grafana-boards.yml": _yaml(compose.grafana_boards()),
-            "compose/dashboard.json": json.dumps(compose.dashboard(deployment), indent=1) + "\n",
-        }
-    if deployment.choices.engine == "llmopt":
-        files |= {f"docker/{name}": text for name, text in docker_files(deployment).items()}
-        files |= {f"systemd/{name}": text for name, text in systemd_files(deployment).items()}
+    """Contents by path. Those in `kubernetes/` are for `kubectl apply`.
+
+    Manifests and services that need the engine's metrics are there where it has them, images and units where
+    it is llmopt.
+    """
+    has_metrics, name = deployment.served.has_metrics, deployment.choices.name
+    manifests = [*_MANIFESTS, *(_WATCHED_MANIFESTS if has_metrics else ())]
+    paths = [*(f"kubernetes/{each}.yaml" for each in manifests), "compose/compose.yaml"]
+    if has_metrics:
+        paths += ["prometheus-adapter-values.yaml", *(f"compose/{each}.yml" for each in _WATCHERS)]
+    files = {path: _yaml(_document(path, deployment)) for path in paths}
+    if has_metrics:
+        files["compose/dashboard.json"] = json.dumps(dashboard(deployment), indent=1) + "\n"
+    if deployment.choices.engine != "llmopt":
+        return files
+    pins = pinned_requirements("llmopt")
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    for device in ("cpu", "cuda"):
+        image = {"on_gpus": device == "cuda", "torch": torch}
+        files[f"docker/Dockerfile.{device}"] = _render("docker/Dockerfile", deployment, **image)
+    files["docker/constraints.txt"] = _render("docker/constraints.txt", deployment, pins=pins)
+    files["docker/.dockerignore"] = _render("docker/dockerignore", deployment)
+    files[f"systemd/{name}@.service"] = _render("systemd/unit.service", deployment)
+    servers = {f"{name}-{port}": f"127.0.0.1:{port}" for port in PORTS}
+    ready_path = deployment.served.ready_path
+    files["systemd/haproxy.cfg"] = haproxy_config(
+        f"127.0.0.1:{PORT}", servers, ready_path=ready_path
+    )
     return files
+
+
+def rules(deployment: Deployment) -> dict[str, Any]:
+    """Prometheus' rule file in the names of the engine's metrics, without rules whose metric it has not.
+
+    An alert on a rule that was left out is left out too.
+    """
+    document = yaml.safe_load(_render("compose/rules.yml", deployment))
+    recorded, alerts = document["groups"]
+    recorded["rules"] = _in_names(deployment, recorded["rules"])
+    records = {rule["record"] for rule in recorded["rules"]}
+    alerts["rules"] = [
+        rule
+        for rule in _in_names(deployment, alerts["rules"])
+        if records.issuperset(_RECORD.findall(rule["expr"]))
+    ]
+    return document
+
+
+def dashboard(deployment: Deployment) -> dict[str, Any]:
+    """The Grafana dashboard in the engine's names, without panels of metrics that it lacks."""
+    text = DASHBOARD.read_text(encoding="utf-8")
+    metric = deployment.served.metric
+    if deployment.choices.engine != "llmopt":
+        text = text.replace("label_values(llmopt_ready", "label_values(llmopt_num_requests_running")
+    board = json.loads(text)
+    board["panels"] = [
+        panel
+        for panel in board["panels"]
+        if all(metric(name) for name in _PANEL_METRIC.findall(json.dumps(panel)))
+    ]
+    return json.loads(_PANEL_METRIC.sub(lambda match: str(metric(match[1])), json.dumps(board)))
+
+
+def haproxy_config(
+    address: str, servers: Mapping[str, str], *, ready_path: str = "/ready", timeout: str = "1h"
+) -> str:
+    """The configuration of a proxy at `address` before servers, addresses by name.
+
+    A server whose `/ready` is not 200 gets no new request, and keeps those that it has. A request is sent
+    again only where the connection was refused: nothing of it has been seen then.
+
+    Args:
+        timeout: silence of a request that is being answered, such as the wait for the first token.
+    """
+    values = {"address": address, "servers": servers, "ready_path": ready_path, "timeout": timeout}
+    return _ENVIRONMENT.get_template("systemd/haproxy.cfg.jinja").render(values)
+
+
+def pinned_requirements(name: str) -> list[str]:
+    """`name==version` of everything that a distribution requires here, extras left out, sorted.
+
+    Of a build such as 2.13.0+cpu the release alone is pinned: a constraint without a build fits each. What is
+    not installed here, such as the CUDA libraries of another build, is not pinned.
+    """
+    versions: dict[str, str] = {}
+    _collect(name, (), versions)
+    versions.pop(canonicalize_name(name), None)
+    return [f"{each}=={held}" for each, held in sorted(versions.items())]
+
+
+def _collect(name: str, extras: tuple[str, ...], versions: dict[str, str]) -> None:
+    try:
+        held = distribution(name)
+    except PackageNotFoundError:
+        return
+    key = canonicalize_name(name)
+    if key in versions and not extras:
+        return
+    versions[key] = Version(held.version).public
+    for requirement in map(Requirement, held.requires or ()):
+        marker = requirement.marker
+        applies = marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
+        if applies and canonicalize_name(requirement.name) not in versions:
+            _collect(requirement.name, tuple(requirement.extras), versions)
+
+
+def _document(path: str, deployment: Deployment) -> dict[str, Any]:
+    if path == "compose/rules.yml":
+        return rules(deployment)
+    return yaml.safe_load(_render(path, deployment))
+
+
+def _render(path: str, deployment: Deployment, **values: Any) -> str:
+    choices, served = deployment.choices, deployment.served
+    return _ENVIRONMENT.get_template(f"{path}.jinja").render(
+        deployment=deployment,
+        choices=choices,
+        served=served,
+        is_ours=choices.engine == "llmopt",
+        # Of Prometheus, by a server whose `/metrics` wants the clients' key.
+        asks_key_of_metrics=bool(choices.key_secret and served.metrics_need_key),
+        **values,
+    )
 
 
 def _yaml(content: dict[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, width=100)
+
+
+def _in_names(deployment: Deployment, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rules with `m.name` replaced by the engine's metric, without those whose metric it has not."""
+    metric, renamed = deployment.served.metric, []
+    for rule in held:
+        names = {name: metric(name) for name in _RULE_METRIC.findall(rule["expr"])}
+        if None not in names.values():
+            expression = _RULE_METRIC.sub(lambda m, names=names: str(names[m[1]]), rule["expr"])
+            renamed.append({**rule, "expr": expression})
+    return renamed
+
+
+def _unit_command(deployment: Deployment) -> str:
+    """The container's command on the loopback and the instance's port, with time for the proxy."""
+    words = [PROGRAM, *deployment.command[1:]]
+    words[words.index("--host") + 1] = "127.0.0.1"
+    quoted = [_unit_word(word) for word in words]
+    quoted[words.index("--port") + 1] = "%i"
+    return " ".join([*quoted, "--shutdown-delay", str(STEP_ASIDE_SECONDS)])
+
+
+def _unit_word(word: str) -> str:
+    """A word of `ExecStart=`, in which % $ and quotes mean something."""
+    text = _unit_text(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{text}"' if any(letter in word for letter in " \t;'\"\\") or not word else text
+
+
+def _unit_text(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        block_start_string="[%",
+        block_end_string="%]",
+        variable_start_string="[[",
+        variable_end_string="]]",
+        comment_start_string="[#",
+        comment_end_string="#]",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=False,
+        loader=FileSystemLoader(TEMPLATES),
+    )
+    environment.filters |= {
+        "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # JSON is YAML
+        "json": json.dumps,
+        "ceil": ceil,
+        "gib": lambda num_bytes: f"{ceil(num_bytes / GIB)}Gi",
+        "unit_text": _unit_text,
+    }
+    environment.globals |= {
+        "rules": rules,
+        "version": version,
+        "unit_command": _unit_command,
+        "PORT": PORT,
+        "SHARED_MEMORY_BYTES": SHARED_MEMORY_BYTES,
+        "STEP_ASIDE_SECONDS": STEP_ASIDE_SECONDS,
+        "QUEUE_METRIC": QUEUE_METRIC,
+        "USER_ID": USER_ID,
+        "CACHE_FOLDER": CACHE_FOLDER,
+        "PORTS": PORTS,
+        "WATCHDOG_SECONDS": WATCHDOG_SECONDS,
+        "CHECK_SECONDS": CHECK_SECONDS,
+        "FAILED_CHECKS": FAILED_CHECKS,
+        "PASSED_CHECKS": PASSED_CHECKS,
+        "CHECK_TIMEOUT_SECONDS": CHECK_TIMEOUT_SECONDS,
+    }
+    return environment
+
+
+_ENVIRONMENT = _environment()

@@ -1,17 +1,77 @@
-"""Deployment parameters of a plan: devices, memory, startup time, and the server's command line."""
+"""A deployment: a user's choices, and the devices, memory, startup time and command line of a plan."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from ...quant.base.errors import BadInput
+from ..planner.memory.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan.plan import DevicePlan, Plan
-from .choices import Choices
-from .container_command import container_command
-from .served_engine import ServedEngine, served_engine
+from .engine_commands import shown
+from .served_engine import PORT, ServedEngine, served_engine
 from .stored_quantization import StoredQuantization, quantization_words
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class DeployChoices:
+    """User choices; the rest follows from the plan.
+
+    Attributes:
+        model: that the pods load, a hub id or a path in the image.
+        key_secret: Kubernetes secret whose entry `api-key` is the API key; None: no API key.
+        replicas, max_replicas: minimum and maximum number.
+        queue_target: waiting requests per replica above which the autoscaler adds replicas.
+        max_surge: replicas that a rollout starts before it stops an old one; with 0 it stops one first.
+        drain_seconds: that requests in flight have to finish when a pod is stopped.
+        ttft_target: seconds; an alert tells when the 99th percentile of the time to first token is above.
+    """
+
+    model: str
+    name: str
+    engine: str = "vllm"
+    image: str | None = None
+    namespace: str = "default"
+    key_secret: str | None = None
+    replicas: int = 1
+    max_replicas: int = 4
+    queue_target: int = 4
+    gpus_per_node: int = 8
+    max_surge: int = 1
+    drain_seconds: int = 300
+    ttft_target: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in (self.name, self.namespace):
+            if not _NAME.fullmatch(name):
+                raise BadInput(f"{name!r} is no name for Kubernetes: small letters, digits and -")
+        served = served_engine(self.engine)
+        if self.image is None and served.image is None:
+            raise BadInput(
+                f"--engine {self.engine}: give the --image that {served.title} is installed in"
+            )
+        if self.key_secret is not None and served.key_variable is None:
+            raise BadInput(
+                f"--api-key-secret: {served.title} reads no key from its environment; put a proxy before it"
+            )
+        if not 1 <= self.replicas <= self.max_replicas:
+            raise BadInput(
+                f"--replicas {self.replicas}, --max-replicas {self.max_replicas}: at least 1, and no "
+                "more than the most"
+            )
+        if self.queue_target < 1:
+            raise BadInput(f"--queue-target {self.queue_target}: at least 1")
+        if self.max_surge < 0:
+            raise BadInput(f"--max-surge {self.max_surge}: at least 0")
+        if self.drain_seconds < 1:
+            raise BadInput(f"--drain-seconds {self.drain_seconds}: at least 1")
+        if not self.ttft_target > 0:
+            raise BadInput(f"--ttft-target {self.ttft_target:g}: seconds above 0")
+
 
 GIB = 1 << 30
 STEP_ASIDE_SECONDS = 5
@@ -29,7 +89,7 @@ LOADING_BYTES_PER_SECOND = 100e6
 class Deployment:
     """Parameters of the manifests, in bytes and seconds, and the command line."""
 
-    choices: Choices
+    choices: DeployChoices
     image: str
     command: Sequence[str]
     gpus: int
@@ -51,7 +111,7 @@ class Deployment:
 
 
 def deployment_for(
-    choices: Choices, plan: Plan, stored: StoredQuantization | None = None
+    choices: DeployChoices, plan: Plan, stored: StoredQuantization | None = None
 ) -> Deployment:
     """The deployment of the plan's workload on its first device, of a checkpoint quantized as `stored`.
 
@@ -104,7 +164,50 @@ def deployment_for(
     )
 
 
-def _notes(choices: Choices, stored: StoredQuantization | None) -> Iterator[str]:
+def container_command(
+    choices: DeployChoices,
+    plan: Plan,
+    device_plan: DevicePlan,
+    stored: StoredQuantization | None,
+) -> Sequence[str]:
+    """The command line of the engine's server in a container, as the plan has sized it.
+
+    Raises:
+        BadInput: the engine has nothing for a choice of the plan.
+    """
+    asked: dict[str, object] = {
+        "host": "0.0.0.0",
+        "port": PORT,
+        "drain_seconds": choices.drain_seconds,
+        "max_model_len": plan.workload.context,
+        "max_num_seqs": max(plan.workload.sequences, 1),
+    }
+    deployment, served = device_plan.deployment, served_engine(choices.engine)
+    if deployment.tp > 1:
+        asked["tensor_parallel_size"] = deployment.tp
+    utilization = device_plan.reserve.utilization
+    if served.command is None:
+        if deployment.pp > 1:
+            raise BadInput("--pp: our engine has no pipeline stages; --engine vllm has")
+        words = ["llmopt", "serve-local", choices.model]
+        for name, value in asked.items():
+            words += [shown(name), str(value)]
+        is_sized = device_plan.device.kind == "cuda" and utilization != DEFAULT_UTILIZATION
+    else:
+        if deployment.pp > 1:
+            asked["pipeline_parallel_size"] = deployment.pp
+        if "drain_seconds" not in served.command.table:
+            del asked["drain_seconds"]
+        words = [*served.command.command(choices.model, asked), *served.words]
+        is_sized = served.name == "vllm"
+    words += served.cache_words(plan.workload.kv_dtype, stored)
+    if is_sized:
+        share = str(utilization) if served.command is None else f"{utilization:g}"
+        words += ["--gpu-memory-utilization", share]
+    return words
+
+
+def _notes(choices: DeployChoices, stored: StoredQuantization | None) -> Iterator[str]:
     if stored is not None:
         cache = f", KV cache {stored.kv_dtype}" if stored.kv_dtype else ""
         yield f"the checkpoint is in {stored.label}{cache}"

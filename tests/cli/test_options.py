@@ -22,7 +22,7 @@ from llmopt.engine.config.compatibility import FEATURES
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.option import Option, options_of
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.deploy.vllm_command import VLLM
+from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.quant.base.errors import BadInput
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import yaml
-from llmopt.engine.deploy.choices import Choices
 from llmopt.engine.deploy.deploy_files import deploy_files
-from llmopt.engine.deploy.deployment import Deployment, deployment_for
+from llmopt.engine.deploy.deployment import DeployChoices, Deployment, deployment_for
 from llmopt.engine.deploy.stored_quantization import StoredQuantization
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 
@@ -23,7 +22,7 @@ def deployment(
     chosen = {"model": "org/model", "name": "big-model", "key_secret": "llm-key", **choices}
     engine = "llmopt" if chosen.get("engine") == "llmopt" else "vllm"
     plan = plan_for(PlanRequest(**{**asked, "engine": engine, **(ask or {})}))
-    return deployment_for(Choices(**chosen), plan, stored)
+    return deployment_for(DeployChoices(**chosen), plan, stored)
 
 
 def small(**choices: Any) -> Deployment:

@@ -10,9 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.deploy.compose import dashboard
-from llmopt.engine.deploy.kubernetes import QUEUE_METRIC
-from llmopt.engine.deploy.vllm_command import VLLM
+from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
+from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.load.presets import PRESETS
-from llmopt.engine.deploy.engines import ENGINES, server_command
-from llmopt.engine.deploy.translation import ServerCommand
+from llmopt.engine.deploy.engine_commands import ENGINES, ServerCommand, server_command
 from llmopt.quant.base.errors import BadInput
 
 from ...support.cli_process import run_llmopt

@@ -10,12 +10,15 @@ from importlib.metadata import version
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.deploy.deploy_files import deploy_files
+from llmopt.engine.deploy.deploy_files import (
+    CHECK_SECONDS,
+    FAILED_CHECKS,
+    PORTS,
+    USER_ID,
+    deploy_files,
+    pinned_requirements,
+)
 from llmopt.engine.deploy.deployment import STEP_ASIDE_SECONDS
-from llmopt.engine.deploy.dockerfiles import USER_ID
-from llmopt.engine.deploy.pinned import pinned_requirements
-from llmopt.engine.deploy.proxy import CHECK_SECONDS, FAILED_CHECKS
-from llmopt.engine.deploy.systemd import PORTS
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.deployments import OURS, deployment, small

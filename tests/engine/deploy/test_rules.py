@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from llmopt.engine.deploy.rules import rules
+from llmopt.engine.deploy.deploy_files import rules
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...support.deployments import OTHERS, OURS, documents, small

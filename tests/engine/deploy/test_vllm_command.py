@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.deploy.vllm_command import VLLM
+from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.quant.base.errors import BadInput
 
 OPTIONS = Path(__file__).with_name(f"vllm-{VLLM.version}-options.txt").read_text().split()

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.deploy import compose
+from llmopt.engine.deploy.deploy_files import DASHBOARD
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -223,7 +222,7 @@ def test_the_text_passes_prometheus_lint(small: RunningServer) -> None:
 
 def test_every_name_of_the_dashboard_is_exported(small: RunningServer) -> None:
     exported = set(samples(scrape(small)))
-    path = Path(compose.__file__).with_name("grafana.json")
+    path = DASHBOARD
     board = json.loads(path.read_text(encoding="utf-8"))
     asked: set[str] = set()
     for panel in board["panels"]:

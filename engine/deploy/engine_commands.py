@@ -1,0 +1,394 @@
+"""Command lines of the other engines' servers: one table of what each calls an option of `serve-local`.
+
+`serve-local --engine`, `deploy --engine` and `bench --serve` know these servers. Notes on the columns:
+
+* vLLM: its API key goes into `VLLM_API_KEY`, not on the command line.
+* SGLang: its `--mem-fraction-static` leaves activations out, so `--gpu-memory-utilization` has no
+  counterpart. It takes an API key on its command line alone, where every user of the machine can read it:
+  none is passed.
+* TensorRT-LLM: its options are click's, with underscores. What it has only in a YAML file (`--config`: the KV
+  cache's dtype, speculation, CUDA graphs) is refused; a checkpoint of ModelOpt or compressed-tensors says its
+  own dtypes. It caches prefixes, checks no API key, and gives the KV cache a share of what is free after
+  loading, where `--gpu-memory-utilization` is a share of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ..base.units import parse_bytes, parse_size
+from ..config.adapters import parse_adapters, servable_settings
+
+Words = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The words for each value that the engine has."""
+
+    words: Mapping[str, Words]
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """An option of which the engine always does one thing."""
+
+    value: object
+
+
+Translation = str | OneOf | Always | Callable[[Any], Words]
+"""The name of an option that takes the same value, or how its words are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """Another engine's server, and what its options are for those of `serve-local`.
+
+    Attributes:
+        name: as `--engine` takes it.
+        title: for people.
+        version: whose options are named; tests hold each of them against a list of that version.
+        program: the executable.
+        words: its arguments before the model.
+        install: how to install it.
+        table: the translation of each option, by its name in Python.
+        defaults: llmopt's defaults that differ from the engine's, and are passed.
+        together: options that are translated at once.
+        combined: the words for those of `together` that are given.
+        key_variable: the environment variable that holds the API key; None: it takes none from there.
+    """
+
+    name: str
+    title: str
+    version: str
+    program: str
+    words: Words
+    install: str
+    table: Mapping[str, Translation]
+    defaults: Mapping[str, Any]
+    together: Words = ()
+    combined: Callable[[Mapping[str, Any]], Words] = lambda _: ()
+    key_variable: str | None = None
+
+    def command(self, model: str, asked: Mapping[str, Any]) -> list[str]:
+        """The command line for `model` and the options of `serve-local` in `asked`, by their names in Python.
+
+        Raises:
+            BadInput: the engine has no equivalent of an option or its value.
+        """
+        unknown = [name for name in asked if name not in self.table and name not in self.together]
+        if unknown:
+            listed = ", ".join(shown(name) for name in unknown)
+            raise BadInput(
+                f"{listed}: {self.title}'s server has nothing that means the same; leave it out"
+            )
+        everything = {**self.defaults, **asked}
+        words = [
+            word
+            for name, value in everything.items()
+            if name in self.table
+            for word in self._translated(name, value)
+        ]
+        return [self.program, *self.words, model, *words, *self.combined(asked)]
+
+    def find(self) -> str:
+        """The executable beside this Python, or on the PATH.
+
+        Raises:
+            BadInput: there is none.
+        """
+        beside = str(Path(sys.executable).parent)
+        if path := shutil.which(self.program, path=beside) or shutil.which(self.program):
+            return path
+        raise BadInput(
+            f"--engine {self.name}: there is no program `{self.program}` here: {self.install}"
+        )
+
+    def _translated(self, name: str, value: Any) -> Words:
+        match self.table[name]:
+            case str(option):
+                return [option, str(value)]
+            case OneOf(words):
+                if value not in words:
+                    raise BadInput(f"{shown(name)} {value}: {self.title} has {', '.join(words)}")
+                return words[value]
+            case Always(meant):
+                if value != meant:
+                    raise BadInput(
+                        f"{shown(name)} {value}: {self.title}'s server always has {meant}"
+                    )
+                return []
+            case translate:
+                return translate(value)
+
+
+def shown(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-").removesuffix("-option")
+
+
+def flag(option: str) -> Translation:
+    """A flag that is passed where the value is true."""
+    return lambda value: [option] if value else []
+
+
+def unless(option: str) -> Translation:
+    """A flag that is passed where the value is false."""
+    return lambda value: [] if value else [option]
+
+
+def switch(option: str) -> Translation:
+    """A switch that is passed as on or off, because the engine's default may differ."""
+    return lambda value: [f"--{option}" if value else f"--no-{option}"]
+
+
+def renamed(option: str, values: Mapping[str, str]) -> OneOf:
+    """An option whose values the engine calls otherwise."""
+    return OneOf({ours: (option, theirs) for ours, theirs in values.items()})
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `--max-lora-rank`."""
+
+
+def _vllm_loras(words: Sequence[str]) -> Words:
+    adapters = parse_adapters(words)
+    largest = max(servable_settings(folder).rank for folder in adapters.values())
+    rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
+    if rank is None:
+        raise BadInput(f"--lora: an adapter has rank {largest}, vLLM takes up to {LORA_RANKS[-1]}")
+    named = _named(adapters)
+    limits = ["--max-loras", str(len(named)), "--max-lora-rank", str(rank)]
+    return ["--enable-lora", *limits, "--lora-modules", *named]
+
+
+def _sglang_loras(words: Sequence[str]) -> Words:
+    adapters = parse_adapters(words)
+    for folder in adapters.values():
+        servable_settings(folder)
+    # A request without an adapter takes a place in the batch too.
+    return [
+        "--lora-paths",
+        *_named(adapters),
+        *("--max-loras-per-batch", str(len(adapters) + 1)),
+    ]
+
+
+def _named(adapters: Mapping[str, Path]) -> list[str]:
+    return [f"{name}={folder.resolve()}" for name, folder in adapters.items()]
+
+
+def _vllm_key(keys: Sequence[str]) -> Words:
+    """Not on the command line, which every user of the machine can read."""
+    if len(keys) != 1:
+        raise BadInput(
+            f"--api-key: vLLM reads one key from its environment, {len(keys)} were given"
+        )
+    return []
+
+
+# llmopt has a scale per token and KV head in both 8-bit types of KV cache.
+_VLLM_CACHES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_per_token_head",
+    "int8": "int8_per_token_head",
+}
+_SGLANG_CACHES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}
+_SGLANG_POLICIES = {
+    "fcfs": ("--schedule-policy", "fcfs"),
+    "priority": ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
+}
+_SGLANG_TOOLS = {"hermes": "hermes", "llama3_json": "llama3", "mistral": "mistral"}
+_VLLM_REASONING = {"think": "deepseek_r1", "mistral": "mistral", "seed_oss": "seed_oss"}
+
+_OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation | None]] = {
+    # option of serve-local: vLLM, SGLang, TensorRT-LLM
+    "host": ("--host", "--host", "--host"),
+    "port": ("--port", "--port", "--port"),
+    "dtype": ("--dtype", "--dtype", None),
+    "seed": ("--seed", "--random-seed", None),
+    "max_model_len": ("--max-model-len", "--context-length", "--max_seq_len"),
+    "max_num_seqs": ("--max-num-seqs", "--max-running-requests", "--max_batch_size"),
+    "max_num_batched_tokens": (
+        "--max-num-batched-tokens",
+        "--max-prefill-tokens",
+        "--max_num_tokens",
+    ),
+    "prefill_chunk_size": ("--long-prefill-token-threshold", "--chunked-prefill-size", None),
+    "scheduling_policy": (
+        renamed("--scheduling-policy", {"fcfs": "fcfs", "priority": "priority"}),
+        OneOf(_SGLANG_POLICIES),
+        None,
+    ),
+    "async_scheduling": (switch("async-scheduling"), unless("--disable-overlap-schedule"), None),
+    "enforce_eager": (switch("enforce-eager"), flag("--disable-cuda-graph"), None),
+    "trust_remote_code": (
+        switch("trust-remote-code"),
+        flag("--trust-remote-code"),
+        flag("--trust_remote_code"),
+    ),
+    "block_size": ("--block-size", "--page-size", None),
+    "num_blocks": ("--num-gpu-blocks-override", None, None),
+    "kv_cache_memory_bytes": (
+        lambda size: ["--kv-cache-memory-bytes", str(parse_size(size))],
+        None,
+        None,
+    ),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", None, None),
+    "kv_cache_dtype": (
+        renamed("--kv-cache-dtype", _VLLM_CACHES),
+        renamed("--kv-cache-dtype", _SGLANG_CACHES),
+        Always("auto"),
+    ),
+    "enable_prefix_caching": (
+        switch("enable-prefix-caching"),
+        unless("--disable-radix-cache"),
+        Always(True),
+    ),
+    "tensor_parallel_size": ("--tensor-parallel-size", "--tensor-parallel-size", "--tp_size"),
+    "pipeline_parallel_size": ("--pipeline-parallel-size", "--pipeline-parallel-size", "--pp_size"),
+    "ray": (flag("--distributed-executor-backend=ray"), None, None),
+    "lora": (_vllm_loras, _sglang_loras, None),
+    "served_model_name": ("--served-model-name", "--served-model-name", None),
+    "chat_template": ("--chat-template", "--chat-template", "--chat_template"),
+    "tool_call_parser": (
+        lambda name: ["--enable-auto-tool-choice", "--tool-call-parser", name],
+        renamed("--tool-call-parser", _SGLANG_TOOLS),
+        None,
+    ),
+    "reasoning_parser": (renamed("--reasoning-parser", _VLLM_REASONING), None, None),
+    "api_key": (_vllm_key, None, None),
+    "ssl_certfile": ("--ssl-certfile", "--ssl-certfile", None),
+    "ssl_keyfile": ("--ssl-keyfile", "--ssl-keyfile", None),
+    "ssl_ca_certs": ("--ssl-ca-certs", "--ssl-ca-certs", None),
+    "ssl_cert_reqs": ("--ssl-cert-reqs", None, None),
+    "enable_ssl_refresh": (switch("enable-ssl-refresh"), flag("--enable-ssl-refresh"), None),
+    "cors_origin": (
+        lambda origins: ["--allowed-origins", json.dumps(list(origins))],
+        None,
+        None,
+    ),
+    "drain_seconds": (lambda seconds: ["--shutdown-timeout", str(round(seconds))], None, None),
+    "otlp_traces_endpoint": ("--otlp-traces-endpoint", None, None),
+    "allowed_media_domains": (lambda names: ["--allowed-media-domains", *names], None, None),
+    "limit_mm_per_prompt": ("--limit-mm-per-prompt", None, None),
+    "max_header": (
+        lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
+        None,
+        None,
+    ),
+}
+
+
+def _column(index: int) -> dict[str, Translation]:
+    return {
+        name: translation
+        for name, row in _OPTIONS.items()
+        if (translation := row[index]) is not None
+    }
+
+
+def _vllm_speculation(asked: Mapping[str, Any]) -> Words:
+    method = asked.get("speculative")
+    if method is None:
+        return []
+    drafting = {"draft": "draft_model", "medusa": "medusa", "eagle": "eagle"}
+    config: dict[str, Any] = {"num_speculative_tokens": asked.get("num_speculative_tokens", 4)}
+    if method == "ngram":
+        config |= {
+            "method": "ngram",
+            "prompt_lookup_min": asked.get("prompt_lookup_min", 2),
+            "prompt_lookup_max": asked.get("prompt_lookup_max", 4),
+        }
+    else:
+        _check_drafting("vLLM", method, drafting, asked)
+        config |= {"method": drafting[method], "model": asked["draft_model"]}
+    return ["--speculative-config", json.dumps(config)]
+
+
+def _sglang_speculation(asked: Mapping[str, Any]) -> Words:
+    method = asked.get("speculative")
+    if method is None:
+        return []
+    count = int(asked.get("num_speculative_tokens", 4))
+    if method == "ngram":
+        return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(count)]
+    algorithms = {"draft": "STANDALONE", "eagle": "EAGLE"}
+    _check_drafting("SGLang", method, algorithms, asked)
+    # A chain: one candidate a step. The token that the draft starts from counts as one.
+    return [
+        *("--speculative-algorithm", algorithms[method]),
+        *("--speculative-draft-model-path", str(asked["draft_model"])),
+        *("--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(count + 1)),
+    ]
+
+
+def _check_drafting(
+    title: str, method: str, known: Mapping[str, str], asked: Mapping[str, Any]
+) -> None:
+    if method not in known or "draft_model" not in asked:
+        raise BadInput(
+            f"--speculative {method}: for {title} give ngram, or one of {', '.join(known)} with "
+            "--draft-model"
+        )
+
+
+_ADDRESS = {"host": "127.0.0.1", "port": 8000}
+_DRAFTING = ("speculative", "draft_model", "num_speculative_tokens")
+
+VLLM = ServerCommand(
+    name="vllm",
+    title="vLLM",
+    version="0.32.0",
+    program="vllm",
+    words=("serve",),
+    install="pip install vllm",
+    table=_column(0),
+    defaults={**_ADDRESS, "cors_origin": (), "drain_seconds": 5.0},
+    together=(*_DRAFTING, "prompt_lookup_min", "prompt_lookup_max"),
+    combined=_vllm_speculation,
+    key_variable="VLLM_API_KEY",
+)
+SGLANG = ServerCommand(
+    name="sglang",
+    title="SGLang",
+    version="0.5.23",
+    program="sglang",
+    words=("serve", "--model-path"),
+    install="pip install sglang",
+    table=_column(1),
+    defaults=_ADDRESS,
+    together=_DRAFTING,
+    combined=_sglang_speculation,
+)
+TRTLLM = ServerCommand(
+    name="trtllm",
+    title="TensorRT-LLM",
+    version="1.2.1",
+    program="trtllm-serve",
+    words=(),
+    install="pip install tensorrt-llm",
+    table=_column(2),
+    defaults=_ADDRESS,
+)
+ENGINES = {engine.name: engine for engine in (VLLM, SGLANG, TRTLLM)}
+
+
+def server_command(name: str) -> ServerCommand:
+    """The server of that name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name not in ENGINES:
+        raise BadInput(f"--engine {name}: choose llmopt, {', '.join(ENGINES)}")
+    return ENGINES[name]
