@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.common import Json, writable
-from .options.engine import EngineOptions, check_models
-from .options.groups import with_groups
-from .options.serve.media import MediaOptions
-from .options.serving import ServedModelOptions
+from ..engine.config.config import EngineConfig
+from ..quant.base.option import keywords_of_words
+from .options.command import From, Words, with_options, writable
+from .options.serving import MediaOptions, ServedModelOptions
+from .options.shared import Json, check_models
+from .serving import app_options, media_limits
 
 if TYPE_CHECKING:
-    from ..engine.config.config import EngineConfig
     from ..engine.multimodal.media import MediaLimits
     from ..engine.server.batch_file import BatchFile
     from ..engine.server.batch_run import AnswerJournal
 
 
-@with_groups
+@with_options
 def batch(
     file: Annotated[Path, typer.Argument(help="JSON lines of custom_id, method, url and body.")],
     served: ServedModelOptions,
-    engine: EngineOptions,
+    engine: Annotated[Words, From(EngineConfig)],
     media: MediaOptions,
     model: Annotated[
         str | None,
@@ -49,7 +49,6 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
-    from ..engine.config.config import EngineConfig
     from ..engine.server.batch_file import digest_of, read_batch
     from ..engine.server.batch_run import AnswerJournal
     from ..quant.base.atomic_io import check_output
@@ -59,11 +58,11 @@ def batch(
     from .output.console import people
 
     asked = model or DEFAULT_MODEL
-    keywords = engine.keywords()
+    keywords = keywords_of_words(EngineConfig, engine)
     check_models(keywords)
     config = EngineConfig(model=asked, **keywords)
-    for_app = {"model_name": served.served_name(asked), **served.for_app()}
-    limits = media.limits()
+    for_app = {"model_name": served.served_name(asked), **app_options(served)}
+    limits = media_limits(media)
     target = output or file.with_suffix(".out.jsonl")
     names = [served.served_name(asked), *config.loras]
     check_output(target, "--output", folder=False)

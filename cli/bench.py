@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.common import ModelOptions
-from .options.conversation import ConversationOptions
-from .options.engine import EngineOptions, check_models
-from .options.groups import values_of, with_groups
-from .options.load import LoadOptions
-from .options.result import ResultOptions
-from .options.score import MetricOptions, QualityOptions, RecordOptions
-from .options.server import TargetOptions
-from .options.sweep import GridOptions, SweepOptions
-from .options.tracking import TrackingOptions
-from .options.verdict import VerdictOptions
-from .options.workload import ArrivalOptions, DataOptions
+from ..bench.options.definitions import (
+    ArrivalOptions,
+    ConversationOptions,
+    DataOptions,
+    LoadOptions,
+    MetricOptions,
+    QualityOptions,
+    RecordOptions,
+    TargetOptions,
+)
+from ..engine.config.config import EngineConfig
+from ..quant.base.option import keywords_of_words
+from .options.command import From, Words, with_options
+from .options.measuring import GridOptions, SweepOptions, VerdictOptions
+from .options.shared import ModelOptions, ResultOptions, TrackingOptions, check_models
 
 if TYPE_CHECKING:
     from ..bench.gate.outputs import VerdictWanted
@@ -28,31 +31,28 @@ if TYPE_CHECKING:
     from ..bench.session.run_sessions import Judged
 
 
-@with_groups
+@with_options
 def bench(
     model: ModelOptions,
-    data: DataOptions,
-    conversation: ConversationOptions,
-    arrivals: ArrivalOptions,
-    load: LoadOptions,
+    workload: Annotated[Words, From(DataOptions, ConversationOptions, ArrivalOptions, LoadOptions)],
     sweep: SweepOptions,
     grid: GridOptions,
-    target: TargetOptions,
-    engine: EngineOptions,
-    metrics: MetricOptions,
-    quality: QualityOptions,
+    target: Annotated[Words, From(TargetOptions)],
+    engine: Annotated[Words, From(EngineConfig)],
+    scores: Annotated[Words, From(MetricOptions, QualityOptions)],
     verdict: VerdictOptions,
-    record: RecordOptions,
+    record: Annotated[Words, From(RecordOptions)],
     tracking: TrackingOptions,
     result: ResultOptions,
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
-    from ..bench.options.options import BenchOptions, checked
+    from ..bench.options.model import checked
+    from ..bench.options.options import BenchOptions
     from ..quant.base.errors import BadInput
     from .bench_grid import run_bench_grid
     from .bench_sweep import run_sweep
 
-    if target.asks_for_the_client_alone:
+    if target["check_client"] and target["base_url"] is None and target["serve"] is None:
         _print_client_errors(target, as_json=result.as_json)
         return
     grid.check()
@@ -61,10 +61,10 @@ def bench(
     elif not grid.dry_run:  # an existing folder is continued
         result.check_writable()
     name, wanted = model.name, verdict.wanted()
-    said = values_of(data, conversation, arrivals, load, target, metrics, quality, record)
-    given = {**said, **engine.keywords(), **_parsed(target, metrics, record), "model": name}
+    given = {**workload, **target, **scores, **record, "model": name}
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
+    given |= keywords_of_words(EngineConfig, engine)
     if grid.is_asked_for:
         if sweep.is_asked_for or wanted is not None:
             raise BadInput(
@@ -116,16 +116,6 @@ def _run(
     folder = _report(judged, options, result, [] if wanted is not None else trackers)
     if wanted is not None:
         _judge(judged, wanted, folder, result.as_json, trackers)
-
-
-def _parsed(target: TargetOptions, metrics: MetricOptions, record: RecordOptions) -> dict[str, Any]:
-    """Options parsed from their command-line strings."""
-    return {
-        "goodput": tuple(metrics.goodput or ()),
-        "metadata": _pairs(record.metadata or (), "--metadata"),
-        "header": _pairs(target.header or (), "--header"),
-        "extra_body": target.added_fields(),
-    }
 
 
 def _judge(
@@ -188,30 +178,18 @@ def _report(
     return folder
 
 
-def _print_client_errors(target: TargetOptions, *, as_json: bool) -> None:
+def _print_client_errors(target: Words, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
     from ..bench.load.certify import check_client
     from ..bench.report.client_report import check_table
     from .output.console import TerminalProgress, emit_json, result_console
 
     progress = TerminalProgress()
-    burden = target.client_burden_ms / 1000
+    burden = target["client_burden_ms"] / 1000
     try:
-        found, errors = check_client(target.client_workers, burden=burden, progress=progress)
+        found, errors = check_client(target["client_workers"], burden=burden, progress=progress)
     finally:
         progress.finish()
     if as_json:
         emit_json(found)
     result_console(as_json).print(check_table(errors), markup=False, soft_wrap=True)
-
-
-def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    from ..quant.base.errors import BadInput
-
-    found = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise BadInput(f"{option} {word!r}: write KEY=VALUE")
-        found[key] = value
-    return found

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from ..bench.grid.plan import GridPlan
     from ..bench.record.tracking import Tracker
-    from .options.result import ResultOptions
-    from .options.sweep import GridOptions
+    from .options.measuring import GridOptions
+    from .options.shared import ResultOptions
 
 DRY_PORT = 8000
 

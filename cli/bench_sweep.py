@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
     from ..bench.record.tracking import Tracker
-    from .options.result import ResultOptions
-    from .options.sweep import SweepOptions
+    from .options.measuring import SweepOptions
+    from .options.shared import ResultOptions
 
 
 def run_sweep(
@@ -55,7 +55,7 @@ def run_sweep(
 
 def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
     from ..bench.load.started_server import served
-    from ..bench.options.sweep_loads import parse_loads
+    from ..bench.options.values import parse_loads
     from ..bench.session.sweep import SweepTarget, search_slo, sweep_loads
     from .output.console import TerminalProgress
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.comparison import LimitOptions, StartOptions, VerdictFileOptions
-from .options.groups import with_groups
+from .options.command import with_options
+from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison, RunData
 
 
-@with_groups
+@with_options
 def compare(
     arguments: Annotated[
         list[str] | None,

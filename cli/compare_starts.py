@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
     from ..bench.starts.plan import StartsPlan
     from ..bench.starts.series import Finished
-    from .options.comparison import LimitOptions, StartOptions, VerdictFileOptions
+    from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 
 def compare_starts(

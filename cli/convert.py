@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, TrustRemoteCode, writable_folder
+from .options.command import writable_folder
+from .options.shared import Json, TrustRemoteCode
 
 
 def convert(

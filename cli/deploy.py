@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.deployment import ClusterOptions, DeployedPlanOptions, DeployOutputOptions
-from .options.groups import values_of, with_groups
+from .options.command import values_of, with_options
+from .options.planning import ClusterOptions, DeployedPlanOptions, DeployOutputOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..engine.planner.plan.plan import Plan
 
 
-@with_groups
+@with_options
 def deploy(
     model: Annotated[
         str, typer.Argument(help="Model in the pods: a hub id, or a path in the container.")
@@ -65,7 +65,8 @@ def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) 
 
 def _plan(model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None) -> Plan:
     """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
-    from ..engine.planner.plan.plan_request import PlanRequest, plan_for
+    from ..engine.config.plan_request import PlanRequest
+    from ..engine.planner.plan.plan_request import plan_for
 
     asked = values_of(planned)
     like, gpu = asked.pop("like"), asked.pop("gpu")

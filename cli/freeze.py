@@ -2,70 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from ..bench.options.definitions import ArrivalOptions, ConversationOptions, DataOptions
 from ..engine.config.config import EngineConfig
-from .options.common import Json, ModelOptions, writable
-from .options.config_words import words_of
-from .options.conversation import ConversationOptions
-from .options.groups import Hidden, values_of, with_groups
-from .options.workload import ArrivalOptions, DataOptions
+from ..quant.base.option import option
+from .options.command import From, Words, with_options
+from .options.shared import ModelOptions, json_option
 
 
-class FittedOptions(words_of(EngineConfig, ArrivalOptions.PANEL, ("max_model_len", "seed"))):
-    """Engine options that the workload depends on."""
+@dataclass(frozen=True, slots=True)
+class FrozenOptions:
+    """What is written."""
+
+    output: Path = option(
+        Path("workload.jsonl"),
+        "The file to write; JSON lines.",
+        flag="--output -o",
+        hidden_flags=("--out",),
+        writes="file",
+    )
+    as_json: bool = json_option()
 
 
-@with_groups
+@with_options
 def freeze(
     model: ModelOptions,
-    data: DataOptions,
-    conversation: ConversationOptions,
-    arrivals: ArrivalOptions,
-    fitted: FittedOptions,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", callback=writable, help="The file to write; JSON lines."),
-        Hidden("--out"),
-    ] = Path("workload.jsonl"),
-    as_json: Json = False,
+    workload: Annotated[Words, From(DataOptions, ConversationOptions, ArrivalOptions)],
+    fitted: Annotated[
+        Words, From(EngineConfig, panel=ArrivalOptions.PANEL, only=("max_model_len", "seed"))
+    ],
+    frozen: FrozenOptions,
 ) -> None:
     """Write a workload with its token ids, lengths, arrival times and hash.
 
     Run it with `llmopt bench --dataset FILE`. The results name the hash.
     """
-    from ..bench.options.options import BenchOptions, checked
+    from ..bench.options.model import checked
+    from ..bench.options.options import BenchOptions
     from ..quant.models import resolve_model
     from .output.console import emit_json, people, result_console
 
-    asked = values_of(data, conversation, arrivals, fitted) | {"model": model.name}
+    asked = {**workload, **fitted, "model": model.name}
     given = {key: value for key, value in asked.items() if value is not None}
     options = checked(BenchOptions, given, "option")
     resolve_model(options.model)  # before torch is imported
     from ..bench.workloads.datasets import freeze_workload
 
-    workload = freeze_workload(options, output)
-    for note in workload.notes:
-        people.print(f"{workload.name}: {note}", markup=False, soft_wrap=True)
+    made, output = freeze_workload(options, frozen.output), frozen.output
+    for note in made.notes:
+        people.print(f"{made.name}: {note}", markup=False, soft_wrap=True)
     found = {
         "path": str(output),
-        "sha256": workload.sha256,
-        "num_requests": workload.num_requests,
-        "num_conversations": len(workload.items) if workload.is_multi_turn else None,
-        "prompt_tokens": workload.prompt_tokens,
-        "output_tokens": workload.output_tokens,
-        "last_arrival_seconds": workload.items[-1].arrival_seconds,
+        "sha256": made.sha256,
+        "num_requests": made.num_requests,
+        "num_conversations": len(made.items) if made.is_multi_turn else None,
+        "prompt_tokens": made.prompt_tokens,
+        "output_tokens": made.output_tokens,
+        "last_arrival_seconds": made.items[-1].arrival_seconds,
     }
-    if as_json:
+    if frozen.as_json:
         emit_json(found)
-    threads = f"{len(workload.items)} conversations, " if workload.is_multi_turn else ""
-    result_console(as_json).print(
-        f"{output}: {threads}{found['num_requests']} requests, {workload.prompt_tokens:,} prompt and "
-        f"{workload.output_tokens:,} output tokens, the last due at "
-        f"{found['last_arrival_seconds']:.2f} s\nsha256 {workload.sha256}",
+    threads = f"{len(made.items)} conversations, " if made.is_multi_turn else ""
+    result_console(frozen.as_json).print(
+        f"{output}: {threads}{found['num_requests']} requests, {made.prompt_tokens:,} prompt and "
+        f"{made.output_tokens:,} output tokens, the last due at "
+        f"{found['last_arrival_seconds']:.2f} s\nsha256 {made.sha256}",
         markup=False,
         soft_wrap=True,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from .options.groups import shown_name
+from .options.command import shown_name
 
 _OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug", "config")
 

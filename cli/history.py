@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.common import Json, writable
-from .options.groups import with_groups
-from .options.history import HistoryLimitOptions, Since, runs_since
+from ..quant.base.option import option
+from .options.command import with_options, writable
+from .options.shared import Json
 
+if TYPE_CHECKING:
+    from ..bench.history.runs import HistoryRun
+
+_SINCE = "Leave out the runs before the first one of this commit, such as a release's."
+Since = Annotated[str | None, typer.Option(help=_SINCE)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The history's folder.")]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLimitOptions:
+    """The limits of a check."""
+
+    threshold: str = option(
+        "5%", "How much of a speed may be lost: 5% or 0.05. Small losses add up."
+    )
+    gate: str | None = option(
+        None,
+        'Limits instead of --threshold, such as "median_tpot_ms<=+3% output_throughput>=-3% '
+        'perplexity<=+1%".',
+    )
+    window: int = option(20, "Newest runs in which a change point counts.", span=(3, None))
+    since: str | None = option(None, _SINCE)
+
 
 history = typer.Typer(
     no_args_is_help=False,
@@ -94,7 +117,7 @@ def show(
     from .output.history import print_series
 
     metrics = [quantity(name) for name in metric or HEADLINES]
-    runs = runs_since(folder, since)
+    runs = _runs_since(folder, since)
     series = [each for key in metrics for each in series_of(runs, key)]
     write_history(series, output, markdown)
     if as_json:
@@ -106,7 +129,7 @@ def show(
 
 
 @history.command()
-@with_groups
+@with_options
 def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) -> None:
     """Exit 1 if the newest runs hold a change for the worse, 0 if not, 3 without a verdict."""
     from ..bench.gate.compare import parse_share
@@ -114,7 +137,7 @@ def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) ->
     from .output.console import emit_json, result_console
 
     bounds = history_limits(limits.gate, parse_share(limits.threshold))
-    verdict = check_history(runs_since(folder, limits.since), bounds, window=limits.window)
+    verdict = check_history(_runs_since(folder, limits.since), bounds, window=limits.window)
     if as_json:
         emit_json(verdict.as_dict())
     out = result_console(as_json)
@@ -124,3 +147,23 @@ def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) ->
     out.print(said, markup=False, soft_wrap=True)
     if verdict.outcome.exit_code:
         raise typer.Exit(verdict.outcome.exit_code)
+
+
+def _runs_since(folder: Path, since: str | None) -> list[HistoryRun]:
+    """The runs of a history, from the first one of commit `since` on.
+
+    Raises:
+        BadInput: no history there, an empty one, or no such commit.
+    """
+    from ..bench.history.runs import read_runs
+    from ..quant.base.errors import BadInput
+
+    runs = read_runs(folder)
+    if not runs:
+        raise BadInput(f"{folder} has no runs: llmopt history add puts them there")
+    if since is None:
+        return runs
+    first = next((i for i, run in enumerate(runs) if run.commit.startswith(since)), None)
+    if first is None:
+        raise BadInput(f"--since {since}: no run in {folder} is of that commit")
+    return runs[first:]

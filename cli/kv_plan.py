@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .options.groups import values_of, with_groups
-from .options.planning import (
-    HardwareOptions,
-    MoneyOptions,
-    PlannedEngineOptions,
-    PlannedModelOptions,
-    PlanOutputOptions,
-    ServedOptions,
-)
+from ..engine.config.plan_request import PlanRequest
+from ..quant.base.option import keywords_of_words
+from .options.command import From, Words, with_options
+from .options.planning import PlanOutputOptions
 
 if TYPE_CHECKING:
     from ..engine.planner.plan.plan import Plan
 
 
-@with_groups
+@with_options
 def kv_plan(
-    model: PlannedModelOptions,
-    served: ServedOptions,
-    hardware: HardwareOptions,
-    engine: PlannedEngineOptions,
-    money: MoneyOptions,
+    words: Annotated[Words, From(PlanRequest)],
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
     from ..engine.planner.plan.plan_json import plan_as_dict
-    from ..engine.planner.plan.plan_request import PlanRequest, plan_for
+    from ..engine.planner.plan.plan_request import plan_for
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
     from .output.plan_tables import show_engines, show_explanation, show_plan
@@ -38,9 +29,7 @@ def kv_plan(
     for target in (output.output, output.html):
         if target is not None and not target.parent.is_dir():
             raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
-    asked = values_of(model, served, hardware, money) | engine.asked()
-    gpus = tuple(asked.pop("gpu") or ())
-    plan = plan_for(PlanRequest(**asked, gpus=gpus))
+    plan = plan_for(PlanRequest(**keywords_of_words(PlanRequest, words)))
     for warning in plan.warnings:
         people.print(f"warning: {warning}", markup=False, soft_wrap=True)
     answer = plan_as_dict(plan)
@@ -49,7 +38,7 @@ def kv_plan(
     else:
         console = result_console(output.as_json)
         show_plan(plan, console)
-        if hardware.engine == "all":
+        if words["engine"] == "all":
             show_engines(answer, console)
         if output.explain:
             show_explanation(plan, console)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, writable_folder
+from .options.command import writable_folder
+from .options.shared import Json
 
 
 def merge(

@@ -2,89 +2,89 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, ClassVar
 
 import typer
 
-from .options.common import ModelOptions
-from .options.groups import values_of, with_groups
-from .options.quantization import (
-    CalibrationOptions,
-    CheckpointOptions,
-    GridOptions,
-    LinearOptions,
-    QuantizeRunOptions,
-    SearchOptions,
-    SolverOptions,
-)
+from ..quant.base.option import keywords_of_words, option
+from ..quant.request.request import QuantizeRequest
+from .options.command import From, Words, with_options, writable_folder
+from .options.shared import ModelOptions, json_option
 
-if TYPE_CHECKING:
-    from ..quant.request.request import QuantizeRequest
+_RUN = ("tensor_parallel", "trust_remote_code", "restart")
 
 
-@with_groups
+@dataclass(frozen=True, slots=True)
+class DryRunOptions:
+    """Whether anything is written."""
+
+    PANEL: ClassVar = "Run"
+
+    dry_run: bool = option(
+        False,
+        "Only predict sizes, time, memory and compatible loaders; write nothing.",
+        flag="--dry-run",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrintOptions:
+    """What is printed."""
+
+    PANEL: ClassVar = "Run"
+
+    as_json: bool = json_option()
+
+
+@with_options
 def quantize(
     model: ModelOptions,
-    checkpoint: CheckpointOptions,
-    grid: GridOptions,
-    linears: LinearOptions,
-    solver: SolverOptions,
-    search: SearchOptions,
-    data: CalibrationOptions,
-    run: QuantizeRunOptions,
+    asked: Annotated[Words, From(QuantizeRequest, but=_RUN)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            callback=writable_folder,
+            help="Folder to create. Default: ./MODEL-METHOD-BITSbit.",
+        ),
+    ] = None,
+    *,
+    dry: DryRunOptions,
+    run: Annotated[Words, From(QuantizeRequest, only=_RUN)],
+    printed: PrintOptions,
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
     from ..engine.base.units import parse_bytes
     from ..quant.base.atomic_io import check_output
-    from ..quant.methods.settings import MethodOptions
     from ..quant.model.checkpoint import GGUF_SUFFIX
     from ..quant.models import resolve_model
-    from ..quant.request.request import QuantizeRequest
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
     folder = resolve_model(name)
 
     label = Path(name).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name
-    bpw, size = search.target_bpw, search.target_size
-    kind = grid.gguf_type or (f"{bpw:g}bpw" if bpw else size)
-    default = _default_output(label, checkpoint.method, grid.bits, kind)
+    given = keywords_of_words(QuantizeRequest, asked | run)
+    bpw, size = asked["target_bpw"], asked["target_size"]
+    if size is not None:
+        given["target_bytes"] = parse_bytes(size)
+    kind = asked["gguf_type"] or (f"{bpw:g}bpw" if bpw else size)
+    default = _default_output(label, asked["method"], given.get("bits"), kind)
+    # None is what is best for the method; a program that leaves these two away gets neither of them.
+    given.setdefault("rotations", None)
+    given["options"] = replace(given["options"], asymmetric=asked["asymmetric_calibration"])
     request = QuantizeRequest(
-        model=folder,
-        model_name=label,
-        output=checkpoint.output or Path(default),
-        method=checkpoint.method,
-        format=checkpoint.format,
-        options=MethodOptions(**values_of(solver)),
-        overrides=tuple(linears.overrides or ()),
-        ignore=tuple(linears.ignore or ()),
-        lm_head=linears.lm_head,
-        vision=linears.vision,
-        target_bpw=bpw,
-        target_bytes=None if size is None else parse_bytes(size),
-        kv_cache=search.kv_cache,
-        kv_cache_strategy=search.kv_cache_strategy,
-        rotations=_rotations(search.rotate),
-        revert_worse=search.revert_worse,
-        tensor_parallel=run.tensor_parallel,
-        restart=run.restart,
-        trust_remote_code=run.trust_remote_code,
-        **values_of(grid, data),
+        model=folder, model_name=label, output=output or Path(default), **given
     )
     # Nothing before imports torch.
-    if run.dry_run:
-        _dry_run(request, run.as_json)
+    if dry.dry_run:
+        _dry_run(request, printed.as_json)
         return
     check_output(request.output, "--output", folder=True)
-    _run(request, run.as_json)
-
-
-def _rotations(asked: str | None) -> tuple[str, ...] | None:
-    """The rotations by name; None leaves them to the method."""
-    if asked is None:
-        return None
-    return tuple(name for part in asked.split(",") if (name := part.strip()) not in ("", "none"))
+    _run(request, printed.as_json)
 
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import writable
+from .options.command import writable
 
 
 def report(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options.common import Json
-from .options.groups import with_groups
-from .options.result import FolderOptions
+from .options.command import with_options
+from .options.shared import FolderOptions, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from ..quant.base.progress import Progress
 
 
-@with_groups
+@with_options
 def run(
     *,
     recipe: Annotated[

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.config.config import EngineConfig
+from ..quant.base.option import keywords_of_words
 from . import handover
 from .config.config_file import with_config
-from .options.common import ModelOptions
-from .options.engine import EngineOptions, check_models
-from .options.groups import with_groups
-from .options.protection import ProtectionOptions
-from .options.serve.media import MediaOptions
-from .options.serve.operation import OperationOptions
-from .options.serving import HandoverOptions, ServingOptions
+from .options.command import From, Words, with_options
+from .options.serving import (
+    HandoverOptions,
+    MediaOptions,
+    OperationOptions,
+    ProtectionOptions,
+    ServingOptions,
+)
+from .options.shared import ModelOptions, check_models
+from .serving import app_options, server_options
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..engine.config.config import EngineConfig
     from ..engine.engine import Engine
     from ..engine.server.protocol.server_options import ServerOptions
 
@@ -30,13 +34,13 @@ MORE_LORAS = 8
 
 
 @with_config
-@with_groups
+@with_options
 def serve_local(
     context: typer.Context,
     model: ModelOptions,
     other: HandoverOptions,
     serving: ServingOptions,
-    engine: EngineOptions,
+    engine: Annotated[Words, From(EngineConfig)],
     protection: ProtectionOptions,
     operation: OperationOptions,
     media: MediaOptions,
@@ -53,9 +57,8 @@ def serve_local(
         return
     handover.refuse_handover_options(asked)
     folder = resolve_model(name)  # before torch is imported
-    from ..engine.config.config import EngineConfig
 
-    keywords = engine.keywords()
+    keywords = keywords_of_words(EngineConfig, engine)
     served = serving.served_name(name)
     if served in keywords.get("loras", {}):
         raise BadInput(f"--lora {served}: the model itself is served by that name")
@@ -63,8 +66,7 @@ def serve_local(
     config = EngineConfig(model=name, **keywords)
     from ..engine.server.launch import is_loopback
 
-    options = protection.server_options(is_loopback=is_loopback(serving.host))
-    options = replace(operation.added_to(options), media=media.limits())
+    options = server_options(protection, operation, media, is_loopback=is_loopback(serving.host))
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
     _serve(config, folder, served, options, serving)
@@ -81,7 +83,7 @@ def _serve(
     from ..engine.server.access.observe import configure_logging
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
 
-    for_app = serving.for_app()
+    for_app = app_options(serving)
     listener = bind(serving.host, serving.port)
     configure_logging(options.log_format)
     _tell(options, "loading", f"loading {folder} ...", model=str(folder))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json, TrustRemoteCode
+from .options.shared import Json, TrustRemoteCode
 
 
 def verify(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..quant.base.errors import BadInput
+from ..quant.base.option import keywords
 from .base.image_input import NO_IMAGES
 from .base.sampling_params import MAX_LOGPROBS, SamplingParams
 from .config.config import EngineConfig
-from .config.option import keywords
 from .engine import Engine
 from .multimodal.open import ImagePrompt, prepare_prompt
 from .scheduling.detokenizer import IncrementalDetokenizer

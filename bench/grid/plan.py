@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from ...quant.base.errors import BadInput
-from ..options.options import BenchOptions, checked
+from ..options.model import checked
+from ..options.options import BenchOptions
 from ..record.result import plain
 
 NAME_KEY = "_benchmark_name"

@@ -13,28 +13,27 @@ from urllib.parse import urlsplit
 from ...quant.base.errors import BadInput
 from ...quant.models import is_local, resolve_model
 from ...quant.tokenizer.load import load_tokenizer
+from ..options.names import (
+    BACKENDS,
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    POOLED,
+    POOLING,
+    RERANK,
+    TRANSFORMERS,
+)
 from ..options.options import BenchOptions
 from .exchange import Endpoint
 from .json_http import JsonClient, RequestFailed
 
-CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"
-EMBEDDINGS, RERANK, POOLING = "openai-embeddings", "vllm-rerank", "vllm-pooling"
-# Pooling backends answer once and generate no tokens: their only latency is E2EL.
-POOLING_PATHS = {EMBEDDINGS: "/v1/embeddings", RERANK: "/v1/rerank", POOLING: "/pooling"}
-# vLLM's own names for the first two.
-BACKENDS = {
-    "openai": COMPLETIONS,
-    "vllm": COMPLETIONS,
-    "llmopt": COMPLETIONS,
-    "openai-chat": CHAT,
-    "transformers": TRANSFORMERS,
-    **{name: name for name in POOLING_PATHS},
-}
 PATHS = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
     TRANSFORMERS: "/v1/completions",
-    **POOLING_PATHS,
+    EMBEDDINGS: "/v1/embeddings",
+    RERANK: "/v1/rerank",
+    POOLED: "/pooling",
 }
 CARD_SECONDS = 10.0
 DEFAULT_CONTEXT = 32768
@@ -132,7 +131,7 @@ class Address:
             parts.scheme == "https",
             self.verify_tls,
             timeout,
-            self.backend in POOLING_PATHS,
+            self.backend in POOLING,
         )
 
     def model_card(self) -> dict[str, Any]:

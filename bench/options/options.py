@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from ...engine.config.config import EngineConfig
-from ...engine.config.option import options_of
-from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
+from ...quant.base.option import options_of
 from ..metrics.metrics import METRICS, parse_goodput
-from ..quality.passage import ProtocolName, ProtocolOptions
-from .dataset_names import check_dataset
-from .durations import parse_duration
-from .engine_fields import model_of
+from ..quality.passage import ProtocolOptions
+from .definitions import (
+    ArrivalOptions,
+    ConversationOptions,
+    DataOptions,
+    LoadOptions,
+    MetricOptions,
+    QualityOptions,
+    RecordOptions,
+    TargetOptions,
+)
+from .model import model_of
+from .names import BACKENDS, POOLING, check_dataset
 from .think_time import ThinkTime
 
 DEFAULT_CONCURRENCY = 8
-POOLING_BACKENDS = ("openai-embeddings", "vllm-rerank", "vllm-pooling")
-BACKEND_NAMES = ("openai", "vllm", "llmopt", "openai-chat", "transformers", *POOLING_BACKENDS)
-Model = TypeVar("Model", bound=BaseModel)
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# Made when the module is loaded, so opaque to type checkers; `BenchOptions.engine` returns the typed config.
+_EngineFields: Any = model_of(EngineConfig)
+if TYPE_CHECKING:
+
+    class _Fields(
+        DataOptions,
+        ConversationOptions,
+        ArrivalOptions,
+        LoadOptions,
+        TargetOptions,
+        MetricOptions,
+        QualityOptions,
+        RecordOptions,
+        BaseModel,
+        frozen=True,
+    ):
+        def __init__(self, **values: Any) -> None: ...
+
+else:
+    _Fields = model_of(
+        DataOptions,
+        ConversationOptions,
+        ArrivalOptions,
+        LoadOptions,
+        TargetOptions,
+        MetricOptions,
+        QualityOptions,
+        RecordOptions,
+    )
 
 
-# A dynamic model, opaque to type checkers; `BenchOptions.engine` returns the typed config.
-EngineFields: Any = model_of(EngineConfig)
-
-
-class BenchOptions(EngineFields, BaseModel):
+class BenchOptions(_Fields, _EngineFields, BaseModel):
     """Options of one benchmark: those of `EngineConfig`, plus data set, load, measurement and output.
-    Names follow `vllm bench serve` where it has them.
 
     With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
     and no limit it is an open loop; a rate of infinity then sends everything at once. A ramp-up is an
@@ -43,113 +70,8 @@ class BenchOptions(EngineFields, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
-    dataset: str = "sharegpt"
-    dataset_path: Path | None = None
-    num_prompts: PositiveInt = 48
-    output_len: PositiveInt | None = None
-    random_input_len: PositiveInt | None = None
-    random_output_len: PositiveInt | None = None
-    random_prefix_len: Annotated[int, Field(ge=0)] = 0
-    random_batch_size: PositiveInt = 1
-    random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    random_mm_base_items_per_request: Annotated[int, Field(ge=0)] = 1
-    random_mm_num_mm_items_range_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    random_mm_limit_mm_per_prompt: str | None = None
-    random_mm_bucket_config: str | None = None
-    prefix_repetition_prefix_len: Annotated[int, Field(ge=0)] | None = None
-    prefix_repetition_suffix_len: PositiveInt | None = None
-    prefix_repetition_num_prefixes: PositiveInt = 10
-    prefix_repetition_output_len: PositiveInt | None = None
-    sonnet_input_len: PositiveInt | None = None
-    sonnet_output_len: PositiveInt | None = None
-    sonnet_prefix_len: Annotated[int, Field(ge=0)] | None = None
-    hf_subset: str | None = None
-    hf_split: str = "train"
-    trace_start: Annotated[float, Field(ge=0)] = 0.0
-    trace_speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    trace_lengths: Literal["clip", "scale"] | None = None
-    disable_shuffle: bool = False
-    no_oversample: bool = False
-
-    multi_turn: bool = False
-    multi_turn_min_turns: PositiveInt = 2
-    multi_turn_max_turns: PositiveInt | None = None
-    multi_turn_history: Literal["model", "dataset"] = "model"
-    think_time: str = "0"
-    agentic_num_turns: PositiveInt | None = None
-    agentic_system_len: PositiveInt | None = None
-    agentic_task_len: PositiveInt | None = None
-    agentic_tool_output_len: PositiveInt | None = None
-    agentic_tool_output_growth: Annotated[float, Field(gt=0, le=10)] | None = None
-    agentic_output_len: PositiveInt | None = None
-
-    request_rate: Annotated[float, Field(gt=0)] | None = None
-    burstiness: Annotated[float, Field(gt=0)] = 1.0
-    ramp_up_strategy: Literal["linear", "exponential"] | None = None
-    ramp_up_start_rps: PositiveRate | None = None
-    ramp_up_end_rps: PositiveRate | None = None
-    max_concurrency: PositiveInt | None = None
-    duration: PositiveRate | None = None
-    num_warmups: Annotated[int, Field(ge=0)] | None = None
-    num_runs: PositiveInt = 5
-    max_redone_passes: Annotated[int, Field(ge=0)] = 2
-    lora_assignment: Literal["random", "round-robin"] = "round-robin"
-    ignore_eos: bool = True
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    slowdown: Annotated[float, Field(ge=1)] = 1.0
-    slowdown_where: Literal["step", "sampler"] = "step"
-
-    serve: str | None = None
-    serve_args: str | None = None
-    serve_program: Path | None = None
-    serve_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     # Set internally for a server that was started for this run; not an option.
     started_server: dict[str, Any] | None = None
-    base_url: str | None = None
-    backend: str = "openai"
-    endpoint: str | None = None
-    tokenizer: str | None = None
-    api_key: str | None = Field(default=None, repr=False)
-    header: dict[str, str] = {}
-    extra_body: dict[str, Any] = {}
-    insecure: bool = False
-    request_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    client_workers: PositiveInt | None = None
-    check_client: bool = True
-    server_gpu: str | None = None
-    client_burden_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
-
-    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    metric_percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = (99.0,)
-    goodput: tuple[str, ...] = ()
-
-    quality: bool = True
-    quality_tokens: Annotated[int, Field(ge=2)] = 4096
-    quality_text: Path | None = None
-    quality_protocol: ProtocolName = "documents"
-    quality_window: PositiveInt | None = None
-    quality_stride: PositiveInt | None = None
-    reference: str | None = None
-    tasks: tuple[str, ...] = ()
-    tasks_limit: PositiveInt | None = None
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    apply_chat_template: bool = False
-    fewshot_as_multiturn: bool = True
-    system_instruction: str | None = None
-
-    plan: Path | None = None
-    gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-    label: str | None = None
-    name: str | None = None
-    metadata: dict[str, str] = {}
-    save_detailed: bool = False
-    report: bool = True
-
-    @field_validator("percentile_metrics", "metric_percentiles", "tasks", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("dataset")
     @classmethod
@@ -160,8 +82,8 @@ class BenchOptions(EngineFields, BaseModel):
     @field_validator("backend")
     @classmethod
     def _known_backend(cls, name: str) -> str:
-        if name not in BACKEND_NAMES:
-            raise ValueError(f"no --backend {name!r}: {offer(name, BACKEND_NAMES)}")
+        if name not in BACKENDS:
+            raise ValueError(f"no --backend {name!r}: {offer(name, BACKENDS)}")
         return name
 
     @field_validator("percentile_metrics")
@@ -171,11 +93,6 @@ class BenchOptions(EngineFields, BaseModel):
             if name not in METRICS:
                 raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
         return names
-
-    @field_validator("duration", mode="before")
-    @classmethod
-    def _seconds(cls, value: Any) -> Any:
-        return parse_duration(value) if isinstance(value, str) else value
 
     @field_validator("think_time", mode="before")
     @classmethod
@@ -264,9 +181,7 @@ class BenchOptions(EngineFields, BaseModel):
     def _pooling_over_http(self) -> Self:
         if not self.is_pooling:
             if self.random_batch_size > 1:
-                raise ValueError(
-                    f"--random-batch-size is for --backend {' or '.join(POOLING_BACKENDS)}"
-                )
+                raise ValueError(f"--random-batch-size is for --backend {' or '.join(POOLING)}")
             return self
         if self.base_url is None and self.serve is None:
             raise ValueError(f"--backend {self.backend} needs a server: give --base-url or --serve")
@@ -286,7 +201,7 @@ class BenchOptions(EngineFields, BaseModel):
     @property
     def is_pooling(self) -> bool:
         """Whether requests are for embeddings, scores or pooled states, not for tokens."""
-        return self.backend in POOLING_BACKENDS
+        return self.backend in POOLING
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
@@ -314,22 +229,3 @@ class BenchOptions(EngineFields, BaseModel):
         if self.num_warmups is not None:
             return self.num_warmups
         return min(self.concurrency or DEFAULT_CONCURRENCY, self.num_prompts)
-
-
-def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
-    """`model` built from `values`.
-
-    Raises:
-        BadInput: an invalid value or an unknown key; the message names `where`, the key and the reason.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise BadInput(f"{where}: unknown key {key!r}") from error
-        reason = first["msg"].removeprefix("Value error, ")
-        if not key:  # a constraint over several options
-            raise BadInput(f"{where}: {reason}") from error
-        raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error

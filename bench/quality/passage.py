@@ -11,13 +11,12 @@ documentation of transformers).
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
-
-import numpy as np
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
@@ -90,8 +89,8 @@ class Passage:
         """Of the protocol, its settings and the tokens: scores of equal hashes are of the same positions."""
         digest = hashlib.sha256(f"{self.protocol} {sorted(self.settings.items())}".encode())
         for window in self.windows:
-            head = [len(window.token_ids), window.first_scored]
-            digest.update(np.asarray([*head, *window.token_ids], dtype="<i8").tobytes())
+            numbers = [len(window.token_ids), window.first_scored, *window.token_ids]
+            digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
         return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -12,11 +12,13 @@ from ...quant.base.names import offer
 from ...quant.calibration.sources import check_source
 from ...quant.methods.options import check_group_size, choose_bits
 from ...quant.request.names import AUTO, check_method, format_names
+from ...quant.request.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import parse_share
 from ..gate.quality_checks import QualityGate
-from ..options.options import BenchOptions, checked
-from ..options.sweep_loads import parse_loads
+from ..options.model import checked, model_of
+from ..options.options import BenchOptions
+from ..options.values import parse_loads
 from .recipe_lines import line_of
 
 BASE_NAME = "original"
@@ -26,19 +28,16 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class QuantizeStep(_Strict):
+_STEP = ("method", "group_size", "symmetric", "format", "calibration", "num_samples", "seq_len")
+_STEP += ("ignore", "seed")
+# Made when the module is loaded, so opaque to type checkers.
+_StepFields: Any = model_of(QuantizeRequest, only=_STEP)
+
+
+class QuantizeStep(_StepFields, _Strict):
     """Options of `llmopt quantize`, by the same names and with the same defaults."""
 
-    method: str = "awq"
-    bits: int = 4
-    group_size: int | None = None
-    symmetric: bool | None = None
-    format: str | None = None
-    calibration: str | None = None
-    num_samples: Annotated[int, Field(ge=1)] | None = None
-    seq_len: Annotated[int, Field(ge=1)] | None = None
-    ignore: tuple[str, ...] = ()
-    seed: int = 0
+    bits: int = 4  # printed by a dry run, so no default that only the method knows
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:

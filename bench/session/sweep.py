@@ -14,7 +14,7 @@ from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
-from ..options.sweep_loads import Kind
+from ..options.values import Kind
 from ..record.result import plain
 from ..record.run_record import workload_part
 from .engine_session import EngineSession

@@ -27,7 +27,7 @@ from ...quant.plan.plan import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
 from ..options.options import BenchOptions
-from ..options.sweep_loads import parse_loads
+from ..options.values import parse_loads
 from ..recipes.capacity_run import CapacityRun
 from ..recipes.recipe import BASE_NAME, Recipe, Variant
 from ..recipes.recipe_run import RecipeRun, VariantRun

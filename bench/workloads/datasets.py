@@ -12,7 +12,7 @@ from ...quant.base.errors import BadInput
 from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
 from ...quant.tokenizer.load import load_tokenizer
-from ..options.dataset_names import NAMES, TRACES, check_dataset
+from ..options.names import NAMES, TRACES, check_dataset
 from ..options.options import BenchOptions
 from ..options.think_time import ThinkTime
 from .agentic import agentic_workload

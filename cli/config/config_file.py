@@ -1,7 +1,7 @@
 """`--config FILE`: options of a command from a YAML file, by their names on the command line.
 
     @with_config
-    @with_groups
+    @with_options
     def serve_local(context: typer.Context, ...) -> None: ...
 
 The file's values are the command's defaults (click's `default_map`): the command line and the environment
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options.groups import shown_name
+from ..options.command import shown_name
 
 SAME = {"model_option": "model"}
 """Parameters that are another spelling of one."""
@@ -29,7 +29,7 @@ KEPT = ("bool", "null", "merge")
 
 
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command of `with_groups` that takes its `typer.Context`: it gets `--config`."""
+    """Decorate a command of `with_options` that takes its `typer.Context`: it gets `--config`."""
     shape = signature(command)
     parameters = [*shape.parameters.values()]
     context_name = next(p.name for p in parameters if p.annotation is typer.Context)

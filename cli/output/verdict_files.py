@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...bench.gate.compare import Comparison, RunData
-    from ..options.comparison import VerdictFileOptions
+    from ..options.measuring import VerdictFileOptions
 
 
 def write_machine_readable(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ...quant.base.errors import BadInput
+from ...quant.base.option import at_least, check_limits, one_of, option, share
 from ..base.units import parse_bytes, parse_size
 from ..scheduling.block_pool import Window
 from ..scheduling.kv_eviction import DEFAULT_METHOD, METHODS, KvEviction
 from ..scheduling.scheduler_config import POLICIES
 from .adapters import parse_adapters
 from .compatibility import refuse, refuse_on_mps
-from .option import at_least, check_limits, one_of, option, share
 from .speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -38,229 +39,177 @@ class EngineConfig:
         BadInput: a value out of its limits, or incompatible options.
     """
 
+    PANEL: ClassVar = "Engine"
+
     model: str | Path | None = None
-    dtype: str = field(
-        default="auto",
-        metadata=option(
-            "Data type of activations, and of weights that are not quantized: auto (bfloat16 where the "
-            "device computes in it), bfloat16 or float32.",
-            limit=one_of(*DTYPES),
-        ),
+    dtype: str = option(
+        "auto",
+        "Data type of activations, and of weights that are not quantized: auto (bfloat16 where the "
+        "device computes in it), bfloat16 or float32.",
+        limit=one_of(*DTYPES),
     )
-    trust_remote_code: bool = field(
-        default=False, metadata=option("Run code that the checkpoint brings.")
+    trust_remote_code: bool = option(False, "Run code that the checkpoint brings.")
+    device: str = option(
+        "auto",
+        "auto (CUDA where there is one), cpu, cuda, cuda:N or mps (an Apple GPU).",
+        limit=_device,
     )
-    device: str = field(
-        default="auto",
-        metadata=option(
-            "auto (CUDA where there is one), cpu, cuda, cuda:N or mps (an Apple GPU).",
-            limit=_device,
-        ),
+    kv_cache_dtype: str = option(
+        "auto",
+        "Data type of the KV cache: auto (as --dtype; with that auto too, bfloat16 on a CPU), bfloat16, "
+        "float32, fp8 (e4m3) or int8; the last two with a scale for each token and KV head.",
+        limit=one_of(*KV_CACHE_DTYPES),
     )
-    kv_cache_dtype: str = field(
-        default="auto",
-        metadata=option(
-            "Data type of the KV cache: auto (as --dtype; with that auto too, bfloat16 on a CPU), bfloat16, "
-            "float32, fp8 (e4m3) or int8; the last two with a scale for each token and KV head.",
-            limit=one_of(*KV_CACHE_DTYPES),
-        ),
+    block_size: int | None = option(
+        None, "Tokens in a block of the KV cache. Default: 16; 32 on a CPU.", limit=at_least(1)
     )
-    block_size: int | None = field(
-        default=None,
-        metadata=option(
-            "Tokens in a block of the KV cache. Default: 16; 32 on a CPU.", limit=at_least(1)
-        ),
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Size of the KV cache, in bytes or as in 4GiB. Default: from the free memory.",
+        hidden_flags=("--kv-cache-memory",),
+        word=str,
+        parse=parse_size,
+        limit=at_least(1),
     )
-    kv_cache_memory_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "Size of the KV cache, in bytes or as in 4GiB. Default: from the free memory.",
-            hidden_flags=("--kv-cache-memory",),
-            word=str,
-            parse=parse_size,
-            limit=at_least(1),
-        ),
+    num_blocks: int | None = option(
+        None,
+        "Size of the KV cache in blocks, in place of --kv-cache-memory-bytes.",
+        hidden_flags=("--num-gpu-blocks-override",),
+        limit=at_least(1),
     )
-    num_blocks: int | None = field(
-        default=None,
-        metadata=option(
-            "Size of the KV cache in blocks, in place of --kv-cache-memory-bytes.",
-            hidden_flags=("--num-gpu-blocks-override",),
-            limit=at_least(1),
-        ),
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a CUDA device's memory for weights, activations and KV cache together, in (0, 1]. "
+        "Default: 0.9.",
+        limit=share,
     )
-    gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata=option(
-            "Share of a CUDA device's memory for weights, activations and KV cache together, in (0, 1]. "
-            "Default: 0.9.",
-            limit=share,
-        ),
+    swap_space_bytes: int = option(
+        0,
+        "Host memory, such as 4GiB, to which the KV blocks of preempted sequences are swapped out. "
+        "Without it they are recomputed.",
+        flag="--swap-space",
+        word=str,
+        parse=parse_bytes,
+        limit=at_least(0),
     )
-    swap_space_bytes: int = field(
-        default=0,
-        metadata=option(
-            "Host memory, such as 4GiB, to which the KV blocks of preempted sequences are swapped out. "
-            "Without it they are recomputed.",
-            flag="--swap-space",
-            word=str,
-            parse=parse_bytes,
-            limit=at_least(0),
-        ),
+    max_model_len: int | None = option(
+        None,
+        "Context length: tokens in a sequence, prompt and output. Default: the model's own.",
+        limit=at_least(1),
     )
-    max_model_len: int | None = field(
-        default=None,
-        metadata=option(
-            "Context length: tokens in a sequence, prompt and output. Default: the model's own.",
-            limit=at_least(1),
-        ),
+    max_num_seqs: int | None = option(
+        None, "Maximum number of sequences per step.", limit=at_least(1)
     )
-    max_num_seqs: int | None = field(
-        default=None,
-        metadata=option("Maximum number of sequences per step.", limit=at_least(1)),
+    max_num_batched_tokens: int | None = option(
+        None, "Maximum number of tokens per step.", limit=at_least(1)
     )
-    max_num_batched_tokens: int | None = field(
-        default=None, metadata=option("Maximum number of tokens per step.", limit=at_least(1))
+    prefill_chunk_size: int | None = option(
+        None,
+        "Chunked prefill: maximum number of tokens of one sequence per step. Default: that of the step.",
+        hidden_flags=("--long-prefill-token-threshold",),
+        limit=at_least(1),
     )
-    prefill_chunk_size: int | None = field(
-        default=None,
-        metadata=option(
-            "Chunked prefill: maximum number of tokens of one sequence per step. Default: that of the step.",
-            hidden_flags=("--long-prefill-token-threshold",),
-            limit=at_least(1),
-        ),
+    async_scheduling: bool | None = option(
+        None,
+        "Schedule a step, and process the outputs of the previous one, while another is in flight.",
+        show_default="on a CUDA device",
+        hidden_flags=("--overlapped-loop/--serial-loop",),
+        former_names=("overlapped_loop",),
     )
-    async_scheduling: bool | None = field(
-        default=None,
-        metadata=option(
-            "Schedule a step, and process the outputs of the previous one, while another is in flight.",
-            show_default="on a CUDA device",
-            hidden_flags=("--overlapped-loop/--serial-loop",),
-            former_names=("overlapped_loop",),
-        ),
+    enforce_eager: bool = option(
+        False,
+        "Run every step eagerly. Otherwise decode steps are replayed from captured graphs, which gives "
+        "the same numbers in less of the host's time.",
     )
-    enforce_eager: bool = field(
-        default=False,
-        metadata=option(
-            "Run every step eagerly. Otherwise decode steps are replayed from captured graphs, which gives "
-            "the same numbers in less of the host's time."
-        ),
+    scheduling_policy: str = option(
+        "fcfs",
+        "Order in which sequences are served: fcfs, priority (a request's own, smaller first) or "
+        "shortest-prefill.",
+        limit=one_of(*POLICIES),
     )
-    scheduling_policy: str = field(
-        default="fcfs",
-        metadata=option(
-            "Order in which sequences are served: fcfs, priority (a request's own, smaller first) or "
-            "shortest-prefill.",
-            limit=one_of(*POLICIES),
-        ),
+    enable_prefix_caching: bool = option(
+        True,
+        "Reuse the KV blocks of common prefixes of prompts.",
+        hidden_flags=(" /--no-prefix-caching",),
     )
-    enable_prefix_caching: bool = field(
-        default=True,
-        metadata=option(
-            "Reuse the KV blocks of common prefixes of prompts.",
-            hidden_flags=(" /--no-prefix-caching",),
-        ),
+    window: int | None = option(
+        None,
+        "Sliding-window attention, for streams beyond the model's context in constant memory: number of "
+        "tokens that each one attends to, itself included. --max-model-len then has no default.",
+        limit=at_least(1),
     )
-    window: int | None = field(
-        default=None,
-        metadata=option(
-            "Sliding-window attention, for streams beyond the model's context in constant memory: number of "
-            "tokens that each one attends to, itself included. --max-model-len then has no default.",
-            limit=at_least(1),
-        ),
+    attention_sinks: int = option(
+        0,
+        "With --window: sink tokens, the first ones, which stay visible. 4 keep a stream's quality.",
+        limit=at_least(0),
     )
-    attention_sinks: int = field(
-        default=0,
-        metadata=option(
-            "With --window: sink tokens, the first ones, which stay visible. 4 keep a stream's quality.",
-            limit=at_least(0),
-        ),
+    kv_budget: int | None = option(
+        None,
+        "KV eviction, which is not lossless: tokens of a sequence that stay in every layer and KV head "
+        "once its prompt is computed. Default: all.",
+        limit=at_least(1),
     )
-    kv_budget: int | None = field(
-        default=None,
-        metadata=option(
-            "KV eviction, which is not lossless: tokens of a sequence that stay in every layer and KV head "
-            "once its prompt is computed. Default: all.",
-            limit=at_least(1),
-        ),
+    kv_eviction: str | None = option(
+        None,
+        "With --kv-budget: snapkv (what the end of the prompt attends to; the output stays) or h2o "
+        "(heavy hitters and the last tokens, of the output too).",
+        limit=one_of(*METHODS),
+        show_default=DEFAULT_METHOD,
     )
-    kv_eviction: str | None = field(
-        default=None,
-        metadata=option(
-            "With --kv-budget: snapkv (what the end of the prompt attends to; the output stays) or h2o "
-            "(heavy hitters and the last tokens, of the output too).",
-            limit=one_of(*METHODS),
-            show_default=DEFAULT_METHOD,
-        ),
+    seed: int = option(
+        0,
+        "Random seed of requests without one; of a benchmark also that of its prompts, their order "
+        "and the gaps between them.",
     )
-    seed: int = field(
-        default=0,
-        metadata=option(
-            "Random seed of requests without one; of a benchmark also that of its prompts, their order "
-            "and the gaps between them."
-        ),
+    num_threads: int | None = option(
+        None,
+        "CPU threads of a step. Default: the physical cores that this process may use, or fewer where "
+        "these are measured to be faster.",
+        limit=at_least(1),
     )
-    num_threads: int | None = field(
-        default=None,
-        metadata=option(
-            "CPU threads of a step. Default: the physical cores that this process may use, or fewer where "
-            "these are measured to be faster.",
-            limit=at_least(1),
-        ),
+    cpu_activations: int | None = option(
+        None,
+        "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
+        "8: quantized in blocks of channels, which is faster. Default: as the format's own engine, "
+        "8 for GGUF, else 16.",
+        limit=one_of(8, 16),
     )
-    cpu_activations: int | None = field(
-        default=None,
-        metadata=option(
-            "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
-            "8: quantized in blocks of channels, which is faster. Default: as the format's own engine, "
-            "8 for GGUF, else 16.",
-            limit=one_of(8, 16),
-        ),
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that each layer is sharded over, each with its share of the cores or a GPU.",
+        limit=at_least(1),
     )
-    tensor_parallel_size: int = field(
-        default=1,
-        metadata=option(
-            "Processes that each layer is sharded over, each with its share of the cores or a GPU.",
-            limit=at_least(1),
-        ),
+    loras: Mapping[str, Path] = option(
+        MISSING,
+        "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME; "
+        "a benchmark assigns its requests to the adapters, and names them alone to a running server.",
+        factory=dict,
+        flag="--lora",
+        hidden_flags=("--lora-modules",),
+        former_names=("lora",),
+        word=list[str],
+        parse=parse_adapters,
     )
-    loras: Mapping[str, Path] = field(
-        default_factory=dict,
-        metadata=option(
-            "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME; "
-            "a benchmark assigns its requests to the adapters, and names them alone to a running server.",
-            flag="--lora",
-            hidden_flags=("--lora-modules",),
-            former_names=("lora",),
-            word=list[str],
-            parse=parse_adapters,
-        ),
+    max_loras: int | None = option(
+        None,
+        "Maximum number of LoRA adapters, where some are loaded later. Default: those of --lora.",
+        limit=at_least(1),
     )
-    max_loras: int | None = field(
-        default=None,
-        metadata=option(
-            "Maximum number of LoRA adapters, where some are loaded later. Default: those of --lora.",
-            limit=at_least(1),
-        ),
+    language_model_only: bool = option(
+        False, "Leave out the vision tower of an image-text model: it takes text alone."
     )
-    language_model_only: bool = field(
-        default=False,
-        metadata=option("Leave out the vision tower of an image-text model: it takes text alone."),
+    encoder_cache_bytes: int = option(
+        256 << 20,
+        "Memory for embeddings of images, such as 1GiB, which later steps, prompts and recomputation of "
+        "preempted sequences find by the image's content.",
+        flag="--encoder-cache-memory",
+        word=str,
+        parse=parse_size,
+        limit=at_least(0),
+        show_default="256MiB",
     )
-    encoder_cache_bytes: int = field(
-        default=256 << 20,
-        metadata=option(
-            "Memory for embeddings of images, such as 1GiB, which later steps, prompts and recomputation of "
-            "preempted sequences find by the image's content.",
-            flag="--encoder-cache-memory",
-            word=str,
-            parse=parse_size,
-            limit=at_least(0),
-            show_default="256MiB",
-        ),
-    )
-    speculation: SpeculationConfig | None = field(
-        default=None, metadata=option("Speculative decoding", config=SpeculationConfig)
+    speculation: SpeculationConfig | None = option(
+        None, "Speculative decoding.", config=SpeculationConfig
     )
 
     def __post_init__(self) -> None:

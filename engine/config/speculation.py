@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...quant.base.errors import BadInput
-from .option import option
+from ...quant.base.option import option
 
 METHODS = ("ngram", "draft", "medusa", "eagle")
 TREE_METHODS = ("medusa", "eagle")
@@ -29,59 +29,46 @@ class SpeculationConfig:
         BadInput: an unknown name, a number out of range, or a draft model that is missing or unused.
     """
 
-    method: str = field(
-        metadata=option(
-            "Draft-token proposer: ngram (prompt lookup in the sequence itself), draft (a smaller model), "
-            "medusa or eagle (heads that were trained for the model).",
-            flag="--speculative",
-            hidden_flags=("--spec-method",),
-        )
+    PANEL: ClassVar = "Speculative decoding"
+
+    method: str = option(
+        MISSING,
+        "Draft-token proposer: ngram (prompt lookup in the sequence itself), draft (a smaller model), "
+        "medusa or eagle (heads that were trained for the model).",
+        flag="--speculative",
+        hidden_flags=("--spec-method",),
     )
-    draft_model: str | Path | None = field(
-        default=None,
-        metadata=option(
-            "Draft model with the same vocabulary, or the folder of the heads: a folder, a bundled model's "
-            "name, or a hub id.",
-            hidden_flags=("--spec-model",),
-            word=str,
-        ),
+    draft_model: str | Path | None = option(
+        None,
+        "Draft model with the same vocabulary, or the folder of the heads: a folder, a bundled model's "
+        "name, or a hub id.",
+        hidden_flags=("--spec-model",),
+        word=str,
     )
-    num_tokens: int = field(
-        default=4,
-        metadata=option(
-            "Maximum number of draft tokens per sequence and step; fewer at a low acceptance rate.",
-            flag="--num-speculative-tokens",
-            hidden_flags=("--spec-tokens",),
-        ),
+    num_tokens: int = option(
+        4,
+        "Maximum number of draft tokens per sequence and step; fewer at a low acceptance rate.",
+        flag="--num-speculative-tokens",
+        hidden_flags=("--spec-tokens",),
     )
-    ngram_min: int = field(
-        default=2,
-        metadata=option(
-            "ngram: minimum length of a match, in tokens.",
-            flag="--prompt-lookup-min",
-        ),
+    ngram_min: int = option(
+        2, "ngram: minimum length of a match, in tokens.", flag="--prompt-lookup-min"
     )
-    ngram_max: int = field(
-        default=4,
-        metadata=option(
-            "ngram: maximum length of a match, in tokens; the longest is tried first.",
-            flag="--prompt-lookup-max",
-        ),
+    ngram_max: int = option(
+        4,
+        "ngram: maximum length of a match, in tokens; the longest is tried first.",
+        flag="--prompt-lookup-max",
     )
-    acceptance: str = field(
-        default="coupled",
-        metadata=option(
-            "coupled (seeded sampling gives the same tokens as without) or rejection (rejection sampling).",
-            flag="--speculative-acceptance",
-        ),
+    acceptance: str = option(
+        "coupled",
+        "coupled (seeded sampling gives the same tokens as without) or rejection (rejection sampling).",
+        flag="--speculative-acceptance",
     )
-    tree_width: int | None = field(
-        default=None,
-        metadata=option(
-            "medusa, eagle: draft tokens per position of the tree, on average.",
-            flag="--speculative-tree-width",
-            show_default="2",
-        ),
+    tree_width: int | None = option(
+        None,
+        "medusa, eagle: draft tokens per position of the tree, on average.",
+        flag="--speculative-tree-width",
+        show_default="2",
     )
 
     @classmethod

@@ -3,92 +3,142 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..base.errors import BadInput
+from ..base.option import Limit, check_limits, option
 from ..base.scheme import SUPPORTED_BITS
+
+
+def _share(problem: str) -> Limit:
+    return lambda value: None if 0 <= value <= 1 else problem
+
+
+def _least(least: int, problem: str) -> Limit:
+    return lambda value: None if value >= least else problem
+
+
+def _step(value: float) -> str | None:
+    return None if 0 < value <= 1 else "give more than 0 and at most 1 step of the grid"
+
+
+def _whole_bits(text: str) -> int:
+    """A width; a mean of several is said to be a target."""
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInput(
+            f"--bits: {text} is not a whole number of bits: a mean over linears of several widths is "
+            "--target-bpw, of --method trellis and auto"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """Hyperparameters of single methods; each method reads only its own; see `options.refuse_knobs`.
+    """Hyperparameters of single methods; each method reads only its own, see `options.refuse_knobs`.
 
-    Attributes:
-        solver: how codes are chosen: the nearest, or with GPTQ's error feedback; `auto` is what is best for
-            the method, which `options.solver_of` says.
-        act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
-            (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
-            in natural order (`none`).
-        asymmetric: GPTQ: whether the targets are the float model's outputs (GPTAQ); None: what is best for
-            the method, see `plan.defaults`.
-        damp: GPTQ: damping, as a fraction of the Hessian's mean diagonal.
-        true_sequential: GPTQ: measure a layer's later linears behind its quantized earlier ones.
-        ranges: of groups: searched for the least squared error weighted by the inputs' second moments
-            (`weighted`), the plain minimum and maximum (`minmax`), or GPTQ: searched for the least
-            `sum |w - w'|^2.4` (`mse`).
-        judge: AWQ: whether scales are chosen by the error of each linear's output, or of the layer's.
-        alpha: SmoothQuant: migration strength, from activations into weights.
-        iters: AutoRound: steps of sign gradient descent for each layer.
-        finetune_steps: trellis and quip: steps of Adam on the scales of each layer; 0: none.
-        lr: AutoRound, trellis and quip: length of the first step, in steps of the grid or in mean scales;
-            None is `1 / iters` or what the method takes.
-        batch_size: AutoRound, trellis and quip: samples in a step.
+    `asymmetric` None is what is best for the method, which `plan.defaults` says.
     """
 
-    solver: Literal["auto", "nearest", "gptq"] = "auto"
-    act_order: Literal["group-aware", "static", "dynamic", "none"] = "group-aware"
-    asymmetric: bool | None = False
-    damp: float = 0.01
-    true_sequential: bool = True
-    ranges: Literal["weighted", "minmax", "mse"] = "weighted"
-    judge: Literal["linear", "layer"] = "linear"
-    alpha: float = 0.5
-    iters: int = 200
-    finetune_steps: int = 0
-    lr: float | None = None
-    batch_size: int = 8
+    PANEL: ClassVar = "Method"
+
+    solver: Literal["auto", "nearest", "gptq"] = option(
+        "auto",
+        "How codes are chosen on the method's grid: the nearest, or by GPTQ's error feedback "
+        "(awq, rtn, smoothquant, int8, fp8, nf4, fp4, squeezellm). auto: gptq for awq.",
+    )
+    act_order: Literal["group-aware", "static", "dynamic", "none"] = option(
+        "group-aware", "gptq: activation order, the order in which channels are quantized."
+    )
+    asymmetric: bool | None = option(
+        False,
+        "gptq: aim at the outputs of the float model (GPTAQ); takes its states along. "
+        "Default: with awq, trellis and quip.",
+        flag="--asymmetric-calibration/--no-asymmetric-calibration",
+        unset=True,
+    )
+    damp: float = option(
+        0.01,
+        "gptq: damping of the Hessian.",
+        limit=_share("give a share of the mean diagonal, 0 to 1"),
+    )
+    ranges: Literal["weighted", "minmax", "mse"] = option(
+        "weighted",
+        "Range of each group: of least error weighted by the inputs' mean squares, minimum to "
+        "maximum, or (gptq) of least unweighted error.",
+    )
+    true_sequential: bool = option(
+        True, "gptq: measure later linears of a layer behind the quantized earlier ones."
+    )
+    judge: Literal["linear", "layer"] = option(
+        "linear", "awq: choose scales by the error of each linear's output, or of the layer's."
+    )
+    alpha: float = option(
+        0.5,
+        "smoothquant: migration strength, from activations to weights.",
+        limit=_share("give 0 (all in the inputs) to 1 (all in the weights)"),
+    )
+    iters: int = option(
+        200,
+        "autoround: steps of sign gradient descent for each layer.",
+        limit=_least(1, "give at least 1; method rtn tunes nothing"),
+    )
+    finetune_steps: int = option(
+        0,
+        "trellis, quip: steps of Adam on the scales of each layer, towards the float model's output "
+        "(QuIP#'s fine-tuning): such as 100.",
+        limit=_least(0, "give 0 (none) or more steps for each layer"),
+    )
+    lr: float | None = option(
+        None,
+        "First step: autoround: in steps of the grid, default 1/iters; trellis, quip: in mean "
+        "scales.",
+        limit=_step,
+    )
+    batch_size: int = option(
+        8,
+        "autoround, trellis, quip: calibration samples in a step.",
+        limit=_least(1, "give at least 1 sample"),
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise BadInput(
-                f"--alpha {self.alpha:g}: give 0 (all in the inputs) to 1 (all in the weights)"
-            )
-        if not 0 <= self.damp <= 1:
-            raise BadInput(f"--damp {self.damp:g}: give a share of the mean diagonal, 0 to 1")
-        if self.iters < 1:
-            raise BadInput(f"--iters {self.iters}: give at least 1; method rtn tunes nothing")
-        if self.finetune_steps < 0:
-            raise BadInput(
-                f"--finetune-steps {self.finetune_steps}: give 0 (none) or more steps for each layer"
-            )
-        if self.lr is not None and not 0 < self.lr <= 1:
-            raise BadInput(f"--lr {self.lr:g}: give more than 0 and at most 1 step of the grid")
-        if self.batch_size < 1:
-            raise BadInput(f"--batch-size {self.batch_size}: give at least 1 sample")
+        check_limits(self, by_flag=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SchemeOptions:
-    """Requested scheme options; None leaves the choice to the method.
+    """Requested scheme options; None leaves the choice to the method. `act_order`: see `MethodOptions`."""
 
-    Attributes:
-        bits, group_size, symmetric: of integer grids; the group size already divides the width.
-        granularity: of fp8 weights: tensor, channel or block.
-        activations: `dynamic`, `static` or `none`.
-        double_quant: nf4 and fp4: magnitudes in 8 bits.
-        outlier_threshold: int8: inputs beyond it are computed in 16 bits (LLM.int8()).
-        sparse_fraction: squeezellm: fraction of weights that stay floats.
-        act_order: see `MethodOptions`.
-    """
+    PANEL: ClassVar = "Grid"
 
-    bits: int | None = None
-    group_size: int | None = None
-    symmetric: bool | None = None
-    granularity: str | None = None
-    activations: str | None = None
-    double_quant: bool = False
-    outlier_threshold: float | None = None
-    sparse_fraction: float | None = None
+    bits: int | None = option(
+        None,
+        "Bits per weight. Default: the method's.",
+        metavar="INTEGER",
+        word=str,
+        parse=_whole_bits,
+    )
+    group_size: int | None = option(
+        None,
+        "Input channels that share a scale; -1: one scale per output channel. "
+        "Default: the largest of 128, 64, 32, 16 that divides every width.",
+    )
+    symmetric: bool | None = option(
+        None,
+        "Without or with zero points. Default: as the format prefers.",
+        flag="--symmetric/--asymmetric",
+    )
+    granularity: str | None = option(None, "fp8: scales per tensor, channel or block.")
+    activations: str | None = option(None, "Activation quantization: dynamic, static or none.")
+    double_quant: bool = option(
+        False, "nf4, fp4: quantize the absmax values to 8 bits.", flag="--double-quant"
+    )
+    outlier_threshold: float | None = option(
+        None, "int8: inputs beyond it are computed in 16 bits (LLM.int8())."
+    )
+    sparse_fraction: float | None = option(
+        None, "squeezellm: fraction of weights kept as floats.", flag="--sparse"
+    )
     act_order: str = "group-aware"
 
 

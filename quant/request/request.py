@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, get_args, get_type_hints
 
 from ..base.device_name import device_names
 from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE, LARGEST, KvStrategy
+from ..base.option import option, option_like, options_of, within
 from ..calibration.sources import check_source
 from ..methods.options import check_group_size, choose_bits, refuse_knobs, refuse_solver, solver_of
 from ..methods.settings import METHOD_FACTS, MethodOptions, SchemeOptions
@@ -19,6 +20,13 @@ from .names import AUTO, check_method, format_names
 
 AUTO_METHOD = "gptq"
 TRELLIS = "trellis"  # whose widths are chosen under a target too
+# Headings on the help screen.
+_GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
+
+
+def _rotations(text: str) -> tuple[str, ...]:
+    """The rotations by name; `none` is no rotation."""
+    return tuple(name for part in text.split(",") if (name := part.strip()) not in ("", "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,85 +36,169 @@ class QuantizeRequest:
     Attributes:
         model: folder of the source checkpoint.
         output: folder to create; with several formats, the parent of one folder each.
-        bits: of integer weights; None takes the method's default.
-        group_size: None takes the largest usual size that divides every quantized width.
-        symmetric: None takes what the format prefers.
-        granularity, activations, double_quant, outlier_threshold, sparse_fraction: see `SchemeOptions`.
-        gguf_type: block type or mix of a GGUF file; None takes `gguf.mix.DEFAULT_GGUF_TYPE`.
-        imatrix: file of an importance matrix, measured on the float model where it does not exist; None:
-            importance is that of each layer's calibration inputs, where there is calibration.
-        options: hyperparameters of single methods.
-        format: one name or several with commas; None takes the method's default format, if
-            it can store the scheme.
-        overrides: such as `down_proj$=bits:8,group_size:64`; of several that match, the last holds.
-        calibration: see `calibration.load_calibration`; None is the bundled text, stories for the bundled
-            models and a mixed one for all others.
-        num_samples: None is what the method takes by default, for the bundled models 64.
-        seq_len: tokens in a sample; None is 2048, for the bundled models 256, or the model's context if that
-            is less.
-        held_out: held-out samples, for measuring only; None is an eighth of `num_samples`.
-        errors: whether output errors are measured; without, a data-free method reads no calibration text
-            and runs no layer.
-        evaluation: a file whose texts must not be among the calibration texts; None: the bundled one.
-        ignore: regular expressions searched in module names; matching linears are not quantized.
-        lm_head: whether the output projection is quantized too.
-        vision: whether the vision tower and the projector are quantized too.
-        revert_worse: whether linears or layers with a larger error than RTN fall back to RTN.
-        device: where layers are run and solved: `cpu`, `cuda` or `cuda:N`.
-        compute: dtype of the GEMMs of the calibration passes, see `layer_stream.compute_dtype`.
-        stats: folder of statistics measured once, on the float model; made where it does not exist.
-        target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
-            tensors.
-        rotations: `R1`, `R2`: rotations that are folded into the model before anything else; None: what is
-            best for the method, see `plan.defaults`.
-        kv_cache: `fp8`: measure and store scales for an fp8 KV cache; `int8`: servers measure them per token
-            and head, nothing is stored.
-        kv_cache_strategy: one fp8 scale for a layer's keys and one for its values, or one for each KV head.
-        tensor_parallel: tensor-parallel ranks of vLLM; only for the table of loaders.
-        restart: discard the unfinished work of an earlier run.
+        rotations: that are folded into the model before anything else; None: what is best for the method,
+            see `plan.defaults`.
         model_name: the model's name in records; empty: the name of its folder.
-        trust_remote_code: whether code that the checkpoint brings may be run.
     """
 
     model: Path
     output: Path
-    method: str = "awq"
-    bits: int | None = None
-    group_size: int | None = None
-    symmetric: bool | None = None
-    granularity: str | None = None
-    activations: str | None = None
-    double_quant: bool = False
-    outlier_threshold: float | None = None
-    sparse_fraction: float | None = None
-    gguf_type: str | None = None
-    imatrix: Path | None = None
-    options: MethodOptions = field(default_factory=MethodOptions)
-    format: str | None = None
-    overrides: tuple[str, ...] = ()
-    calibration: str | None = None
-    num_samples: int | None = None
-    seq_len: int | None = None
-    held_out: int | None = None
-    errors: bool = True
-    evaluation: str | None = None
-    ignore: tuple[str, ...] = ()
-    lm_head: bool = False
-    vision: bool = False
-    revert_worse: bool = False
-    device: str = "cpu"
-    compute: str = "auto"
-    stats: Path | None = None
-    target_bpw: float | None = None
-    target_bytes: int | None = None
-    rotations: tuple[str, ...] | None = ()
-    kv_cache: str | None = None
-    kv_cache_strategy: KvStrategy = "tensor"
-    tensor_parallel: int = 1
-    seed: int = 0
-    restart: bool = False
+    method: str = option(
+        "awq",
+        "Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
+        "nf4, fp4, nvfp4, mxfp4, trellis, quip; or auto: gptq with mixed precision under a target.",
+    )
+    format: str | None = option(
+        None,
+        "awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3, quip or "
+        "gguf; several with commas. Default: the method's own if it supports the scheme, else "
+        "compressed-tensors.",
+    )
+    bits: int | None = option_like(SchemeOptions, "bits")
+    group_size: int | None = option_like(SchemeOptions, "group_size")
+    symmetric: bool | None = option_like(SchemeOptions, "symmetric")
+    granularity: str | None = option_like(SchemeOptions, "granularity")
+    activations: str | None = option_like(SchemeOptions, "activations")
+    double_quant: bool = option_like(SchemeOptions, "double_quant")
+    outlier_threshold: float | None = option_like(SchemeOptions, "outlier_threshold")
+    sparse_fraction: float | None = option_like(SchemeOptions, "sparse_fraction")
+    gguf_type: str | None = option(None, "Block type or mix, such as Q4_K_M or Q8_0.", panel=_GRID)
+    imatrix: Path | None = option(
+        None,
+        "GGUF: importance matrix to weigh errors by, in llama.cpp's formats (.gguf, .dat); "
+        "measured and written where there is no such file.",
+        writes="cache",
+        panel=_GRID,
+    )
+    overrides: tuple[str, ...] = option(
+        (),
+        "Options for the linears that match a regular expression, such as "
+        "'down_proj$=bits:8,group_size:64'. Repeatable.",
+        flag="--override",
+        panel=_GRID,
+        word=list[str],
+        parse=tuple,
+    )
+    ignore: tuple[str, ...] = option(
+        (),
+        "Regular expression: matching linears are not quantized. Repeatable.",
+        panel=_GRID,
+        word=list[str],
+        parse=tuple,
+    )
+    lm_head: bool = option(
+        False, "Quantize the output projection too.", flag="--quantize-lm-head", panel=_GRID
+    )
+    vision: bool = option(
+        False,
+        "Quantize the vision tower and the projector too.",
+        flag="--quantize-vision",
+        panel=_GRID,
+    )
+    options: MethodOptions = option(
+        MISSING, "Hyperparameters of the method.", factory=MethodOptions, config=MethodOptions
+    )
+    target_bpw: float | None = option(
+        None, "auto, trellis: maximum bits per quantized weight.", panel=_METHOD
+    )
+    target_bytes: int | None = option(
+        None,
+        "auto, trellis: maximum size of all tensors: 3.5GiB.",
+        flag="--target-size",
+        word=str,
+        panel=_METHOD,
+    )
+    rotations: tuple[str, ...] | None = option(
+        (),
+        "R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
+        "values (R2) into the weights first; the float model's logits stay. Default: R2 with awq; none: "
+        "no rotation.",
+        panel=_METHOD,
+        flag="--rotate",
+        word=str,
+        parse=_rotations,
+    )
+    kv_cache: str | None = option(
+        None,
+        "fp8: calibrate and store the scales of an fp8 KV cache; int8: servers measure its scales.",
+        panel=_METHOD,
+    )
+    kv_cache_strategy: KvStrategy = option(
+        "tensor", "fp8 scales for a layer's keys and values, or for each KV head.", panel=_METHOD
+    )
+    revert_worse: bool = option(
+        False,
+        "Fall back to round-to-nearest where the method is worse than it.",
+        flag="--revert-worse",
+        panel=_METHOD,
+    )
+    calibration: str | None = option(
+        None,
+        "A .txt, .jsonl or .json file or a hub dataset id; conversations get the chat template; "
+        "rows may have `images`, a list of paths. Default: bundled text (code, dialogue, prose, 40 "
+        "languages), for models that read images bundled pictures before it.",
+        panel=_DATA,
+    )
+    num_samples: int | None = option(
+        None,
+        "Calibration samples. Default: 512 for methods that are calibrated, or what the text holds.",
+        limit=within(ge=1),
+        panel=_DATA,
+    )
+    seq_len: int | None = option(
+        None,
+        "Tokens in a sample. Default: 2048, or the model's context if shorter.",
+        limit=within(ge=1),
+        panel=_DATA,
+    )
+    held_out: int | None = option(
+        None, "Held-out samples, for measuring only. Default: an eighth.", panel=_DATA
+    )
+    errors: bool = option(
+        True,
+        "Measure output errors. Without, data-free methods (rtn, hqq, fp8, int8, nf4, fp4, nvfp4, "
+        "mxfp4) read no calibration text and run no layer.",
+        panel=_DATA,
+    )
+    evaluation: str | None = option(
+        None,
+        "A .txt or .jsonl file that calibration texts must not overlap with. "
+        "Default: the bundled evaluation text.",
+        panel=_DATA,
+    )
+    seed: int = option(0, "Random seed of the calibration texts' order.", panel=_DATA)
+    device: str = option(
+        "cpu",
+        "Where layers are run and solved: cpu, cuda, cuda:N, or several with commas.",
+        panel=_DATA,
+    )
+    compute: str = option(
+        "auto",
+        "GEMMs of the calibration passes: float32, bfloat16, or auto: bfloat16 for models "
+        "stored in it where the CPU is faster at it.",
+        panel=_DATA,
+    )
+    stats: Path | None = option(
+        None,
+        "Folder of cached statistics of the float model: measured once, reused by "
+        "later runs with other bits, groups or methods.",
+        writes="cache",
+        panel=_DATA,
+    )
+    tensor_parallel: int = option(
+        1,
+        "vLLM tensor-parallel size, for the table of loaders.",
+        flag="--tensor-parallel-size",
+        span=(1, None),
+        panel=_RUN,
+    )
+    trust_remote_code: bool = option(
+        False, "Run code that the checkpoint brings.", flag="--trust-remote-code", panel=_RUN
+    )
+    restart: bool = option(
+        False, "Discard the unfinished work of an earlier run.", flag="--restart", panel=_RUN
+    )
     model_name: str = ""
-    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_request(self)
@@ -114,17 +206,8 @@ class QuantizeRequest:
     @property
     def scheme_options(self) -> SchemeOptions:
         """The scheme options of the request."""
-        return SchemeOptions(
-            bits=self.bits,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            granularity=self.granularity,
-            activations=self.activations,
-            double_quant=self.double_quant,
-            outlier_threshold=self.outlier_threshold,
-            sparse_fraction=self.sparse_fraction,
-            act_order=self.options.act_order,
-        )
+        shared = {name: getattr(self, name) for name in options_of(SchemeOptions)}
+        return SchemeOptions(**shared, act_order=self.options.act_order)
 
 
 def check_request(request: QuantizeRequest) -> None:
@@ -208,19 +291,6 @@ class Override:
         return replace(options, **self.changes)
 
 
-_Kind = Literal["int", "float", "bool", "word"]
-_KEYS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "bits": "int",
-        "group_size": "int",
-        "symmetric": "bool",
-        "granularity": "word",
-        "activations": "word",
-        "double_quant": "bool",
-        "outlier_threshold": "float",
-        "sparse_fraction": "float",
-    }
-)
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -237,10 +307,9 @@ def parse_override(text: str) -> Override:
     for item in rest.split(","):
         key, _, value = (part.strip() for part in item.partition(":"))
         key = key.replace("-", "_")
-        if key not in _KEYS:
-            raise BadInput(
-                f"--override {text!r}: unknown key {key!r}, choose of {', '.join(_KEYS)}"
-            )
+        if key not in options_of(SchemeOptions):
+            known = ", ".join(options_of(SchemeOptions))
+            raise BadInput(f"--override {text!r}: unknown key {key!r}, choose of {known}")
         changes[key] = _value(text, key, value)
     return Override(compiled("--override", pattern), MappingProxyType(changes))
 
@@ -254,14 +323,12 @@ def compiled(option: str, pattern: str) -> re.Pattern[str]:
 
 
 def _value(text: str, key: str, value: str) -> int | float | bool | str:
-    kind = _KEYS[key]
+    kind = get_args(get_type_hints(SchemeOptions)[key])[0] if key != "double_quant" else bool
     try:
-        if kind == "int":
-            return int(value)
-        if kind == "float":
-            return float(value)
-        if kind == "bool":
+        if kind is bool:
             return _BOOLEANS[value.lower()]
+        if kind is not str:
+            return kind(value)
     except (ValueError, KeyError) as error:
         raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
     if not value:

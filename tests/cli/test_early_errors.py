@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmopt.bench.load.address import BACKENDS
-from llmopt.bench.options.dataset_names import NAMES
-from llmopt.bench.options.options import BACKEND_NAMES
+from llmopt.bench.load.address import PATHS
+from llmopt.bench.options.names import BACKENDS, NAMES
 from llmopt.bench.workloads.datasets import _BUILDERS
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.names import offer
@@ -139,7 +138,7 @@ def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
     } == METHOD_FACTS
     assert [*FORMAT_NAMES] == [*FORMATS]
     assert [*NAMES] == [*_BUILDERS]
-    assert {*BACKEND_NAMES} == {*BACKENDS}
+    assert {*PATHS} == {*BACKENDS.values()}
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,15 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.recipes.recipe import Recipe
 from llmopt.bench.session import run_sessions
 from llmopt.cli import bench, main, serve_local
-from llmopt.cli.options.config_words import word_name
-from llmopt.cli.options.groups import shown_name
-from llmopt.cli.options.result import FolderOptions
+from llmopt.cli.options.command import shown_name
+from llmopt.cli.options.shared import FolderOptions
 from llmopt.engine import llm
 from llmopt.engine.config.compatibility import FEATURES
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.option import Option, options_of
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.option import Option, options_of, word_name
 
 ROOT = Path(__file__).parents[2]
 VLLM_OPTIONS = (ROOT / f"tests/engine/deploy/vllm-{VLLM.version}-options.txt").read_text().split()

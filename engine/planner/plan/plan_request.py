@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from ....quant.base.errors import BadInput
 from ...base.units import parse_bytes, parse_size, parse_tokens
 from ...config.config import EngineConfig
+from ...config.plan_request import PlanRequest
 from ..device.devices import Device, choose_devices
 from ..device.money import Prices
 from ..device.speed import Efficiency
@@ -21,43 +19,6 @@ from .measured import read_run
 from .plan import Plan, make_plan
 from .setup import Setup, Workload
 from .speculation import Speculation
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """Unparsed options of `llmopt kv-plan`; None if not set. See `llmopt kv-plan --help`."""
-
-    model: str
-    weights: str | None = None
-    group_size: int | None = None
-    symmetric: bool | None = None
-    file_format: str | None = None
-    context: str | None = None
-    sequences: int = 1
-    output_tokens: int | None = None
-    kv_dtype: str | None = None
-    images: str | None = None
-    gpus: tuple[str, ...] = ()
-    gpu_memory: str | None = None
-    tp: int | None = None
-    pp: int | None = None
-    engine: str = "llmopt"
-    block_size: int | None = None
-    utilization: float | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    kv_cache_memory: str | None = None
-    kv_budget: int | None = None
-    kv_eviction: str | None = None
-    measured: Path | None = None
-    draft_tokens: int | None = None
-    acceptance: float = 0.7
-    draft_cost: float = 0.1
-    gpu_hour_price: float | None = None
-    api_price_in: float | None = None
-    api_price_out: float | None = None
-    duty_cycle: float = 1.0
-    trust_remote_code: bool = False
 
 
 def plan_for(ask: PlanRequest) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 from llmopt.bench.metrics.metrics import slo_share
 from llmopt.bench.metrics.trace import RequestTrace
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.options.sweep_loads import parse_loads
+from llmopt.bench.options.values import parse_loads
 from llmopt.bench.report.sweep_page import sweep_page
 from llmopt.bench.session import sweep as sweeps
 from llmopt.bench.session.sweep import (

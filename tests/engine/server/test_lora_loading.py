@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.cli.options.protection import ProtectionOptions
+from llmopt.cli.options.serving import MediaOptions, OperationOptions, ProtectionOptions
+from llmopt.cli.serving import server_options
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import LoadedAdapters, adapter_name
 from llmopt.engine.config.config import EngineConfig
@@ -216,7 +217,9 @@ def test_the_endpoints_are_off_unless_folders_are_allowed(root: Path) -> None:
 )
 def test_the_switch_and_the_folder_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="go together"):
-        ProtectionOptions(**given).server_options(is_loopback=True)
+        server_options(
+            ProtectionOptions(**given), OperationOptions(), MediaOptions(), is_loopback=True
+        )
 
 
 def test_keys_and_limits_of_loaded_adapters() -> None:

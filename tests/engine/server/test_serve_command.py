@@ -15,8 +15,9 @@ import httpx
 import pytest
 import typer
 from llmopt.cli.main import main
-from llmopt.cli.options.groups import with_groups
-from llmopt.cli.options.serve.media import MediaOptions
+from llmopt.cli.options.command import with_options
+from llmopt.cli.options.serving import MediaOptions
+from llmopt.cli.serving import media_limits
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.multimodal.media import MediaLimits
@@ -206,9 +207,9 @@ def test_images_per_prompt_are_said_as_in_vllm(option: str, value: str, count: i
     limits: list[MediaLimits] = []
 
     def keep(media: MediaOptions) -> None:
-        limits.append(media.limits())
+        limits.append(media_limits(media))
 
     app = typer.Typer()
-    app.command()(with_groups(keep))
+    app.command()(with_options(keep))
     typer.main.get_command(app).main([option, value], standalone_mode=False)
     assert limits[0].max_images == count

@@ -1,0 +1,223 @@
+"""Commands from definitions: the options of dataclasses are expanded into a Typer command's parameters.
+
+    @dataclass(frozen=True, slots=True)
+    class TableOptions:
+        PANEL: ClassVar = "Output"
+        rows: int | None = option(None, "Rows of the table.")
+
+    @with_options
+    def bench(engine: Annotated[Words, From(EngineConfig)], table: TableOptions) -> None: ...
+
+A parameter that is such a dataclass gets one; a parameter of `From` gets the words of configs as they were
+written, for a reader that parses and checks them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from ...quant.base.option import Option, flag_of, options_of, word_and_default, word_name
+
+_HIDDEN = "__hidden"
+Words = dict[str, Any]
+"""What a command line says, by the names of its flags; None, or a default, for what it does not say."""
+
+
+class From:
+    """Marker of a parameter that takes the words of configs.
+
+    Args:
+        panel: heading of the options; None: the configs' own.
+        only: of these fields; empty: of all.
+        but: leave these fields out.
+        nested: whether they are of a field that may be None, so that none is required.
+    """
+
+    def __init__(
+        self,
+        *configs: type,
+        panel: str | None = None,
+        only: Collection[str] = (),
+        but: Collection[str] = (),
+        nested: bool = False,
+    ) -> None:
+        self.configs, self._panel, self._only, self._but = configs, panel, only, but
+        self._nested = nested
+
+    def parameters(self) -> Iterator[Parameter]:
+        """A parameter for each option, and for those of nested configs."""
+        for config in self.configs:
+            hints = get_type_hints(config)
+            for field in fields(config):
+                one = options_of(config).get(field.name)
+                if one is None or field.name in self._but or not self._takes(field.name):
+                    continue
+                if one.config is not None:
+                    yield from From(one.config, nested=True).parameters()
+                    continue
+                kind, default = word_and_default(hints[field.name], field.default, one)
+                if field.default is field.default_factory is MISSING and not self._nested:
+                    default = Parameter.empty
+                panel = one.panel or self._panel or getattr(config, "PANEL", None)
+                yield from _parameters(
+                    word_name(field.name, one), field.name, one, kind, default, panel
+                )
+
+    def _takes(self, name: str) -> bool:
+        return not self._only or name in self._only
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """How the value of a command's parameter is made from those of its options."""
+
+    make: Callable[..., Any]
+    names: tuple[str, ...]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command for Typer: its parameters are expanded into one for each option."""
+    hints = get_type_hints(command, include_extras=True)
+    taken: dict[str, _Taken] = {}
+    shown: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        hint = hints[parameter.name]
+        source = next((note for note in get_args(hint) if isinstance(note, From)), None)
+        if source is not None:
+            added, make = [*source.parameters()], _words
+        elif isinstance(hint, type) and is_dataclass(hint):
+            added, make = [*_group_parameters(hint)], hint
+        else:
+            shown.append(_keyword(parameter.name, hint, parameter.default))
+            continue
+        names = tuple(one.name for one in added if shown_name(one.name) == one.name)
+        taken[parameter.name] = _Taken(make, names)
+        shown += added
+    known = {one.name: one for one in shown if shown_name(one.name) == one.name}
+    # Aliases come last: Typer lists arguments and options in the order of parameters.
+    every = [*known.values(), *(one for one in shown if one.name not in known)]
+
+    @wraps(command)
+    def call(**given: Any) -> None:
+        given = _by_shown_name(given, known)
+        made = {
+            name: one.make(**{word: given.pop(word) for word in one.names})
+            for name, one in taken.items()
+        }
+        command(**made, **given)
+
+    call.__signature__ = Signature(every)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+    return call
+
+
+def _words(**given: Any) -> Words:
+    return given
+
+
+def values_of(*groups: Any) -> Words:
+    """{field: value} of several built groups."""
+    return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+
+
+def shown_name(parameter: str) -> str:
+    """The visible parameter of a hidden alias, or the parameter itself."""
+    return parameter.partition(_HIDDEN)[0]
+
+
+def _group_parameters(group: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        one, hint = options_of(group).get(field.name), hints[field.name]
+        if one is None:  # an argument, as Typer has it
+            yield _keyword(field.name, hint, field.default)
+            continue
+        kind, default = word_and_default(hint, field.default, one)
+        panel = one.panel or getattr(group, "PANEL", None)
+        yield from _parameters(field.name, field.name, one, kind, default, panel)
+
+
+def _keyword(name: str, hint: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _parameters(
+    name: str, field: str, one: Option, kind: Any, default: Any, panel: str | None
+) -> Iterator[Parameter]:
+    """The parameter of an option, and a hidden one for its aliases."""
+    flags = one.flag.split() or [flag_of(field, one)]
+    if not one.flag and kind in (bool, bool | None):
+        flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
+    least, most = one.span or (None, None)
+    callback = _WRITES[one.writes] if one.writes else None
+    info = typer.Option(
+        *flags,
+        help=one.help,
+        rich_help_panel=panel,
+        show_default=True if one.show_default is None else one.show_default,
+        metavar=one.metavar,
+        envvar=one.envvar,
+        min=least,
+        max=most,
+        callback=callback,
+    )
+    yield _keyword(name, Annotated[kind, info], default)
+    if one.hidden_flags:
+        alias = typer.Option(*one.hidden_flags, hidden=True, callback=callback)
+        yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)
+
+
+def writable(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names a file to write: checked as the line is read, before any work."""
+    return _checked(context, parameter, path, folder=False)
+
+
+def writable_folder(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names a folder to write into."""
+    return _checked(context, parameter, path, folder=True)
+
+
+def writable_if_new(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Callback of an option that names a cache: it is read where it exists, and else written."""
+    return path if path is None or path.exists() else writable(context, parameter, path)
+
+
+_WRITES = {"file": writable, "folder": writable_folder, "cache": writable_if_new}
+
+
+def _checked(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None, *, folder: bool
+) -> Path | None:
+    from ...quant.base.atomic_io import check_output
+
+    if path is not None and not context.resilient_parsing:
+        check_output(path, parameter.opts[0], folder=folder)
+    return path
+
+
+def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:
+    """`given`, with values of hidden aliases moved to their visible options."""
+    found = {name: value for name, value in given.items() if name in known}
+    for name, value in given.items():
+        if name in known or value is None:
+            continue
+        shown = shown_name(name)
+        if found[shown] != known[shown].default:
+            from ...quant.base.errors import BadInput
+
+            raise BadInput(f"--{shown.replace('_', '-')} was given by two spellings: give one")
+        found[shown] = value
+    return found

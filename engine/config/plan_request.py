@@ -1,0 +1,115 @@
+"""`PlanRequest`: the options of a plan, as `llmopt kv-plan` takes them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ...quant.base.option import option, option_like
+from .config import EngineConfig
+
+# Headings on the help screen.
+_MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Speed and money"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What to plan: a model, its workload and its hardware; None if not set. Nothing is parsed yet."""
+
+    PANEL: ClassVar = "Engine"
+
+    model: str = option(
+        MISSING,
+        "A name of the bundled table, a folder, a config.json, a .gguf file, or a hub id.",
+        panel=_MODEL,
+    )
+    weights: str | None = option(
+        None,
+        "bf16, fp8, int8, int4, gptq, nf4, mxfp4, nvfp4, q8_0 ... Without it: as stored.",
+        panel=_MODEL,
+    )
+    group_size: int | None = option(
+        None, "Input channels per scale, -1 for one scale per output channel.", panel=_MODEL
+    )
+    symmetric: bool | None = option(
+        None, "int4, int8: without zero points.", flag="--symmetric/--asymmetric", panel=_MODEL
+    )
+    file_format: str | None = option(
+        None, "int4, int8: awq or compressed-tensors.", flag="--format", panel=_MODEL
+    )
+    trust_remote_code: bool = option(
+        False, "Run code that the checkpoint brings.", flag="--trust-remote-code", panel=_MODEL
+    )
+    context: str | None = option(
+        None,
+        "Tokens per sequence: 4096, 128k, 1M. Default: the model's context.",
+        flag="--ctx",
+        panel=_SERVED,
+    )
+    sequences: int = option(1, "Concurrent sequences.", flag="--concurrency --batch", panel=_SERVED)
+    output_tokens: int | None = option(
+        None, "Output tokens, as part of the context. Default: a quarter.", panel=_SERVED
+    )
+    images: str | None = option(
+        None, "Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none.", panel=_SERVED
+    )
+    kv_dtype: str | None = option(
+        None,
+        "bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: bf16.",
+        panel=_SERVED,
+    )
+    gpus: tuple[str, ...] = option(
+        (),
+        "A GPU of the table; repeatable; `all` ranks all of them; `cpu` is this machine.",
+        flag="--gpu",
+        word=list[str],
+        parse=tuple,
+        panel=_HARDWARE,
+    )
+    gpu_memory: str | None = option(None, "A GPU by its memory alone: 80GiB.", panel=_HARDWARE)
+    tp: int | None = option(
+        None,
+        "Tensor-parallel size. Default: the fewest GPUs that hold the model.",
+        hidden_flags=("--tensor-parallel-size",),
+        panel=_HARDWARE,
+    )
+    pp: int | None = option(
+        None, "Pipeline-parallel size.", hidden_flags=("--pipeline-parallel-size",), panel=_HARDWARE
+    )
+    engine: str = option(
+        "llmopt", "llmopt, vllm, llama.cpp, transformers, or all side by side.", panel="Engine"
+    )
+    block_size: int | None = option_like(EngineConfig, "block_size")
+    kv_cache_memory: str | None = option_like(
+        EngineConfig, "kv_cache_memory_bytes", flag="--kv-cache-memory-bytes", word=None, parse=None
+    )
+    utilization: float | None = option_like(
+        EngineConfig, "gpu_memory_utilization", flag="--gpu-memory-utilization"
+    )
+    max_num_seqs: int | None = option_like(EngineConfig, "max_num_seqs")
+    max_num_batched_tokens: int | None = option_like(EngineConfig, "max_num_batched_tokens")
+    kv_budget: int | None = option_like(EngineConfig, "kv_budget")
+    kv_eviction: str | None = option_like(EngineConfig, "kv_eviction")
+    measured: Path | None = option(
+        None,
+        "A run of `llmopt bench`: use its measured ceilings, not a data sheet's.",
+        panel=_MONEY,
+    )
+    draft_tokens: int | None = option(
+        None, "Speculative decoding: draft tokens per step.", panel=_MONEY
+    )
+    acceptance: float = option(
+        0.7, "Speculative decoding: acceptance rate of draft tokens.", panel=_MONEY
+    )
+    draft_cost: float = option(
+        0.1, "Speculative decoding: cost of a draft-model step, in target steps.", panel=_MONEY
+    )
+    gpu_hour_price: float | None = option(None, "Dollars per GPU hour.", panel=_MONEY)
+    api_price_in: float | None = option(
+        None, "An API's dollars per million input tokens.", panel=_MONEY
+    )
+    api_price_out: float | None = option(
+        None, "An API's dollars per million output tokens.", panel=_MONEY
+    )
+    duty_cycle: float = option(1.0, "Fraction of the day under load.", panel=_MONEY)

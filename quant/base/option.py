@@ -1,0 +1,211 @@
+"""Options, each defined once, in the metadata of its dataclass field.
+
+The command line, benchmarks, recipes, config files and keyword arguments are all generated from these
+definitions: name, type, default, limits and help of an option cannot differ between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal, get_origin
+
+from .errors import BadInput
+
+Limit = Callable[[Any], str | None]
+"""The error message for a value; None: it is valid."""
+
+_KEY = "option"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Help, spelling, parser and limit of a field.
+
+    Attributes:
+        help: for help screens; the field's documentation.
+        flag: the command-line spellings, with spaces between; empty: `--` and the field's name. A switch that
+            has no `/--no-` is only switched on.
+        hidden_flags: accepted aliases that help screens omit: earlier ones, or vLLM's where it differs.
+            A switch has them in pairs, as in `--overlapped-loop/--serial-loop`.
+        former_names: deprecated names of the field in keywords and recipes.
+        panel: heading on help screens; None: the config's `PANEL`.
+        word: type of the value on a command line, if it is not the field's.
+        text: the default as it is written on a command line, where `word` cannot hold the field's.
+        unset: whether a command line without the option leaves the default to its reader.
+        parse: converts a value of type `word` to the field's; other values are passed through.
+        limit: validates values other than None.
+        show_default: how a help screen describes a derived default.
+        metavar, span: placeholder of the value, and the least and largest one, on help screens.
+        envvar: environment variable that gives the option too.
+        writes: what is written at the path, which is checked before any work; caches are read if they exist.
+        secret: whether representations leave the value out.
+        config: the field holds a nested config, whose options are on the command line too. Its constructor
+            `asked` makes it from the options given there, or None; a config without makes itself.
+    """
+
+    help: str
+    flag: str = ""
+    hidden_flags: tuple[str, ...] = ()
+    former_names: tuple[str, ...] = ()
+    panel: str | None = None
+    word: Any = None
+    text: str | None = None
+    unset: bool = False
+    parse: Callable[[Any], Any] | None = None
+    limit: Limit | None = None
+    show_default: str | None = None
+    metavar: str | None = None
+    span: tuple[int, int | None] | None = None
+    envvar: str | None = None
+    writes: Literal["file", "folder", "cache"] | None = None
+    secret: bool = False
+    config: type[Any] | None = None
+
+    def value(self, value: Any) -> Any:
+        """The field's value, parsed if it is of type `word`."""
+        if self.parse is None or not isinstance(value, get_origin(self.word) or self.word):
+            return value
+        return self.parse(value)
+
+
+def option(
+    default: Any, help: str, *, factory: Callable[[], Any] | None = None, **details: Any
+) -> Any:
+    """Define a dataclass field that is an option; `details` are the other attributes of `Option`.
+
+    Args:
+        default: `MISSING` where there is none, or `factory` makes it.
+    """
+    metadata = {_KEY: Option(help, **details)}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def option_like(config: type, name: str, **changes: Any) -> Any:
+    """Define a field with the default and the option of another config's field, but for some `changes`."""
+    default = next(field.default for field in fields(config) if field.name == name)
+    one = options_of(config)[name]
+    panel = one.panel or getattr(config, "PANEL", None)
+    return field(default=default, metadata={_KEY: replace(one, **{"panel": panel, **changes})})
+
+
+@cache
+def options_of(config: type) -> Mapping[str, Option]:
+    """{field: its option}, in the order of the fields; fields without an option are left out."""
+    return {field.name: field.metadata[_KEY] for field in fields(config) if _KEY in field.metadata}
+
+
+def flag_of(name: str, one: Option) -> str:
+    """The first spelling of a field's option, without what switches it off."""
+    spelled = one.flag.split()[0] if one.flag else "--" + name.replace("_", "-")
+    return spelled.partition("/")[0]
+
+
+def word_name(name: str, one: Option) -> str:
+    """The name of a field's word on a command line: that of its flag."""
+    return flag_of(name, one).removeprefix("--").replace("-", "_")
+
+
+def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords for a config, of `given`, with former names replaced and strings parsed.
+
+    Raises:
+        BadInput: a string that does not parse, or an option by two names.
+    """
+    options = options_of(config)
+    present = {former: name for name, option in options.items() for former in option.former_names}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = present.get(key, key)
+        if name in values:
+            raise BadInput(f"{key} is another name of {name}: give one")
+        values[name] = options[name].value(value) if name in options else value
+    return values
+
+
+def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords for a config, of the words of a command line; options that were not given are left out.
+
+    Raises:
+        BadInput: a word that does not parse.
+    """
+    found: dict[str, Any] = {}
+    for name, one in options_of(config).items():
+        if one.config is not None:
+            make = getattr(one.config, "asked", one.config)
+            found[name] = make(**keywords_of_words(one.config, words))
+        elif (word := words.get(word_name(name, one))) is not None:
+            found[name] = one.value(word)
+    return found
+
+
+def word_and_default(hint: Any, default: Any, one: Option) -> tuple[Any, Any]:
+    """Type and default of a field's word on a command line: the field's, or None where the reader decides."""
+    kind = hint if one.word is None else one.word
+    if one.text is not None:
+        return kind, one.text
+    held = one.word is None or isinstance(default, get_origin(kind) or kind)
+    if default is MISSING or one.unset or not held:
+        return kind | None, None
+    return kind, default
+
+
+def check_limits(config: Any, *, by_flag: bool = False) -> None:
+    """Check every option of a config against its limit.
+
+    Raises:
+        BadInput: naming the field, or its flag, and its limit.
+    """
+    for name, one in options_of(type(config)).items():
+        value = getattr(config, name)
+        if one.limit is None or value is None or (problem := one.limit(value)) is None:
+            continue
+        shown = f"{name} {value!r}" if isinstance(value, str) else f"{name} = {value}"
+        if by_flag:
+            shown = f"{flag_of(name, one)} {value:g}"
+        raise BadInput(f"{shown}: {problem}")
+
+
+def at_least(least: int) -> Limit:
+    return lambda value: None if value >= least else f"need {least} or more"
+
+
+def within(
+    *,
+    ge: float = -math.inf,
+    gt: float = -math.inf,
+    le: float = math.inf,
+    lt: float = math.inf,
+    finite: bool = False,
+) -> Limit:
+    """A limit by bounds, in pydantic's words."""
+    bounds: tuple[tuple[str, float, Callable[[float], bool]], ...] = (
+        ("greater than or equal to", ge, lambda value: value >= ge),
+        ("greater than", gt, lambda value: value > gt or gt == -math.inf),
+        ("less than or equal to", le, lambda value: value <= le),
+        ("less than", lt, lambda value: value < lt or lt == math.inf),
+    )
+
+    def limit(value: float) -> str | None:
+        if finite and not math.isfinite(value):
+            return "Input should be a finite number"
+        broken = next(
+            (f"{words} {bound:g}" for words, bound, holds in bounds if not holds(value)), None
+        )
+        return None if broken is None else f"Input should be {broken}"
+
+    return limit
+
+
+def one_of(*choices: object) -> Limit:
+    words = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
+    return lambda value: None if value in choices else f"choose {words}"
+
+
+def share(value: float) -> str | None:
+    """A limit: more than 0 and at most 1."""
+    return None if 0 < value <= 1 else "a share in (0, 1] is needed"
