@@ -1,4 +1,4 @@
-"""Regression verdict of two runs: pass, regression, or no verdict, each with its reasons.
+"""Regression verdict of two runs, or of paired starts: pass, regression, or no verdict, with its reasons.
 
 A pass is non-inferiority: the upper bound of the worsening is within the limit. A regression is worse than
 the limit: the lower bound is beyond it. Everything else, and runs that did not do the same work on the same
@@ -8,7 +8,7 @@ machine, is no verdict, never a pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,8 +22,7 @@ from ..record.comparable import (
     widened_notes,
 )
 from ..record.result import RunData, plain
-from .counts import Check, check, failure_words, length_change, mean_value, relative_change
-from .judge import BUSY, Delta, background_error, is_paired, judge, other_load
+from .counts import check_count, failure_words, length_change, mean_value, relative_change
 from .limits import (
     COUNTED,
     Counted,
@@ -35,11 +34,19 @@ from .limits import (
     speed_limits,
     with_waiting,
 )
+from .measured_runs import BUSY, NO_VALUE, background_error, find_in_runs, is_paired, other_load
+from .measured_starts import find_in_starts, operating_curve
 from .quality_checks import QualityGate, check_quality, quality_changes
-from .sequential import FALSE_PASS, OperatingCurve
+from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
-from .unjudgeable import unjudgeable
-from .verdict_words import overall_words
+from .verdict import (
+    Finding,
+    LimitVerdict,
+    MeasuredVerdict,
+    PairedExcess,
+    judge,
+    undecided_words,
+)
 
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
@@ -51,7 +58,7 @@ INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict, with the deltas, checks, quality and memory it is based on.
+    """The verdict, with those on each limit, and quality and memory of both sides.
 
     Attributes:
         unknown: clauses on what of the hardware could not be compared.
@@ -65,8 +72,8 @@ class Comparison:
     base: str
     new: str
     threshold: float
-    deltas: tuple[Delta, ...] = ()
-    checks: tuple[Check, ...] = ()
+    deltas: tuple[MeasuredVerdict, ...] = ()
+    checks: tuple[LimitVerdict, ...] = ()
     quality: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -77,12 +84,22 @@ class Comparison:
     tasks: tuple[TaskChange, ...] = ()
 
     @property
+    def verdicts(self) -> tuple[LimitVerdict, ...]:
+        """Those of all limits, on measured metrics first."""
+        return (*self.deltas, *self.checks)
+
+    @property
     def sentence(self) -> str:
         """The reasons, and what of the hardware could not be compared."""
         return "; ".join((*self.reasons, *self.unknown))
 
     def as_dict(self) -> dict[str, Any]:
-        return plain({**asdict(self), "exit_code": self.outcome.exit_code})
+        """The comparison as plain values, with its exit code."""
+        verdicts = {
+            "deltas": [one.as_dict() for one in self.deltas],
+            "checks": [one.as_dict() for one in self.checks],
+        }
+        return plain({**asdict(self), **verdicts, "exit_code": self.outcome.exit_code})
 
 
 def compare(
@@ -96,56 +113,134 @@ def compare(
     """Judge the single run `new` against `base` by `limits`; by default, by four speed metrics, none of which
     may get worse by `threshold` (0.05: 5 %)."""
     same = base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]
-    notes = remarks(base.result, new.result)
-    unknown = unknown_facts(base.result, new.result)
-    comparison = Comparison(
-        Outcome.NO_VERDICT, (), base.name, new.name, threshold, notes=notes, unknown=unknown
-    )
-    if blocking := incomparable(base.result, new.result):
-        return replace(comparison, reasons=tuple(blocking))
-    quality, memory = quality_changes(base, new), memory_changes(base.result, new.result)
-    comparison = replace(comparison, quality=quality, memory=memory, tasks=task_changes(base, new))
+    comparison = _before_limits([base], [new], threshold)
+    if comparison.reasons:
+        return comparison
+    comparison = replace(comparison, tasks=task_changes(base, new))
     gaps: list[str] = []
     if failed := failure_words([base], [new]):
         if failed[0] is Outcome.REGRESSION:
             return replace(comparison, outcome=failed[0], reasons=(failed[1],))
         gaps.append(failed[1])
     chosen = with_waiting(limits) or speed_limits(threshold)
-    speeds = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
-    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
-    deltas: list[Delta] = []
-    if speeds and (reason := unusable(base, new)):
+    measured = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
+    if measured and (reason := unusable(base, new)):
         gaps.insert(0, reason)
-        speeds = []
-    for limit in speeds:
-        assert isinstance(limit.quantity, Measured)
-        if why := unjudgeable(limit.quantity, [base], [new]):
-            gaps.append(why)
-        elif delta := judge(limit.quantity, limit, base, new, num_limits=len(speeds), same=same):
-            deltas.append(delta)
-        elif limits:
-            gaps.append(f"{limit.quantity.label} has a limit but no value in both runs")
-    if deltas and not same:
-        comparison = replace(comparison, notes=(*notes, *design_notes(base, new)))
-    comparison = replace(comparison, deltas=tuple(deltas), checks=checks)
-    if limits:
-        said = f"all {len(chosen)} limits are kept" if len(chosen) > 1 else "the limit is kept"
-    elif same:
-        said = "both are the same run"
-    else:
+        measured = []
+    deltas, unknown = _judged(
+        measured,
+        lambda limit: find_in_runs(limit, base, new, num_limits=len(measured), same=same),
+    )
+    # By default a metric that the runs do not have, such as the TPOT of embeddings, is left out.
+    gaps += unknown if limits else [why for why in unknown if not why.endswith(NO_VALUE)]
+    notes = (*comparison.notes, *(design_notes(base, new) if deltas and not same else ()))
+    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
+    comparison = replace(comparison, deltas=deltas, checks=checks, notes=notes)
+    said = kept_words(len(chosen))
+    if not limits:
         said = f"no metric is {threshold:.1%} worse: a change of that size would show"
+        said = "both are the same run" if same else said
     return conclude(comparison, [], gaps, said)
+
+
+def judge_starts(
+    base: Sequence[RunData],
+    new: Sequence[RunData],
+    *,
+    limits: Sequence[Limit],
+    quality: QualityGate | None = None,
+    max_pairs: int,
+    final: bool = False,
+) -> Comparison:
+    """Judge the starts `new` against the starts `base`, of which `base[i]` and `new[i]` are a pair.
+
+    It may be asked after every pair: the test knows its looks, and their errors add up to those it states.
+
+    Args:
+        max_pairs: how many pairs there can be at most.
+        final: no more pairs follow.
+
+    Raises:
+        BadInput: no pairs, or starts without a partner.
+    """
+    if not base or len(base) != len(new):
+        raise BadInput(f"starts: {len(base)} of the base and {len(new)} of the new build, no pairs")
+    comparison = replace(_before_limits(base, new), num_pairs=len(base))
+    if comparison.reasons:
+        return comparison
+    limits = with_waiting(limits)
+    measured = [limit for limit in limits if isinstance(limit.quantity, Measured)]
+    most = max(max_pairs, len(base))
+    plan = SequentialPlan(most, len(measured), len(base) if final else most)
+    faults: list[str] = []
+    gaps: list[str] = []
+    if failed := failure_words(base, new):
+        (faults if failed[0] is Outcome.REGRESSION else gaps).append(failed[1])
+    if measured and (reason := other_lengths(base, new)):
+        gaps.append(reason)
+    curves: list[OperatingCurve] = []
+
+    def find(limit: Limit) -> Finding | str:
+        found = find_in_starts(limit, base, new, plan)
+        if isinstance(found, Finding) and isinstance(found.evidence, PairedExcess):
+            curve = operating_curve(limit, found.evidence)
+            curves.extend([curve] if curve else [])
+        return found
+
+    deltas, unknown = _judged(measured, find)
+    checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
+    comparison = replace(comparison, deltas=deltas, checks=checks, curves=tuple(curves))
+    comparison = conclude(comparison, faults, [*gaps, *unknown], kept_words(len(limits)))
+    waits = any(delta.outcome is Outcome.NO_VERDICT for delta in deltas)
+    is_over = final or len(base) >= max_pairs
+    return replace(
+        comparison, settled=is_over or not waits or comparison.outcome is Outcome.REGRESSION
+    )
+
+
+def _before_limits(
+    base: Sequence[RunData], new: Sequence[RunData], threshold: float = 0.0
+) -> Comparison:
+    """The comparison before any limit: with reasons where the work or the machine was not the same, else with
+    quality and memory of the first starts that scored."""
+    results = base[0].result, new[0].result
+    pairs = zip(base, new, strict=True)
+    blocking = [reason for a, b in pairs for reason in incomparable(a.result, b.result)]
+    comparison = Comparison(
+        Outcome.NO_VERDICT,
+        tuple(dict.fromkeys(blocking)),
+        base[0].name,
+        new[0].name,
+        threshold,
+        notes=remarks(*results),
+        unknown=unknown_facts(*results),
+    )
+    if blocking:
+        return comparison
+    before, after = scored_start(base), scored_start(new)
+    memory = memory_changes(before.result, after.result)
+    return replace(comparison, quality=quality_changes(before, after), memory=memory)
+
+
+def _judged(
+    limits: Sequence[Limit], find: Callable[[Limit], Finding | str]
+) -> tuple[tuple[MeasuredVerdict, ...], list[str]]:
+    """The verdicts on limits of measured metrics, and why others have none."""
+    found = [(limit, find(limit)) for limit in limits]
+    verdicts = [judge(limit, one) for limit, one in found if isinstance(one, Finding)]
+    unknown = [one for _, one in found if isinstance(one, str)]
+    return tuple(one for one in verdicts if isinstance(one, MeasuredVerdict)), unknown
 
 
 def checks_of(
     limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
-) -> tuple[Check, ...]:
-    """The checks of counts and sizes over all starts, and of quality and tasks on the first that scored."""
+) -> tuple[LimitVerdict, ...]:
+    """Verdicts on counts and sizes over all starts, and on quality and tasks of the first that scored."""
     scored = scored_start(base), scored_start(new)
-    checks: list[Check] = []
+    checks: list[LimitVerdict] = []
     for limit in limits:
         if isinstance(limit.quantity, Counted):
-            checks.append(check(limit.quantity, limit, base, new))
+            checks.append(check_count(limit, base, new))
         elif isinstance(limit.quantity, Scored):
             checks.append(check_quality(limit, *scored))
         elif isinstance(limit.quantity, TaskScored):
@@ -163,16 +258,22 @@ def conclude(
 ) -> Comparison:
     """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided
     limit or one of `gaps` is no verdict, and `said` describes a pass."""
-    rows = [*comparison.deltas, *comparison.checks]
-    broken = [row.reason for row in rows if row.outcome is Outcome.REGRESSION] + [*faults]
-    if broken:
-        return replace(comparison, outcome=Outcome.REGRESSION, reasons=tuple(broken))
-    if gaps or not rows or any(row.outcome is Outcome.NO_VERDICT for row in rows):
-        by_starts = comparison.num_pairs > 0
-        reasons = overall_words(rows, gaps, by_starts=by_starts)
+    verdicts = comparison.verdicts
+    others = [Outcome.REGRESSION for _ in faults] + [Outcome.NO_VERDICT for _ in gaps]
+    outcome = Outcome.of([*(one.outcome for one in verdicts), *others])
+    reasons = (said,)
+    if outcome is Outcome.REGRESSION:
+        broken = [one.reason for one in verdicts if one.outcome is outcome]
+        reasons = (*broken, *faults)
+    elif outcome is Outcome.NO_VERDICT:
+        reasons = undecided_words(verdicts, gaps, by_starts=comparison.num_pairs > 0)
         reasons = reasons or ("no metric has values in both runs",)
-        return replace(comparison, outcome=Outcome.NO_VERDICT, reasons=reasons)
-    return replace(comparison, outcome=Outcome.PASS, reasons=(said,))
+    return replace(comparison, outcome=outcome, reasons=reasons)
+
+
+def kept_words(num_limits: int) -> str:
+    """The sentence of a pass by limits."""
+    return f"all {num_limits} limits are kept" if num_limits > 1 else "the limit is kept"
 
 
 def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,61 +16,34 @@ from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values,
 from ..page.page import size
 from ..record.result import RunData
 from .limits import Counted, Limit, Outcome
-from .sequential import FALSE_PASS, FALSE_REGRESSION
+from .sequential import FALSE_REGRESSION
+from .verdict import Excess, Finding, LimitVerdict, Tails, judge
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
 PEAK_MEMORY_CV = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The outcome of a limit on a count or a size, or on a score with its 95 % interval: of the value, or of
-    its change where the limit is relative."""
-
-    key: str
-    label: str
-    unit: str
-    base: float | None
-    new: float | None
-    limit: str
-    outcome: Outcome
-    reason: str
-    interval: tuple[float | None, float | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tails:
-    """Probabilities of a value as high, and as low, as the new side's, were it exactly at the limit."""
-
-    as_high: float
-    as_low: float
-
-
-def check(counted: Counted, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> Check:
+def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> LimitVerdict:
     """Check a counted quantity of the starts (or single runs) against its limit."""
+    counted = limit.quantity
+    assert isinstance(counted, Counted)
     before, after = mean_value(counted, base), mean_value(counted, new)
-    words = (counted.key, counted.label, counted.unit, before, after, limit.text)
     if after is None or (limit.relative and before is None):
         side = "new" if after is None else "base"
-        reason = f"{counted.label} has a limit but no value in the {side} run"
-        return Check(*words, Outcome.NO_VERDICT, reason)
+        said = f"{counted.label} has a limit but no value in the {side} run"
+        return judge(limit, Finding(said, base=before, new=after))
     value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
     if limit.relative and before is not None:
         value = relative_change(before, after)
         said = f"{counted.label} went from {shown(before, counted.unit)} to "
         said += f"{shown(after, counted.unit)} ({value * 100:+.2f} %)"
-    tails = tails_of(counted.key, limit, base, new)
-    is_kept = value <= limit.bound if limit.at_most else value >= limit.bound
-    if tails is not None:
-        if not limit.at_most:
-            tails = Tails(tails.as_low, tails.as_high)
-        if tails.as_high > FALSE_REGRESSION and tails.as_low > FALSE_PASS:
-            reason = f"{said}: too few to tell the limit {limit.text}"
-            return Check(*words, Outcome.NO_VERDICT, reason)
-        is_kept = tails.as_low <= FALSE_PASS
-    if is_kept:
-        return Check(*words, Outcome.PASS, said)
-    return Check(*words, Outcome.REGRESSION, f"{said}, beyond the limit {limit.text}")
+    evidence = tails_of(counted.key, limit, base, new)
+    if evidence is None:
+        evidence = Excess.of(limit, (value, value))
+    elif not limit.at_most:
+        evidence = Tails(evidence.as_low, evidence.as_high)
+    undecided = f": too few to tell the limit {limit.text}"
+    return judge(limit, Finding(said, evidence, undecided, before, after))
 
 
 def shown(value: float, unit: str) -> str:

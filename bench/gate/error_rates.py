@@ -20,8 +20,8 @@ import numpy as np
 
 from .compare import RunData, compare
 from .limits import Limit, Outcome
+from .measured_starts import WAITING
 from .sequential import CODES, SequentialPlan, decide
-from .start_values import WAITING
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
 RATE_STATISTICS = ("median", "mean", "p90", "p95", "p99")
@@ -280,8 +280,7 @@ def job_rates(
         key = limit.quantity.key
         changes = pairs.changes[key][drawn] * signs[..., None] + added[key]
         changes = changes.reshape(jobs, -1)[:, :max_pairs]
-        allowed = limit.bound if key == WAITING else math.log1p(limit.bound)
-        code, end = decide(changes - allowed, plan)
+        code, end = decide(changes - limit.allowed(is_share=key == WAITING), plan)
         codes.append(code)
         ends.append(end)
     worst = np.array(codes)

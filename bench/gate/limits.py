@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -126,6 +126,13 @@ class Outcome(StrEnum):
     def exit_code(self) -> int:
         return {Outcome.PASS: 0, Outcome.REGRESSION: 1, Outcome.NO_VERDICT: 3}[self]
 
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Outcome:
+        """Several outcomes as one: regression before no verdict before pass; of none, no verdict."""
+        found = set(outcomes)
+        order = (cls.REGRESSION, cls.NO_VERDICT, cls.PASS)
+        return next((outcome for outcome in order if outcome in found), cls.NO_VERDICT)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -170,6 +177,14 @@ class Limit:
         """The limit in gate syntax, for reports."""
         value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
         return f"{'≤' if self.at_most else '≥'} {value}"
+
+    def allowed(self, *, is_share: bool) -> float:
+        """The allowed worsening of a measured metric: a logarithm, or for a metric near 0 a share; 0 where
+        the limit is on the value, of which the distance is measured."""
+        if not self.relative:
+            return 0.0
+        bound = self.bound if is_share else math.log1p(self.bound)
+        return bound if self.at_most else -bound
 
 
 def _memory(key: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -12,8 +12,6 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ..record.result import RunData, to_json
 from .compare import Comparison
-from .counts import Check
-from .judge import Delta
 from .limits import MEASURED, Limit, Outcome, parse_gate
 
 
@@ -66,8 +64,7 @@ DASHBOARD = {
 def junit(comparison: Comparison) -> str:
     """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an
     error."""
-    rows: list[Delta | Check] = [*comparison.deltas, *comparison.checks]
-    cases = [(f"{row.label} {row.limit}", row.outcome, row.reason) for row in rows]
+    cases = [(f"{one.label} {one.limit}", one.outcome, one.reason) for one in comparison.verdicts]
     cases.append(("verdict", comparison.outcome, comparison.sentence))
     suite = ElementTree.Element(
         "testsuite",

@@ -18,8 +18,9 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
 from ..record.result import RunData
-from .counts import Check, relative_change, shown
-from .limits import SCORED, Limit, Outcome, Scored
+from .counts import relative_change, shown
+from .limits import SCORED, Limit, Scored
+from .verdict import Excess, Finding, LimitVerdict, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,51 +58,43 @@ class QualityGate:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A score or its change, with its interval; None is unbounded."""
-
-    value: float
-    interval: Interval
-
-
-def check_quality(limit: Limit, base: RunData, new: RunData) -> Check:
+def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     """Check a limit on a score."""
     scored = limit.quantity
     assert isinstance(scored, Scored)
     before, after = (_quality(side).get(scored.name) for side in (base, new))
-    words = (scored.key, scored.label, scored.unit, before, after, limit.text)
     if after is None or (limit.relative and before is None):
         side = "new" if after is None else "base"
-        reason = f"{scored.label} has a limit but no value in the {side} run"
+        said = f"{scored.label} has a limit but no value in the {side} run"
         if scored.column != "nll" and _quality(base if side == "base" else new):
-            reason += ": it needs a --reference"
-        return Check(*words, Outcome.NO_VERDICT, reason)
+            said += ": it needs a --reference"
+        return judge(limit, Finding(said, base=before, new=after))
     if not limit.relative:
-        interval = (_quality(new).get("intervals") or {}).get(scored.name)
         # Results of older versions have no intervals: their values are taken as they are.
-        value = _Value(after, (after, after) if interval is None else tuple(interval))
+        found = (_quality(new).get("intervals") or {}).get(scored.name)
+        interval = (after, after) if found is None else (found[0], found[1])
         said = f"{scored.label} is {shown(after, scored.unit)}"
-        said += _between(value, lambda side: shown(side, scored.unit))
+        said += _between(interval, lambda side: shown(side, scored.unit))
     else:
-        value = change_of(scored, base, new)
-        if isinstance(value, str):
-            return Check(*words, Outcome.NO_VERDICT, f"{scored.label} has a limit, but {value}")
+        change = change_of(scored, base, new)
+        if isinstance(change, str):
+            said = f"{scored.label} has a limit, but {change}"
+            return judge(limit, Finding(said, base=before, new=after))
+        value, interval = change
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
-        said += f"{shown(after, scored.unit)}: {value.value * 100:+.2f} %"
-        said += _between(value, lambda side: f"{side * 100:+.2f} %")
-    outcome = outcome_of(limit, value.interval)
-    if outcome is Outcome.REGRESSION:
-        said += f", beyond the limit {limit.text}"
-    elif outcome is Outcome.NO_VERDICT:
-        said += (
-            f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
-        )
-    return Check(*words, outcome, said, value.interval)
+        said += f"{shown(after, scored.unit)}: {value * 100:+.2f} %"
+        said += _between(interval, lambda side: f"{side * 100:+.2f} %")
+    undecided = (
+        f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
+    )
+    evidence = Excess.of(limit, interval)
+    return judge(limit, Finding(said, evidence, undecided, before, after, interval))
 
 
-def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
-    """The relative change from base to new with its interval, or why there is none."""
+def change_of(
+    scored: Scored, base: RunData, new: RunData
+) -> tuple[float, tuple[float, float]] | str:
+    """(relative change from base to new, its interval), or why there is none."""
     ours, theirs = _quality(new), _quality(base)
     if ours["token_sha256"] != theirs["token_sha256"]:
         return "the runs scored different tokens: give the same text, protocol and --quality-tokens"
@@ -112,18 +105,18 @@ def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
     before, after = columns
     if before is None or after is None or new.series is None:
         if change == 0 or not (ours.get("intervals") and theirs.get("intervals")):
-            return _Value(change, (change, change))
+            return change, (change, change)
         return "a run has no quality.parquet beside its result, so that positions cannot be paired"
     if len(before) != len(after):
         return "the quality.parquet of the runs have different numbers of positions"
     if np.array_equal(before, after):
-        return _Value(0.0, (0.0, 0.0))
+        return 0.0, (0.0, 0.0)
     blocks = blocks_of(new.series)
     before, after = before.astype(np.float64), after.astype(np.float64)
     if scored.column == "nll":
         low, high = blocks.exp_mean(after - before)
         assert low is not None and high is not None
-        return _Value(math.expm1((after - before).mean()), (low - 1, high - 1))
+        return math.expm1((after - before).mean()), (low - 1, high - 1)
     if scored.quantile is None:
         resampled = [blocks.resampled_means(column) for column in (before, after)]
         values = float(before.mean()), float(after.mean())
@@ -134,7 +127,7 @@ def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
     changes = [relative_change(float(b), float(a)) for b, a in zip(*resampled, strict=True)]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(changes, [tail, 1 - tail], method="inverted_cdf")
-    return _Value(relative_change(*values), (float(low), float(high)))
+    return relative_change(*values), (float(low), float(high))
 
 
 def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
@@ -151,11 +144,11 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
         "reference": ours["reference"],
     }
     if theirs:
-        value = change_of(SCORED["perplexity"], base, new)
-        if not isinstance(value, str):
-            changes["perplexity_change"] = value.value
-            if value.interval[0] != value.interval[1]:
-                changes["perplexity_change_interval"] = list(value.interval)
+        change = change_of(SCORED["perplexity"], base, new)
+        if not isinstance(change, str):
+            changes["perplexity_change"], interval = change
+            if interval[0] != interval[1]:
+                changes["perplexity_change_interval"] = list(interval)
         elif ours["token_sha256"] == theirs["token_sha256"]:
             changes["perplexity_change"] = ours["perplexity"] / theirs["perplexity"] - 1
     return changes
@@ -165,22 +158,8 @@ def _quality(run: RunData) -> Mapping[str, Any]:
     return run.result["llmopt"]["quality"] or {}
 
 
-def outcome_of(limit: Limit, interval: Interval) -> Outcome:
-    """Broken where the whole interval is beyond the limit, kept where the whole interval is within."""
-    low, high = (
-        -math.inf if interval[0] is None else interval[0],
-        math.inf if interval[1] is None else interval[1],
-    )
-    if not limit.at_most:
-        low, high = -high, -low
-    bound = limit.bound if limit.at_most else -limit.bound
-    if high <= bound:
-        return Outcome.PASS
-    return Outcome.REGRESSION if low > bound else Outcome.NO_VERDICT
-
-
-def _between(value: _Value, words: Callable[[float], str]) -> str:
-    low, high = value.interval
+def _between(interval: Interval, words: Callable[[float], str]) -> str:
+    low, high = interval
     if low == high:
         return ""
     sides = ("unbounded" if side is None else words(side) for side in (low, high))

@@ -43,11 +43,7 @@ class HistoryVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        outcomes = {verdict.outcome for verdict in self.verdicts}
-        for outcome in (Outcome.REGRESSION, Outcome.NO_VERDICT):
-            if outcome in outcomes:
-                return outcome
-        return Outcome.PASS if outcomes else Outcome.NO_VERDICT
+        return Outcome.of(verdict.outcome for verdict in self.verdicts)
 
     @property
     def sentence(self) -> str:

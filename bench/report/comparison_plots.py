@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..gate.compare import Comparison, RunData
-from ..gate.judge import Delta
 from ..gate.limits import Outcome
 from ..gate.sequential import STEPS, OperatingCurve
+from ..gate.verdict import MeasuredVerdict
 from ..page.plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes
 from .plots import distributions_svg, roofline_svg
@@ -40,7 +40,7 @@ def label_of(base: RunData, new: RunData) -> str:
     return new.name if new.name != base.name else f"{new.name} (new)"
 
 
-def changes_svg(deltas: Sequence[Delta]) -> str:
+def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     """Slowdown of every gated metric with its 90 % interval and its limit; right is worse."""
     figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
     colours = {Outcome.PASS: GOOD, Outcome.REGRESSION: BAD, Outcome.NO_VERDICT: UNSURE}
@@ -82,7 +82,7 @@ def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
     return to_svg(figure, "Operating curve: chance of each verdict by the true change")
 
 
-def slowdown_bounds(delta: Delta) -> tuple[float, float]:
+def slowdown_bounds(delta: MeasuredVerdict) -> tuple[float, float]:
     """The interval of `change`, with the sign flipped where needed so that positive is worse."""
     if (delta.change > 0) == (delta.worse > 0):
         return delta.low, delta.high

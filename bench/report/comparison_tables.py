@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison
-from ..gate.counts import Check
-from ..gate.judge import Delta
 from ..gate.limits import Outcome
 from ..gate.sequential import OperatingCurve
+from ..gate.verdict import LimitVerdict, MeasuredVerdict
 from ..page.page import Table, Tone, number, percent, size
 
 TONES: dict[Outcome, Tone] = {
@@ -21,7 +20,9 @@ TONES: dict[Outcome, Tone] = {
 }
 
 
-def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Check] = ()) -> Table:
+def deltas_table(
+    deltas: Sequence[MeasuredVerdict], caption: str = "", checks: Sequence[LimitVerdict] = ()
+) -> Table:
     """The gated metrics with change, interval, limit and verdict."""
     rows, tones = [], {}
     for row, delta in enumerate(deltas):
@@ -44,7 +45,7 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
     return Table(header, rows, caption=caption, tones=tones)
 
 
-def interval_words(delta: Delta) -> str:
+def interval_words(delta: MeasuredVerdict) -> str:
     """The 90 % interval of a change; `unbounded` with too few pairs."""
     if not math.isfinite(delta.high):
         return "unbounded"
@@ -73,7 +74,7 @@ def operating_table(curves: Sequence[OperatingCurve]) -> Table:
     return Table(header, rows, caption=caption)
 
 
-def check_rows(checks: Sequence[Check]) -> list[list[str]]:
+def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
     """Rows of deterministic checks, in the columns of `deltas_table`."""
     rows = []
     for check in checks:
@@ -88,7 +89,7 @@ def check_rows(checks: Sequence[Check]) -> list[list[str]]:
     return rows
 
 
-def score_interval_words(check: Check) -> str:
+def score_interval_words(check: LimitVerdict) -> str:
     """The interval of a score, or of its change; the 95 % one, as the label says."""
     if check.interval is None or check.interval[0] == check.interval[1]:
         return ""

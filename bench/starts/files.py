@@ -9,7 +9,7 @@ from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
 from ..gate.limits import MEASURED
-from ..gate.start_values import value_of_start
+from ..gate.measured_starts import value_of_start
 from ..page.page import Page, Section, Table, number, to_html, to_markdown
 from ..record.result import RunData, plain, to_json
 from ..report.comparison_page import comparison_page, verdict_of

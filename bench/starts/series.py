@@ -14,10 +14,9 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
-from ..gate.compare import Comparison
+from ..gate.compare import Comparison, judge_starts
 from ..gate.limits import Limit, Measured, Outcome
-from ..gate.paired_starts import judge_starts
-from ..gate.start_values import value_of_start
+from ..gate.measured_starts import value_of_start
 from ..record.result import RESULT_NAME, RunData
 from .plan import Build, StartsPlan, check_options
 from .start import (

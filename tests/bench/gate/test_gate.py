@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, compare
-from llmopt.bench.gate.judge import background_error
 from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, Outcome, parse_gate, speed_limits
+from llmopt.bench.gate.measured_runs import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.report.comparison_tables import deltas_table

@@ -16,8 +16,8 @@ from llmopt.bench.gate.error_rates import (
     slowed,
     spinning,
 )
-from llmopt.bench.gate.judge import other_load
 from llmopt.bench.gate.limits import parse_gate, with_waiting
+from llmopt.bench.gate.measured_runs import other_load
 
 RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu"
 NAMES = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")

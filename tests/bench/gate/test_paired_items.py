@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.paired_items import (
+from llmopt.bench.gate.task_checks import (
     bootstrap_interval,
     mcnemar_exact,
     tango_interval,

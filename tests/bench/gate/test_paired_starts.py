@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.compare import Comparison, RunData
+from llmopt.bench.gate.compare import Comparison, RunData, judge_starts
 from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.measured_starts import value_of_start
 from llmopt.bench.gate.outputs import junit
-from llmopt.bench.gate.paired_starts import judge_starts
-from llmopt.bench.gate.start_values import value_of_start
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.record.result import to_json
 from llmopt.bench.report.comparison_plots import operating_curve_svg

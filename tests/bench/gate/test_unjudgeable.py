@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmopt.bench.gate.compare import Comparison, compare
+from llmopt.bench.gate.compare import Comparison, compare, judge_starts
 from llmopt.bench.gate.limits import Outcome, parse_gate
-from llmopt.bench.gate.paired_starts import judge_starts
 from llmopt.bench.record.result import RunData
 
 GOODPUT = [10.0, 10.1, 9.9, 10.05, 9.95]

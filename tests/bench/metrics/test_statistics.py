@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Outcome, RunData, compare
-from llmopt.bench.gate.judge import paired_error
+from llmopt.bench.gate.measured_runs import paired_error
 from llmopt.bench.metrics.statistics import (
     ASSUMED_RUN_CV,
     bootstrap_interval,

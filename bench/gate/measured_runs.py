@@ -1,14 +1,13 @@
-"""Judging one limit on two single runs: pass, regression or undecided, by Student's t on their passes.
+"""Evidence on a metric of two single runs: Student's t over their passes, paired where they took turns.
 
 A single run is one start: how far two starts of the same build differ is assumed, and said. Paired starts
-measure it (`paired_starts`).
+measure it (`measured_starts`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,10 +18,12 @@ from ..metrics.statistics import (
     effect_of_runs,
 )
 from ..record.result import RunData, value_of_pass
-from .limits import MEASURED, Limit, Measured, Outcome
+from .limits import MEASURED, Limit, Measured
+from .measured_starts import WAITING, change_words, undisturbed, unjudgeable
 from .sequential import FALSE_PASS, FALSE_REGRESSION
-from .start_values import WAITING, undisturbed
+from .verdict import Change, Excess, Finding
 
+NO_VALUE = "has a limit but no value in both runs"
 RESAMPLES = 500
 # From this many passes on, the measured spread between passes is used; it includes the spread over requests,
 # as every pass sends the same prompts. With fewer passes, at least the assumed spread: tails are heavy.
@@ -41,98 +42,49 @@ BACKGROUND_SHARE = 0.16
 BUSY = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The outcome of a limit on a measured metric, with the change and its confidence interval.
+def find_in_runs(
+    limit: Limit, base: RunData, new: RunData, *, num_limits: int, same: bool = False
+) -> Finding | str:
+    """The change of a metric between two single runs; text where it cannot be judged.
 
-    `change` is relative to the base; `worse` is the same as a slowdown: positive is worse. `low` and
-    `high` bound `change` with 90 % confidence (95 % on each side). `allowed` is the limit in terms of
-    `worse`, or None where the limit is on the value itself. With paired starts `num_pairs` led to the
-    outcome; undecided, about `pairs_to_settle` more would settle it (None: no reasonable number).
+    A pass needs the 95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over
+    `num_limits` limits, beyond it. `same`: base and new are the same run, so they differ by exactly nothing.
     """
-
-    key: str
-    label: str
-    unit: str
-    base: float
-    new: float
-    change: float
-    worse: float
-    low: float
-    high: float
-    limit: str
-    allowed: float | None
-    outcome: Outcome
-    reason: str
-    num_pairs: int = 0
-    pairs_to_settle: int | None = None
-
-
-def judge(
-    measured: Measured,
-    limit: Limit,
-    base: RunData,
-    new: RunData,
-    *,
-    num_limits: int,
-    same: bool = False,
-) -> Delta | None:
-    """Test a metric of two single runs against its limit; None where a run has no value for it.
-
-    Pass: the 95 % bound of the worsening is within the limit. Regression: the bound at 1 %, divided over
-    `num_limits` limits, is beyond it. `same`: base and new are the same run, so the difference is exactly
-    zero.
-    """
+    measured = limit.quantity
+    assert isinstance(measured, Measured)
+    if why := unjudgeable(measured, [base], [new]):
+        return why
     before, after = values_of(measured, base), values_of(measured, new)
     if not before or not after:
-        return None
+        return f"{measured.label} {NO_VALUE}"
     is_share = measured.key == WAITING
+    relative = float if is_share else math.expm1
     change = Effect(0.0, 0.0, math.inf) if same else effect_between(measured, base, new)
     effect = change if limit.relative else effect_of_bound(measured, limit, new)
     sign = 1 if limit.at_most else -1
-    relative = share_of if is_share else math.expm1
-    allowed = 0.0
-    if limit.relative:
-        allowed = sign * (limit.bound if is_share else math.log1p(limit.bound))
-    slower = sign * effect.log_ratio
+    slower, allowed = sign * effect.log_ratio, limit.allowed(is_share=is_share)
     reach = effect.half_width(1 - FALSE_PASS)
+    width = change.half_width(1 - FALSE_PASS)
+    sides = centre_of(measured, before), centre_of(measured, after)
     said = f"{measured.label} {change_words(relative(change.log_ratio), is_share)}"
     if not limit.relative:
-        said = f"{measured.label} is {centre_of(measured, after):,.4g} {measured.unit}"
-    if slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) > allowed:
-        outcome, reason = Outcome.REGRESSION, f"{said}, beyond the limit {limit.text}"
-    elif slower + reach <= allowed:
-        outcome, reason = Outcome.PASS, said
-    else:
-        outcome = Outcome.NO_VERDICT
-        reason = f"{said} ± {relative(reach):.1%}: too noisy to tell the limit {limit.text}"
-    width = change.half_width(1 - FALSE_PASS)
-    return Delta(
-        key=measured.key,
-        label=measured.label,
-        unit=measured.unit,
-        base=centre_of(measured, before),
-        new=centre_of(measured, after),
-        change=relative(change.log_ratio),
-        worse=relative(sign * change.log_ratio),
-        low=relative(change.log_ratio - width),
-        high=relative(change.log_ratio + width),
-        limit=limit.text,
-        allowed=relative(allowed) if limit.relative else None,
-        outcome=outcome,
-        reason=reason,
+        said = f"{measured.label} is {sides[1]:,.4g} {measured.unit}"
+    return Finding(
+        said,
+        Excess(
+            slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) - allowed,
+            slower + reach - allowed,
+        ),
+        f" ± {relative(reach):.1%}: too noisy to tell the limit {limit.text}",
+        change=Change(
+            *sides,
+            value=relative(change.log_ratio),
+            worse=relative(sign * change.log_ratio),
+            low=relative(change.log_ratio - width),
+            high=relative(change.log_ratio + width),
+            allowed=relative(allowed) if limit.relative else None,
+        ),
     )
-
-
-def change_words(change: float, is_share: bool) -> str:
-    """A change as text; of waiting time it is a share of the base's wall time."""
-    direction = "higher" if change > 0 else "lower"
-    return f"is {abs(change):.1%} {'of the wall time ' if is_share else ''}{direction}"
-
-
-def share_of(value: float) -> float:
-    """A change that is a share already."""
-    return value
 
 
 def values_of(measured: Measured, data: RunData) -> list[float]:
