@@ -16,7 +16,7 @@ ARM_TESTS := $(addprefix tests/engine/kernels/test_native_,linear.py lookup.py a
 	$(addprefix tests/engine/kernels/test_,trellis_linear.py e8p_linear.py) tests/quant/trellis/test_viterbi.py
 
 LOWEST := build/lowest
-LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/tracking \
+LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/record/test_trackers.py \
 	$(addprefix tests/bench/workloads/test_,conversations.py image_workloads.py workload_freeze.py workload_kinds.py workloads.py) \
 	$(addprefix tests/engine/server/,test_protection.py test_chat_api.py test_messages_api.py test_page.py test_server_metrics.py \
 	test_serve_command.py test_structured_api.py observability pooling) tests/engine/deploy/test_deploy.py \
