@@ -1,10 +1,11 @@
-"""`llmopt bench`: benchmark a model's speed, quality and memory under load, into a run folder."""
+"""`llmopt bench`: measure a model under load, at a sweep of loads, or over a grid of servers and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,10 +26,15 @@ from .options.measuring import GridOptions, SweepOptions, VerdictOptions
 from .options.shared import ModelOptions, ResultOptions, TrackingOptions, check_models
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..bench.gate.outputs import VerdictWanted
+    from ..bench.grid.plan import GridPlan
     from ..bench.options.options import BenchOptions
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
+    from .options.measuring import GridOptions, SweepOptions
+    from .options.shared import ResultOptions
 
 
 @with_options
@@ -46,11 +52,8 @@ def bench(
     result: ResultOptions,
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
-    from ..bench.options.model import checked
-    from ..bench.options.options import BenchOptions
+    from ..bench.options.options import BenchOptions, checked
     from ..quant.base.errors import BadInput
-    from .bench_grid import run_bench_grid
-    from .bench_sweep import run_sweep
 
     if target["check_client"] and target["base_url"] is None and target["serve"] is None:
         _print_client_errors(target, as_json=result.as_json)
@@ -128,9 +131,8 @@ def _judge(
     """The verdict, its files and its exit code; the run is logged with them."""
     from ..bench.record.tracking import of_result
     from ..bench.session.run_sessions import write_verdict
-    from .output.comparison import print_comparison
+    from .output.bench_tables import print_comparison, track
     from .output.console import result_console
-    from .output.tracking import track
 
     write_verdict(judged, wanted, folder)
     track(trackers, of_result(judged.run.result, folder))
@@ -150,9 +152,8 @@ def _report(
     from ..bench.record.run_folder import stamped
     from ..bench.record.tracking import of_result
     from ..bench.session.run_sessions import write_run
-    from .output.bench_tables import show_run
+    from .output.bench_tables import show_run, track
     from .output.console import emit_json, people, result_console
-    from .output.tracking import track
 
     run = judged.run
     if not any(one.traces for one in run.passes):
@@ -193,3 +194,158 @@ def _print_client_errors(target: Words, *, as_json: bool) -> None:
     if as_json:
         emit_json(found)
     result_console(as_json).print(check_table(errors), markup=False, soft_wrap=True)
+
+
+def run_sweep(
+    options: BenchOptions,
+    sweep: SweepOptions,
+    wanted: VerdictWanted | None,
+    result: ResultOptions,
+    trackers: Sequence[Tracker],
+) -> None:
+    """Run a sweep or an SLO search, write its folder, print its table and verdict.
+
+    Raises:
+        BadInput: more than one of them, or combined with a comparison.
+    """
+    from ..bench.record.tracking import of_sweep
+    from ..bench.report.sweep_page import write_sweep
+    from ..quant.base.errors import BadInput
+    from .output.bench_tables import track
+    from .output.console import emit_json, people, result_console
+
+    if wanted is not None:
+        raise BadInput("a sweep or a search compares nothing: omit --baseline and --against")
+    record = _measured_loads(options, sweep)
+    folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
+    write_sweep(record, folder)
+    track(trackers, of_sweep(record, folder))
+    if result.as_json:
+        emit_json(record)
+    out = result_console(result.as_json)
+    _show_sweep(record, out)
+    if record["interrupted"]:
+        people.print(f"interrupted: what finished is in {folder}", markup=False, soft_wrap=True)
+        raise typer.Exit(130)
+    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    if record["knee"] is None or (sweep.slo is not None and record["slo"]["best"] is None):
+        raise typer.Exit(1)
+
+
+def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
+    from ..bench.load.started_server import served
+    from ..bench.options.values import parse_loads
+    from ..bench.session.sweep import SweepTarget, search_slo, sweep_loads
+    from .output.console import TerminalProgress
+
+    kind = sweep.kind()
+    if sweep.slo is not None:
+        options = options.model_copy(update={"goodput": (sweep.slo,)})
+    progress = TerminalProgress()
+    try:
+        with served(options, progress) as options:
+            sweep_target = SweepTarget(options, kind, progress)
+            if sweep.slo is not None:
+                return search_slo(sweep_target, sweep.slo, sweep.slo_share).as_dict()
+            loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
+            assert loads is not None
+            return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
+    finally:
+        progress.finish()
+
+
+def _show_sweep(record: dict[str, Any], out: Console) -> None:
+    from ..bench.report.sweep_page import points_table, sweep_verdict
+    from .output.bench_tables import print_table
+
+    print_table(points_table(record), out)
+    verdict = sweep_verdict(record)
+    out.print(f"{verdict.headline} {verdict.sentence}", markup=False)
+
+
+DRY_PORT = 8000
+
+
+def run_bench_grid(
+    given: Mapping[str, Any],
+    grid: GridOptions,
+    result: ResultOptions,
+    trackers: Sequence[Tracker],
+) -> None:
+    """Run or continue a grid, write its folder, print its table.
+
+    Raises:
+        BadInput: an option or a parameter file is invalid, or the folder is of something else.
+    """
+    from ..bench.grid.cells import open_grid, parse_axes, run_grid
+    from ..bench.grid.page import write_grid
+    from ..bench.grid.plan import plan_grid
+    from ..bench.record.tracking import of_result
+    from ..quant.base.atomic_io import interrupts_held
+    from .output.bench_tables import track
+    from .output.console import TerminalProgress, emit_json, people, result_console
+
+    axes = parse_axes(grid.pareto)
+    plan = plan_grid(given, grid.serve_params, grid.bench_params, grid.link_vars)
+    if grid.dry_run:
+        for line in commands(plan):
+            print(line)
+        return
+    folder = result.folder(plan.name)
+    open_grid(plan, folder)
+    progress = TerminalProgress()
+    try:
+        is_whole = run_grid(
+            plan,
+            folder,
+            progress,
+            after_cell=lambda _, run, cell: track(trackers, of_result(run.result, cell)),
+            refresh=lambda: write_grid(plan, folder, axes),
+        )
+    finally:
+        progress.finish()
+    with interrupts_held():
+        record = write_grid(plan, folder, axes)
+    if result.as_json:
+        emit_json(record)
+    out = result_console(result.as_json)
+    _show_grid(record, out)
+    if not is_whole:
+        people.print(
+            f"interrupted: finished cells are in {folder}; the same line with --output {folder} goes on",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
+    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    if any(row["status"] != "done" for row in record["cells"]):
+        raise typer.Exit(1)
+
+
+def commands(plan: GridPlan) -> list[str]:
+    """The command lines of a grid: each server's, and below it its benchmarks'."""
+    from ..bench.grid.plan import bench_words, changed_fields
+    from ..bench.load.started_server import dry_command
+
+    lines = []
+    for row in plan.rows():
+        options = row[0].options
+        target = [] if options.model is None else ["--model", options.model]
+        if options.serve is not None:
+            lines.append(shlex.join(dry_command(options, DRY_PORT)))
+            target = ["--base-url", f"http://127.0.0.1:{DRY_PORT}"]
+        elif options.base_url is not None:
+            target = ["--base-url", options.base_url]
+        for cell in row:
+            words = ["llmopt", "bench", *target, *bench_words(changed_fields(cell.options))]
+            lines.append(("    " if options.serve is not None else "") + shlex.join(words))
+    return lines
+
+
+def _show_grid(record: Mapping[str, Any], out: Console) -> None:
+    from ..bench.grid.page import console_table, grid_verdict
+    from .output.bench_tables import print_table
+
+    print_table(console_table(record), out)
+    verdict = grid_verdict(record)
+    out.print(f"{verdict.headline} {verdict.sentence}", markup=False, soft_wrap=True)

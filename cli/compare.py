@@ -1,9 +1,12 @@
-"""`llmopt compare`: two runs, or paired starts of two builds; one verdict, one exit code."""
+"""`llmopt compare`: two runs, or paired starts of two builds in a folder that can be resumed; one verdict."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +15,9 @@ from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison, RunData
+    from ..bench.starts.plan import StartsPlan
+    from ..bench.starts.series import Finished
+    from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 
 @with_options
@@ -29,12 +35,10 @@ def compare(
     files: VerdictFileOptions,
 ) -> None:
     """Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict."""
-    from .output.comparison import print_comparison
+    from .output.bench_tables import print_comparison
     from .output.console import emit_json, result_console
 
     if starts.is_asked_for:
-        from .compare_starts import compare_starts
-
         comparison, record = compare_starts(arguments or (), limits, starts, files)
     else:
         starts.check_absent()
@@ -52,7 +56,7 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.limits import parse_gate
     from ..quant.base.errors import BadInput
-    from .output.verdict_files import write_machine_readable
+    from .output.bench_tables import write_machine_readable
 
     if len(paths) != 2:
         raise BadInput(
@@ -83,3 +87,119 @@ def _write_page(
     if files.markdown is not None:
         page = comparison_page(before, after, comparison, with_figures=False)
         write_atomically(files.markdown, to_markdown(page))
+
+
+def compare_starts(
+    bench_options: Sequence[str],
+    limits: LimitOptions,
+    starts: StartOptions,
+    files: VerdictFileOptions,
+) -> tuple[Comparison, dict[str, Any]]:
+    """(the comparison, its record), with the files of the comparison written.
+
+    Raises:
+        BadInput: options that contradict each other, or a base that cannot be measured.
+        typer.Exit: 130 after Ctrl-C.
+    """
+    from ..bench.starts.files import record_of, write_comparison
+    from ..bench.starts.series import PairedSeries
+    from .output.console import TerminalProgress, people, result_console
+
+    folder, plan = _planned(bench_options, limits, starts, files)
+    progress = TerminalProgress()
+    series = PairedSeries(plan, folder, progress)
+    if starts.resume is None:
+        _begin(folder, plan)
+    # A job that is cancelled must not leave its starts running.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        finished = series.run()
+    except KeyboardInterrupt:
+        progress.finish()
+        people.print(
+            f"interrupted: the finished starts are in {folder}; go on with "
+            f"`llmopt compare --resume {folder}`",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    finally:
+        progress.finish()
+    write_comparison(finished, folder)
+    _write_others(finished, files)
+    out = result_console(files.as_json)
+    out.print(
+        f"Comparison: {folder / 'comparison.html'} ({finished.comparison.num_pairs} pairs of starts; "
+        f"{finished.stopped_because})",
+        markup=False,
+        soft_wrap=True,
+    )
+    return finished.comparison, record_of(finished)
+
+
+def _planned(
+    bench_options: Sequence[str],
+    limits: LimitOptions,
+    starts: StartOptions,
+    files: VerdictFileOptions,
+) -> tuple[Path, StartsPlan]:
+    """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
+    from dataclasses import replace
+
+    from ..bench.record.run_folder import stamped
+    from ..bench.starts.plan import Budget, StartsPlan, can_interleave, parse_builds
+    from ..quant.base.atomic_io import check_output
+    from ..quant.base.errors import BadInput
+
+    given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
+    budget = {key: value for key, value in given.items() if value is not None}
+    if starts.resume is not None:
+        changed = (starts.run, starts.max_starts, starts.pin_cpus, starts.interleave, files.output)
+        if bench_options or any(value is not None for value in changed):
+            raise BadInput(
+                "--resume goes on as it began: of its options only --max-minutes may be given anew"
+            )
+        check_output(starts.resume, "--resume", folder=True)
+        plan = StartsPlan.read(starts.resume)
+        return starts.resume, replace(plan, budget=replace(plan.budget, **budget))
+    base, new = parse_builds(starts.run or ())
+    folder = files.output or stamped(Path("runs"), f"{new.name}-against-{base.name}")
+    plan = StartsPlan(
+        base,
+        new,
+        tuple(bench_options),
+        asdict(limits),
+        Budget(**budget),
+        starts.pin_cpus or "auto",
+    )
+    check_output(folder, "--output", folder=True)
+    interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
+    return folder, replace(plan, interleave=interleave)
+
+
+def _begin(folder: Path, plan: StartsPlan) -> None:
+    """Make the folder with the plan in it."""
+    from ..quant.base.errors import BadInput
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise BadInput(
+            f"{folder} exists: name another folder, or go on in it with --resume {folder}"
+        ) from error
+    except NotADirectoryError as error:
+        raise BadInput(f"cannot make the folder {folder}: a file is in the way") from error
+    plan.write(folder)
+
+
+def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
+    """The files that were asked for besides those in the folder."""
+    from ..bench.page.page import to_markdown
+    from ..bench.starts.files import page_of, pooled
+    from ..quant.base.atomic_io import write_atomically
+    from .output.bench_tables import write_machine_readable
+
+    if files.markdown is not None:
+        write_atomically(files.markdown, to_markdown(page_of(finished, with_figures=False)))
+    new = pooled(finished.new) if finished.new else None
+    write_machine_readable(new, finished.comparison, files)

@@ -40,8 +40,7 @@ def freeze(
 
     Run it with `llmopt bench --dataset FILE`. The results name the hash.
     """
-    from ..bench.options.model import checked
-    from ..bench.options.options import BenchOptions
+    from ..bench.options.options import BenchOptions, checked
     from ..quant.models import resolve_model
     from .output.console import emit_json, people, result_console
 

@@ -113,8 +113,8 @@ def show(
     from ..bench.history.page import write_history
     from ..bench.history.series import series_dict, series_of
     from ..bench.metrics.run_statistics import HEADLINES
+    from .output.bench_tables import print_series
     from .output.console import emit_json, result_console
-    from .output.history import print_series
 
     metrics = [quantity(name) for name in metric or HEADLINES]
     runs = _runs_since(folder, since)

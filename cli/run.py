@@ -15,8 +15,7 @@ from .options.shared import FolderOptions, Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench.recipes.recipe import Recipe
-    from ..bench.recipes.stages import Stages
+    from ..bench.recipes.recipe import Recipe, Stages
     from ..quant.base.progress import Progress
 
 
@@ -53,7 +52,7 @@ def run(
         return
     resolve_model(steps.model)  # before torch is imported
 
-    from ..bench.recipes.stages import Stages
+    from ..bench.recipes.recipe import Stages
     from .output.console import TerminalProgress, emit_json, people, result_console
 
     stages = stages or Stages.begin(folder.folder(steps.name), steps)
@@ -102,8 +101,7 @@ def _show_steps(recipe: Recipe, as_json: bool) -> None:
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
-    from ..bench.recipes.recipe import read_recipe
-    from ..bench.recipes.stages import Stages
+    from ..bench.recipes.recipe import Stages, read_recipe
     from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:

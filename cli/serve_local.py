@@ -9,8 +9,7 @@ import typer
 
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
-from . import handover
-from .config.config_file import with_config
+from .config_file import with_config
 from .options.command import From, Words, with_options
 from .options.serving import (
     HandoverOptions,
@@ -20,7 +19,13 @@ from .options.serving import (
     ServingOptions,
 )
 from .options.shared import ModelOptions, check_models
-from .serving import app_options, server_options
+from .serving import (
+    app_options,
+    hand_over,
+    options_given,
+    refuse_handover_options,
+    server_options,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,11 +56,11 @@ def serve_local(
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
-    asked = handover.asked(context)
+    asked = options_given(context)
     if other.engine != "llmopt":
-        handover.hand_over(other.engine, name, asked)
+        hand_over(other.engine, name, asked)
         return
-    handover.refuse_handover_options(asked)
+    refuse_handover_options(asked)
     folder = resolve_model(name)  # before torch is imported
 
     keywords = keywords_of_words(EngineConfig, engine)

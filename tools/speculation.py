@@ -22,7 +22,7 @@ from typing import Any
 
 from llmopt.bench.quality.passage import EVALUATION_TEXT
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 
 PROMPT_TOKENS = 48
 

@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from ...quant.base.errors import BadInput
-from ..options.model import checked
-from ..options.options import BenchOptions
+from ..options.options import BenchOptions, checked
 from ..record.result import plain
 
 NAME_KEY = "_benchmark_name"

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from ...quant.base.errors import BadInput
 from ...quant.models import is_local, resolve_model
 from ...quant.tokenizer.load import load_tokenizer
-from ..options.names import (
+from ..options.options import BenchOptions
+from ..options.values import (
     BACKENDS,
     CHAT,
     COMPLETIONS,
@@ -23,7 +24,6 @@ from ..options.names import (
     RERANK,
     TRANSFORMERS,
 )
-from ..options.options import BenchOptions
 from .exchange import Endpoint
 from .json_http import JsonClient, RequestFailed
 

@@ -1,4 +1,4 @@
-"""Values of options as a command line writes them: durations, pairs, lists, and the loads of a sweep."""
+"""Values of options as a command line writes them: names, durations, think times, pairs, lists, loads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,42 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...quant.base.errors import BadInput
+from ...quant.base.names import offer
 from ...quant.base.option import Limit
 
+if TYPE_CHECKING:
+    import numpy as np
+
+TRACES = ("azure", "burstgpt", "mooncake")
+NAMES = ("sharegpt", "agentic", "random", "random-mm", "prefix_repetition", "sonnet", "custom")
+NAMES += ("custom_image", "hf", *TRACES, "frozen")
+
+CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"
+EMBEDDINGS, RERANK, POOLED = "openai-embeddings", "vllm-rerank", "vllm-pooling"
+# These answer once and generate no tokens: their only latency is E2EL.
+POOLING = (EMBEDDINGS, RERANK, POOLED)
+# The request format of each backend; two are vLLM's and our own names for one.
+BACKENDS = {
+    "openai": COMPLETIONS,
+    "vllm": COMPLETIONS,
+    "llmopt": COMPLETIONS,
+    "openai-chat": CHAT,
+    "transformers": TRANSFORMERS,
+    **{name: name for name in POOLING},
+}
 Kind = Literal["concurrency", "rate"]
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def check_dataset(dataset: str) -> None:
+    """Raises BadInput where `dataset` is neither a name nor a file."""
+    if dataset not in NAMES and not Path(dataset).expanduser().is_file():
+        raise BadInput(f"no dataset {dataset!r}: {offer(dataset, NAMES)}, or give a file")
 
 
 def parse_duration(text: str) -> float:
@@ -80,3 +109,66 @@ def parse_loads(text: str, kind: Kind) -> list[float] | None:
         if not 0 < value < math.inf or (kind == "concurrency" and value != int(value)):
             raise BadInput(f"{flag} {text!r}: {value:g} is no {kind} to measure at")
     return values
+
+
+# Parameters of each distribution, in seconds.
+SHAPES = {
+    "constant": ("SECONDS",),
+    "exponential": ("MEAN",),
+    "uniform": ("LOW", "HIGH"),
+    "normal": ("MEAN", "STD"),
+    "lognormal": ("MEAN", "STD"),
+}
+SPELLINGS = "SECONDS, " + ", ".join(
+    ":".join((name, *words)) for name, words in SHAPES.items() if name != "constant"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTime:
+    """A distribution of seconds; a sample below 0 (of the normal one) counts as 0.
+
+    The parameters of `lognormal` are mean and standard deviation of the times, not of their logarithms.
+    """
+
+    shape: str = "constant"
+    seconds: tuple[float, ...] = (0.0,)
+
+    @classmethod
+    def parse(cls, text: str) -> ThinkTime:
+        """`2`, `2s`, `exponential:2`, `uniform:1:5`, `normal:3:1` or `lognormal:3:2`.
+
+        Raises:
+            BadInput: none of these, or a parameter that is negative or not a number.
+        """
+        shape, *words = text.strip().split(":")
+        if shape not in SHAPES:
+            shape, words = "constant", [shape, *words]
+        try:
+            seconds = [float(word.removesuffix("s")) for word in words]
+        except ValueError:
+            seconds = []
+        legal = len(seconds) == len(SHAPES[shape]) and all(0 <= s < math.inf for s in seconds)
+        if legal and shape == "uniform":
+            legal = seconds[0] <= seconds[1]
+        if legal and shape == "lognormal":
+            legal = seconds[0] > 0
+        if not legal:
+            raise BadInput(f"--think-time {text!r}: write {SPELLINGS}, in seconds")
+        return cls(shape, tuple(seconds))
+
+    def sample(self, rng: np.random.Generator, count: int) -> list[float]:
+        """`count` pauses in seconds."""
+        first, second = self.seconds[0], self.seconds[-1]
+        if self.shape == "exponential":
+            values = rng.exponential(first, count)
+        elif self.shape == "uniform":
+            values = rng.uniform(first, second, count)
+        elif self.shape == "normal":
+            values = rng.normal(first, second, count)
+        elif self.shape == "lognormal":
+            variance = math.log1p((second / first) ** 2)
+            values = rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), count)
+        else:
+            return [first] * count
+        return values.clip(min=0.0).tolist()

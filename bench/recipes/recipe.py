@@ -1,25 +1,35 @@
-"""The recipe schema: quantize-and-compare or capacity workflows in YAML."""
+"""Recipes: the schema of quantize-and-compare and capacity workflows in YAML, and the journal of a run.
+
+The journal is written after each stage, so that an interrupted run can be resumed.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
 from ...quant.calibration.sources import check_source
 from ...quant.methods.options import check_group_size, choose_bits
+from ...quant.model.checkpoint import read_json
 from ...quant.request.names import AUTO, check_method, format_names
 from ...quant.request.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import parse_share
 from ..gate.quality_checks import QualityGate
-from ..options.model import checked, model_of
-from ..options.options import BenchOptions
+from ..options.options import BenchOptions, checked, model_of
 from ..options.values import parse_loads
-from .recipe_lines import line_of
+
+if TYPE_CHECKING:
+    from yaml.nodes import Node
+
 
 BASE_NAME = "original"
 
@@ -215,3 +225,82 @@ def steps_of(recipe: Recipe) -> list[str]:
         )
     verdicts = "decide" if recipe.compare.gate else "do not decide"
     return [*lines, f"write report.html; the verdicts {verdicts} the exit code"]
+
+
+def line_of(root: Node | None, path: Sequence[int | str]) -> int:
+    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest existing ancestor;
+    for a key, the line of the key."""
+    import yaml
+
+    line, node = 1, root
+    for step in path:
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(key, value) for key, value in node.value if key.value == str(step)]
+            if not pairs:
+                break
+            key, node = pairs[-1]
+            line = key.start_mark.line + 1
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value)
+        ):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+JOURNAL_NAME = "journal.json"
+
+
+class Stages:
+    """The journal of a recipe's folder: the recipe, and the names of finished stages."""
+
+    def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self._done = list(done)
+
+    @classmethod
+    def begin(cls, folder: Path, recipe: Recipe) -> Stages:
+        """A new folder with nothing finished."""
+        folder.mkdir(parents=True)
+        stages = cls(folder, recipe)
+        stages._write()
+        return stages
+
+    @classmethod
+    def resume(cls, folder: Path) -> Stages:
+        """Read the journal of an earlier run's folder.
+
+        Raises:
+            BadInput: there is none, or it is damaged.
+        """
+        path = folder / JOURNAL_NAME
+        if not path.is_file():
+            raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
+        journal = read_json(path)
+        try:
+            return cls(folder, Recipe.model_validate(journal["recipe"]), tuple(journal["done"]))
+        except (KeyError, TypeError, ValidationError) as error:
+            raise BadInput(f"{path} is damaged: run the recipe anew") from error
+
+    def is_done(self, name: str) -> bool:
+        return name in self._done
+
+    def finish(self, name: str) -> None:
+        """Record that a stage's outputs are complete."""
+        self._done.append(name)
+        self._write()
+
+    def clear(self, name: str) -> Path:
+        """The output folder of an unfinished stage, with partial outputs removed."""
+        target = self.folder / name
+        shutil.rmtree(target, ignore_errors=True)
+        return target
+
+    def _write(self) -> None:
+        # Unset options are not written: some defaults depend on which options are set.
+        recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
+        journal = {"schema": 1, "recipe": recipe, "done": self._done}
+        write_atomically(self.folder / JOURNAL_NAME, json.dumps(journal, indent=2) + "\n")

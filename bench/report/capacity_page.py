@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..page.page import Card, Page, Section, Table, Verdict, number, percent
-from ..recipes.capacity_run import FORMULAS, CapacityRun
+from ..recipes.results import FORMULAS, CapacityRun
 from .page_files import write_page
 from .sweep_page import load_text, sweep_page, sweep_verdict
 

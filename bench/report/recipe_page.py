@@ -10,7 +10,7 @@ from ..page.page import Figure, Page, Section, Table, Verdict, number, percent, 
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..quality.sections import layer_sections
 from ..recipes.recipe import BASE_NAME
-from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
+from ..recipes.results import RecipeRun, VariantRun, all_results
 from ..record.comparable import served_weight_bytes, weight_share, widened_words
 from .comparison_page import RULES
 from .comparison_plots import bars_svg, latency_samples, slowdown_bounds

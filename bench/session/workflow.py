@@ -28,10 +28,8 @@ from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
-from ..recipes.capacity_run import CapacityRun
-from ..recipes.recipe import BASE_NAME, Recipe, Variant
-from ..recipes.recipe_run import RecipeRun, VariantRun
-from ..recipes.stages import Stages
+from ..recipes.recipe import BASE_NAME, Recipe, Stages, Variant
+from ..recipes.results import CapacityRun, RecipeRun, VariantRun
 from ..record.result import BenchRun, plain, to_json
 from ..report.recipe_page import write_recipe_report
 from ..report.sweep_page import SWEEP_NAME, write_sweep

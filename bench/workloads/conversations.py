@@ -11,7 +11,7 @@ import numpy as np
 
 from ...engine.server.endpoints.tokenization import PLAIN_TEMPLATE
 from ...quant.base.errors import BadInput
-from ..options.think_time import ThinkTime
+from ..options.values import ThinkTime
 from .workload import ConversationTurn, Message, WorkloadItem
 
 History = Literal["model", "dataset"]

@@ -12,9 +12,8 @@ from ...quant.base.errors import BadInput
 from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
 from ...quant.tokenizer.load import load_tokenizer
-from ..options.names import NAMES, TRACES, check_dataset
 from ..options.options import BenchOptions
-from ..options.think_time import ThinkTime
+from ..options.values import NAMES, TRACES, ThinkTime, check_dataset
 from .agentic import agentic_workload
 from .conversations import ConversationRules
 from .custom import custom_workload, download_sharegpt, hub_rows, hub_workload

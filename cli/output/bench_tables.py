@@ -1,15 +1,20 @@
-"""Terminal output of `llmopt bench`."""
+"""Terminal output of runs, comparisons and histories; a verdict's machine-readable files; trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ...bench.gate.compare import Comparison, RunData
+    from ...bench.history.series import Series
     from ...bench.options.options import BenchOptions
     from ...bench.page.page import Table
+    from ...bench.record.tracking import TrackedRun, Tracker
+    from ..options.measuring import VerdictFileOptions
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
@@ -86,3 +91,94 @@ def _summary(result: Mapping[str, Any]) -> str:
             f"{percent(spread['smallest_visible_change'])}"
         )
     return "\n".join(lines)
+
+
+def print_comparison(comparison: Comparison, out: Console) -> None:
+    """Print the comparison table and the verdict."""
+    from rich import box
+    from rich.table import Table
+
+    from ...bench.page.page import number, percent
+    from ...bench.report.comparison_tables import (
+        check_rows,
+        memory_rows,
+        operating_table,
+        quality_rows,
+        task_rows,
+    )
+
+    title = f"{comparison.new} against {comparison.base}"
+    # The page has the intervals too; 80 columns fit only these.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    for heading in ("", "base", "new", "change", "± 90 %", "limit", "verdict"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for delta in comparison.deltas:
+        table.add_row(
+            f"{delta.label} ({delta.unit})",
+            number(delta.base),
+            number(delta.new),
+            percent(delta.change, signed=True),
+            percent((delta.high - delta.low) / 2) if math.isfinite(delta.high) else "unbounded",
+            delta.limit,
+            delta.outcome.value,
+        )
+    for row in check_rows(comparison.checks):
+        table.add_row(*row)
+    table.add_section()
+    for row in [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]:
+        table.add_row(*row)
+    if table.row_count:
+        out.print(table)
+    if comparison.curves:
+        curves = operating_table(comparison.curves)
+        chances = Table(
+            title="Chance of each verdict", title_justify="left", box=box.SIMPLE, padding=0
+        )
+        for heading in curves.header:
+            chances.add_column(heading, justify="left" if heading == "limit" else "right")
+        for row in curves.rows:
+            chances.add_row(*row)
+        out.print(chances)
+    for note in comparison.notes:
+        out.print(f"note: {note}", markup=False)
+    out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)
+
+
+def print_series(series: Sequence[Series], out: Console) -> None:
+    """A line for each series, and below it its change points."""
+    from ...bench.history.page import history_verdict
+    from ...bench.page.page import number, percent
+
+    for each in series:
+        runs, aside = len(each.runs), len(each.runs) - len(each.analysed)
+        said = f"{each.metric.label} of {each.name}: {runs} run{'' if runs == 1 else 's'}"
+        said += f", {aside} set aside" if aside else ""
+        if each.levels:
+            said += f", now {number(each.levels[-1][2])} {each.metric.unit}"
+        out.print(said, markup=False, soft_wrap=True)
+        for change in each.changes:
+            way = "worse" if change.worse > 0 else "better"
+            line = f"  {percent(abs(change.worse))} {way} since {change.where}"
+            out.print(line, markup=False, soft_wrap=True)
+    verdict = history_verdict(series)
+    out.print(f"{verdict.headline} {verdict.sentence}", markup=False, soft_wrap=True)
+
+
+def write_machine_readable(
+    after: RunData | None, comparison: Comparison, files: VerdictFileOptions
+) -> None:
+    """JUnit XML, and the dashboard's JSON of the new run, where they were asked for."""
+    from ...bench.gate.outputs import write_benchmark_json, write_junit
+
+    if files.junit is not None:
+        write_junit(files.junit, comparison)
+    if files.benchmark_json is not None and after is not None:
+        write_benchmark_json(files.benchmark_json, after, comparison)
+
+
+def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:
+    """Log a written run to each tracker."""
+    from ...bench.record.tracking import log_run
+    from .console import people
+
+    log_run(trackers, run, lambda line: people.print(line, markup=False, soft_wrap=True))

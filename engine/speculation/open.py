@@ -13,7 +13,7 @@ from ...quant.open import open_checkpoint
 from ...quant.tokenizer.load import load_tokenizer
 from ..cache.kv_cache import KvCache
 from ..config.compatibility import refuse
-from ..config.speculation import SpeculationConfig
+from ..config.config import SpeculationConfig
 from ..model.decoder.decoder import Decoder
 from ..model.open import CausalModel, open_model
 from ..scheduling.draft_length import DraftLength

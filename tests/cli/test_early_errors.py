@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.load.address import PATHS
-from llmopt.bench.options.names import BACKENDS, NAMES
+from llmopt.bench.options.values import BACKENDS, NAMES
 from llmopt.bench.workloads.datasets import _BUILDERS
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.names import offer

@@ -18,8 +18,7 @@ from llmopt.cli.options.command import shown_name
 from llmopt.cli.options.shared import FolderOptions
 from llmopt.engine import llm
 from llmopt.engine.config.compatibility import FEATURES
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.option import Option, options_of, word_name

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -16,8 +16,7 @@ from llmopt.bench.load.body import batches
 from llmopt.bench.load.exchange import read_pooled
 from llmopt.bench.load.presets import preset
 from llmopt.bench.load.started_server import server_arguments
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.record.result import BenchRun
 from llmopt.bench.report.report import run_page, run_verdict
 from llmopt.bench.session.run_sessions import run_bench, write_run

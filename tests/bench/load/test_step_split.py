@@ -16,7 +16,7 @@ from llmopt.bench.load.step_split import (
 )
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step import Phase
 from llmopt.engine.execution.step_loop import StepTrace
 from llmopt.engine.kernels.attention.native_attention import native_attention

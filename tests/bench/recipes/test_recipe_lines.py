@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from llmopt.bench.recipes.recipe import read_recipe, steps_of
-from llmopt.bench.recipes.recipe_lines import line_of
+from llmopt.bench.recipes.recipe import line_of, read_recipe, steps_of
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 from llmopt.quant.base.errors import BadInput

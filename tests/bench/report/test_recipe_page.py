@@ -9,7 +9,7 @@ import pytest
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import COUNTED
 from llmopt.bench.recipes.recipe import Recipe
-from llmopt.bench.recipes.recipe_run import RecipeRun, VariantRun
+from llmopt.bench.recipes.results import RecipeRun, VariantRun
 from llmopt.bench.report.comparison_page import delta_cards
 from llmopt.bench.report.joined import candidate
 from llmopt.bench.report.recipe_page import recipe_verdict, summary_table

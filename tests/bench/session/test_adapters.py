@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
 from llmopt.bench.load.load import adapter_of
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import WorkloadItem
 from llmopt.quant.base.errors import BadInput
 

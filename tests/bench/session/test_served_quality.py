@@ -12,8 +12,7 @@ import pytest
 import typer
 from llmopt.bench.load.address import Address, find_served
 from llmopt.bench.load.known_server import known_server
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.engine_session import load_reference
 from llmopt.bench.session.quality import ServedQuality, quality_passage, score_quality, score_served
 from llmopt.cli.bench import bench

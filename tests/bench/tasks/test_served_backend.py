@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
 from llmopt.bench.load.json_http import NoPromptLogprobs
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.tasks.backends import EngineBackend, ServedBackend
 from llmopt.bench.tasks.harness import check_template, protocol_words
 from llmopt.bench.tasks.scorer import TaskScorer

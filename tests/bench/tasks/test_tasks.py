@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.sweep import SweepTarget
 from llmopt.bench.tasks.backends import EngineBackend
 from llmopt.bench.tasks.harness import lm_eval_model, metric_rows, prepare_tasks

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.options.think_time import ThinkTime
+from llmopt.bench.options.values import ThinkTime
 from llmopt.bench.workloads.conversations import (
     ChatSegments,
     ConversationBuilder,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.bench.options.model import checked
-from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.custom import custom_workload
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.sharegpt import drop_reason, sharegpt_workload

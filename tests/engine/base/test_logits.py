@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.base.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.quant.base.errors import BadInput

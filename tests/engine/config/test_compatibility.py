@@ -20,8 +20,7 @@ from llmopt.engine.config.compatibility import (
     refusal_line,
     refuse,
 )
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import (

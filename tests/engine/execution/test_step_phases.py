@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step import UNTIMED, PhaseTimer
 from llmopt.engine.execution.step_loop import (

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from llmopt.engine import SamplingParams
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop

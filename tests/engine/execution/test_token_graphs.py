@@ -11,7 +11,7 @@ import torch
 from llmopt import engine
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.cache.step_inputs import Run
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution import token_graphs
 from llmopt.engine.execution.graph_setting import GraphSetting
 from llmopt.engine.kernels.common.runtime import VARIABLE

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import SamplingParams
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.start_up import warm_up
 from llmopt.engine.kernels.common.runtime import VARIABLE

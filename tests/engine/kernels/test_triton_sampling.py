@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.sampling.batched import TokenCounts

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine.cache.state_cache import state_bytes_per_sequence
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.llm import LLM
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme

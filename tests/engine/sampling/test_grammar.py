@@ -11,7 +11,7 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.base.logits import dense_mask
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.sampling.grammar import (
     GrammarCompiler,
     GrammarMask,

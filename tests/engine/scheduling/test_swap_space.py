@@ -8,8 +8,7 @@ import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.spec.spec import KvLayout
 from llmopt.engine.scheduling.block_pool import NULL_BLOCK

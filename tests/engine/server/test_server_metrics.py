@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.deploy.deploy_files import DASHBOARD
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.decode_graphs import StepGraphs
 from llmopt.engine.execution.token_graphs import replay_head
 from llmopt.engine.kernels.attention.native_attention import native_attention

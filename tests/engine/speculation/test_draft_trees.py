@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.cache.step_inputs import Run, step_inputs
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.open import open_model

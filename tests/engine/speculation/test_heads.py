@@ -14,7 +14,7 @@ import pytest
 import torch
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.kernels.attention.dispatch import attention_kernels
 from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 
 from ...support.model_families import FAMILIES, save_model

@@ -15,8 +15,7 @@ import pytest
 import torch
 from llmopt.cli.main import run_guarded
 from llmopt.engine import SamplingParams
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput, Failure
 from llmopt.recipes import DATA, MODELS

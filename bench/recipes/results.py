@@ -1,4 +1,4 @@
-"""Result of a recipe: the runs of the original and of every variant, and the exit code."""
+"""Results of recipes: the original and its variants with the exit code, or a plan beside its sweep."""
 
 from __future__ import annotations
 
@@ -68,3 +68,26 @@ def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
     """{name: result} of the original and every variant, in order."""
     named: Sequence[RunData] = [run.base, *(variant.data for variant in run.variants)]
     return {data.name: data.result for data in named}
+
+
+FORMULAS = {
+    "predicted sequences": "tokens that the planned KV cache holds / tokens of a sequence, rounded down",
+    "predicted TPOT": "the planner's decode step for that many sequences at the mean context (prompt + "
+    "half of the output), with the ceilings measured here and the efficiency that one user reached",
+    "predicted tokens/s": "users / predicted TPOT: decode alone, no prompts",
+    "residual": "measured / predicted − 1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRun:
+    """A finished capacity recipe.
+
+    Attributes:
+        sweep: the record of the sweep.
+        record: the recipe's `result.json`.
+    """
+
+    folder: Path
+    sweep: Mapping[str, Any]
+    record: Mapping[str, Any]

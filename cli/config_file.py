@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options.command import shown_name
+from .options.command import shown_name
 
 SAME = {"model_option": "model"}
 """Parameters that are another spelling of one."""
@@ -52,7 +52,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     Raises:
         BadInput: it cannot be read, is not a mapping, or has an unknown name or a value of another kind.
     """
-    from ...quant.base.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     options = {}
     for parameter in command.params:
@@ -95,7 +95,7 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
 
 def _check(context: typer.Context, path: Path, parameter: Any, value: Any) -> None:
     """Raises `BadInput` that names the file, where click would only name the option."""
-    from ...quant.base.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     try:
         parameter.process_value(context, value)
@@ -119,7 +119,7 @@ _CONFIG = Annotated[
 def _mapping(path: Path) -> Mapping[Any, Any]:
     import yaml
 
-    from ...quant.base.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     try:
         document = yaml.load(path.read_bytes(), Loader=_loader())  # a safe one
