@@ -86,11 +86,11 @@ class HttpDriver:
             progress=self._progress,
         )
 
-    def warm_up(self, workload: Workload, description: str) -> bool:
-        """Send a warm-up pass, which is not recorded; False when it was interrupted."""
+    def warm_up(self, workload: Workload, description: str) -> LoadPass:
+        """Send a warm-up pass, which is not recorded."""
         warmup = self.drive(workload, 0, description)
         self._reset_account()
-        return not warmup.load.interrupted
+        return warmup.load
 
     def drive(
         self, workload: Workload, number: int, description: str, window: float | None = None

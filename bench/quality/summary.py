@@ -189,8 +189,8 @@ class Quality:
         num_tokens: number of scored positions.
         intervals: 95 % interval by the key of the value; a side that the sample does not bound is None.
         interval_method: how the intervals were made.
-        speed: rates of scoring; see `scoring.py`.
-        hurt: the passages that lost most; see `hurt_passages.py`.
+        speed: rates of scoring (`ScoringSpeed`).
+        hurt: the passages that lost most (`hurt_passages`).
     """
 
     protocol: str
@@ -230,8 +230,12 @@ def summarize(
     reference: str | None = None,
     speed: Mapping[str, float | None] | None = None,
     seed: int = 0,
+    tokenizer: Decodes | None = None,
 ) -> Quality:
-    """Reduce the series of a passage; one column is in memory at a time, with its resamples."""
+    """Reduce the series of a passage; one column is in memory at a time, with its resamples.
+
+    With a `tokenizer` the passages that lost most are shown.
+    """
     blocks = blocks_of(series, seed)
     nll = series.needed("nll")
     mean_nll = float(nll.mean(dtype=np.float64))
@@ -265,6 +269,7 @@ def summarize(
         intervals=intervals,
         interval_method=blocks.words,
         speed=speed,
+        hurt=None if tokenizer is None else hurt_passages(series, tokenizer),
         **values,  # pyright: ignore[reportArgumentType]
     )
 

@@ -1,4 +1,4 @@
-"""HTTP benchmark session: connect, warm up, measure, build the record."""
+"""HTTP benchmark session: a server driven by worker processes, with the client certified."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..record.identity import conversations_part, identity_part
-from ..record.result import BenchRun
-from ..record.run_record import MeasuredPass, TargetFacts, build_run
+from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..tasks.backends import ServedBackend
-from ..tasks.harness import TaskScores, check_template, prepare_tasks, run_tasks
+from ..tasks.harness import check_template, prepare_tasks
 from ..workloads.datasets import build_workload, resolved_options
-from ..workloads.synthetic import warmup_workload
-from .quality import ServedQuality, score_served
+from .quality import ScoredQuality, score_served
 from .session import BenchSession
 
 TARGET = "http"
@@ -44,11 +42,11 @@ class HttpSession(BenchSession):
         *,
         paired_runs: str | None = None,
     ) -> None:
-        self._tasks = prepare_tasks(options.tasks) if options.tasks else None
+        tasks = prepare_tasks(options.tasks) if options.tasks else None
         address = self._address = server_address(options)
         served = self._served = find_served(options, address)
-        self._facts = server_facts(address)
-        if self._tasks is not None:
+        self._said = server_facts(address)
+        if tasks is not None:
             check_template(options, self._task_backend(options, progress))
         if options.is_pooling:
             # Nothing is generated: the whole context is the prompt's.
@@ -65,13 +63,15 @@ class HttpSession(BenchSession):
             passes=server_meter(options),
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
-        super().__init__(options, name, workload, machine, progress, paired_runs)
+        super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
         self._scraper = Scraper(address)
         self._driver = HttpDriver(options, address, served, self._progress)
         try:
             if options.check_client:
                 self._driver.check()
-            self._warm_up()
+            # A pooling request holds several items, a rerank a query besides.
+            each = options.random_batch_size + 1 if options.is_pooling else 1
+            self._warm_up(options.warmups * each, served.tokenizer, self._driver.warm_up)
         except BaseException:
             self.close()
             raise
@@ -91,7 +91,7 @@ class HttpSession(BenchSession):
         """The identity, as far as the client knows it and the server says it."""
         identity = identity_part(
             self._options,
-            self._workload,
+            self.workload,
             model=self._served.model,
             model_hash="not known: it is behind a server",
             quantization=None,
@@ -114,28 +114,18 @@ class HttpSession(BenchSession):
         """This machine's if the server was started here, else the GPU as given or as the server says."""
         if self._options.started_server is not None:
             return hardware_facts(local_gpu())
-        return {"gpu": self._options.server_gpu or self._facts["gpu"]}
+        return {"gpu": self._options.server_gpu or self._said["gpu"]}
 
     def _server(self) -> dict[str, Any]:
         started = self._options.started_server or {}
-        version = self._facts["version"] or started.get("version")
-        return {"model": self._facts["model"], "version": version}
+        version = self._said["version"] or started.get("version")
+        return {"model": self._said["model"], "version": version}
 
-    def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Build the record, with the client's certification. Needs one pass."""
-        interrupted = interrupted or self._was_interrupted()
-        quality, tasks = ServedQuality(), None
-        if not interrupted:
-            try:
-                quality = self._score_quality()
-                tasks = self._score_tasks()
-            except KeyboardInterrupt:
-                interrupted = True
-        measured = self._measurement(interrupted=interrupted)
+    def _facts(self, measured: Measurement) -> TargetFacts:
         of_passes = [each.server_metrics for each in measured.passes]
         server_metrics = server_metrics_part(self._scraper, of_passes)
         preemptions = server_metrics["counters"].get("num_preemptions")
-        target = TargetFacts(
+        return TargetFacts(
             model_id=self._served.model,
             tokenizer_id=self._served.tokenizer_name,
             backend=self._options.backend,
@@ -143,12 +133,12 @@ class HttpSession(BenchSession):
             memory=dict.fromkeys(
                 ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
             ),
-            quality=quality.record,
+            quality=self._quality.record,
             preemptions=None if preemptions is None else round(preemptions),
             of_kind={
-                **conversations_part(measured.loads, self._workload, None),
-                "quality_reason": quality.reason,
-                "tasks": None if tasks is None else tasks.record,
+                **conversations_part(measured.loads, self.workload, None),
+                "quality_reason": self._quality.reason,
+                "tasks": self._task_record,
                 "client": self._driver.client_part(measured.metrics, measured.loads),
                 "server": {
                     "url": self._address.url,
@@ -159,30 +149,20 @@ class HttpSession(BenchSession):
                 "server_metrics": server_metrics,
             },
         )
-        run = build_run(measured, target, quality.series)
-        run.items = None if tasks is None else tasks.items
-        return run
 
-    def _score_quality(self) -> ServedQuality:
-        """The quality of the served model; what is missing is said in a note."""
+    def _score(self) -> None:
+        """Score the served model and the tasks; what is missing is said in a note."""
         options, adapters = self._options, list(self._options.loras)
-        if not options.quality or options.is_pooling:
-            return ServedQuality()
-        if len(adapters) > 1:
-            quality = ServedQuality(reason="quality is scored of one adapter: give one --lora")
-        else:
-            served = replace(self._served, model=adapters[0]) if adapters else self._served
-            quality = score_served(options, self._address, served, self._progress)
-        if quality.reason is not None:
-            self._progress.note(quality.reason)
-        return quality
-
-    def _score_tasks(self) -> TaskScores | None:
-        if self._tasks is None:
-            return None
-        return run_tasks(
-            self._tasks, self._task_backend(self._options, self._progress), self._options
-        )
+        if options.quality and not options.is_pooling:
+            if len(adapters) > 1:
+                reason = "quality is scored of one adapter: give one --lora"
+                self._quality = ScoredQuality(reason=reason)
+            else:
+                served = replace(self._served, model=adapters[0]) if adapters else self._served
+                self._quality = score_served(options, self._address, served, self._progress)
+            if self._quality.reason is not None:
+                self._progress.note(self._quality.reason)
+        self._score_tasks(lambda: self._task_backend(options, self._progress))
 
     def _task_backend(
         self, options: BenchOptions, progress: Progress | None = None
@@ -214,7 +194,7 @@ class HttpSession(BenchSession):
         self._scraper.start()
         self._machine.start()
         window = self._options.duration
-        sent = self._driver.drive(self._workload, number, description, window)
+        sent = self._driver.drive(self.workload, number, description, window)
         usage = self._machine.stop(sent.worker_seconds)
         of_server = pass_metrics(*self._scraper.stop())
         usage["client_machine_load"] = usage["other_load"]
@@ -225,13 +205,6 @@ class HttpSession(BenchSession):
         if hit_rate is None and of_server is not None:
             hit_rate = of_server["prefix_cache_hit_rate"]
         return MeasuredPass(sent.load, hit_rate, usage, server_metrics=of_server)
-
-    def _warm_up(self) -> None:
-        options, tokenizer = self._options, self._served.tokenizer
-        count = options.warmups * (options.random_batch_size + 1 if options.is_pooling else 1)
-        warmup = warmup_workload(self._workload, count, tokenizer, seed=options.seed)
-        if warmup is not None and not self._driver.warm_up(warmup, f"{self.name}, warm-up"):
-            raise KeyboardInterrupt
 
 
 def server_address(options: BenchOptions) -> Address:

@@ -1,8 +1,11 @@
-"""Quality of the measured engine: perplexity, and its distance from a reference model, per position."""
+"""Quality of the measured model: of an engine from its logits, of a server from prompt log-probabilities.
+
+Both are scored beside a reference of their kind, if there is one: a model of this process, or a server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
+from ...quant.models import resolve_model
 from ..load.address import Address, ServedModel, find_served
 from ..load.inprocess import WithAdapter
 from ..load.json_http import (
@@ -22,22 +26,38 @@ from ..load.json_http import (
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..quality.passage import EVALUATION_TEXT, Passage, PassageWindow, ProtocolOptions, read_passage
 from ..quality.positions import PositionScores, QualitySeries, SeriesWriter
-from ..quality.summary import Quality, hurt_passages, summarize, truncated_kl
+from ..quality.summary import summarize, truncated_kl
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
-    from ..quality.scoring import PromptScorer
+
+# Sequences per decode step of the reference, which makes none.
+SCORING_SEQUENCES = 1
 
 
-def quality_passage(options: BenchOptions, engine: Engine) -> Passage:
-    """The passage that the options name, in the engine's tokens.
+@dataclass(frozen=True, slots=True)
+class ScoredQuality:
+    """The scores of a model.
+
+    Attributes:
+        record: `llmopt.quality`; None where nothing was scored.
+        reason: why a server has no scores, or none from the reference; None where nothing is missing.
+    """
+
+    record: dict[str, Any] | None = None
+    series: QualitySeries | None = None
+    reason: str | None = None
+
+
+def quality_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> Passage:
+    """The passage that the options name, in windows of at most `max_model_len` tokens.
 
     Raises:
         BadInput: the text or the protocol does not fit.
     """
     return read_passage(
-        engine.tokenizer,
-        max_model_len=engine.max_model_len,
+        tokenizer,
+        max_model_len=max_model_len,
         num_tokens=options.quality_tokens,
         path=options.quality_text or EVALUATION_TEXT,
         options=ProtocolOptions(
@@ -47,13 +67,9 @@ def quality_passage(options: BenchOptions, engine: Engine) -> Passage:
 
 
 def score_quality(
-    options: BenchOptions,
-    engine: Engine,
-    passage: Passage,
-    load_reference: Callable[[BenchOptions, Passage], PromptScorer],
-    progress: Progress,
-) -> tuple[Quality, QualitySeries]:
-    """Score the engine, beside the reference if there is one: the summary and its series.
+    options: BenchOptions, engine: Engine, passage: Passage, progress: Progress
+) -> ScoredQuality:
+    """Score the engine, beside the reference if there is one.
 
     Raises:
         BadInput: the reference does not fit.
@@ -66,23 +82,54 @@ def score_quality(
         passage, scored, reference, progress=progress, what=options.name or "model"
     )
     quality = summarize(
-        passage, series, reference=options.reference, speed=speed.as_dict(), seed=options.seed
+        passage,
+        series,
+        reference=options.reference,
+        speed=speed.as_dict(),
+        seed=options.seed,
+        tokenizer=engine.tokenizer,
     )
-    return replace(quality, hurt=hurt_passages(series, engine.tokenizer)), series
+    return ScoredQuality(quality.as_dict(), series)
 
 
-@dataclass(frozen=True, slots=True)
-class ServedQuality:
-    """The scores of a served model.
+def load_reference(options: BenchOptions, passage: Passage) -> Engine:
+    """The reference model's engine, with KV blocks for two windows: it only scores text.
 
-    Attributes:
-        record: `llmopt.quality`; None where the server gives no usable scores.
-        reason: why there are none, or none from the reference; None where nothing is missing.
+    Raises:
+        BadInput: the model cannot be served, or its context is shorter than a window.
     """
+    from ...engine.base.device import choose_device, choose_dtype
+    from ...engine.engine import Engine
+    from ...engine.planner.memory.cache_size import (
+        DEFAULT_BLOCK_SIZE,
+        DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    )
 
-    record: dict[str, Any] | None = None
-    series: QualitySeries | None = None
-    reason: str | None = None
+    device = choose_device(options.device)
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
+    # A window, the step after it, and a block for each document that is shorter than one.
+    num_tokens = passage.longest + 2 * step + block_size * min(step, len(passage.windows))
+    config = replace(
+        options.engine,
+        model=resolve_model(options.reference),
+        max_num_seqs=SCORING_SEQUENCES,
+        kv_cache_memory_bytes=None,
+        num_blocks=-(-num_tokens // block_size),
+        cpu_activations=16,
+        gpu_memory_utilization=None,
+        swap_space_bytes=0,
+        # Not "auto": a reference rounds nothing that it has computed.
+        kv_cache_dtype=str(choose_dtype(options.dtype, device)).removeprefix("torch."),
+        window=None,
+        attention_sinks=0,
+        kv_budget=None,
+        kv_eviction=None,
+        loras={},
+        tensor_parallel_size=1,
+        speculation=None,
+    )
+    return Engine(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +165,7 @@ class ScoringServer:
 
 def score_served(
     options: BenchOptions, address: Address, served: ServedModel, progress: Progress
-) -> ServedQuality:
+) -> ScoredQuality:
     """Score the server, beside the one at `options.reference` if there is one.
 
     A server that cannot be scored is a reason, not an error: the rest of the run is kept.
@@ -129,7 +176,7 @@ def score_served(
     try:
         model = ScoringServer.at(options, address, served)
     except NoPromptLogprobs as error:
-        return ServedQuality(reason=f"no quality: {error}")
+        return ScoredQuality(reason=f"no quality: {error}")
     reference, reason = None, None
     if options.reference is not None:
         try:
@@ -142,7 +189,7 @@ def score_served(
     try:
         return _scored(options, passage, servers, served, progress, reason)
     except (RequestFailed, NoPromptLogprobs) as error:
-        return ServedQuality(reason=f"no quality: a window was not scored: {error}")
+        return ScoredQuality(reason=f"no quality: a window was not scored: {error}")
     finally:
         progress.finish()
 
@@ -165,20 +212,10 @@ def reference_server(options: BenchOptions, url: str) -> ScoringServer:
 def served_passage(options: BenchOptions, served: ServedModel, max_model_len: int) -> Passage:
     """The passage as in process; where a window fills the context, windows that leave room for the token
     that a server generates behind a prompt."""
-
-    def read(length: int) -> Passage:
-        return read_passage(
-            served.tokenizer,
-            max_model_len=length,
-            num_tokens=options.quality_tokens,
-            path=options.quality_text or EVALUATION_TEXT,
-            options=ProtocolOptions(
-                options.quality_protocol, options.quality_window, options.quality_stride
-            ),
-        )
-
-    passage = read(max_model_len)
-    return passage if passage.longest < max_model_len else read(max_model_len - 1)
+    passage = quality_passage(options, served.tokenizer, max_model_len)
+    if passage.longest < max_model_len:
+        return passage
+    return quality_passage(options, served.tokenizer, max_model_len - 1)
 
 
 def _scored(
@@ -188,7 +225,7 @@ def _scored(
     served: ServedModel,
     progress: Progress,
     reason: str | None,
-) -> ServedQuality:
+) -> ScoredQuality:
     rests: list[float] = []
     with SeriesWriter() as writer:
         each = zip(*(server.scores(passage.windows) for server in servers), strict=True)
@@ -212,9 +249,12 @@ def _scored(
             f"no KL from the reference {reference.name}: one server names tokens, one their ids"
         )
     quality = summarize(
-        passage, series, reference=None if reference is None else reference.name, seed=options.seed
+        passage,
+        series,
+        reference=None if reference is None else reference.name,
+        seed=options.seed,
+        tokenizer=served.tokenizer,
     )
-    quality = replace(quality, hurt=hurt_passages(series, served.tokenizer))
     asked = {
         "scored_by": servers[0].scoring.form,
         "reference_scored_by": None if reference is None else reference.scoring.form,
@@ -222,7 +262,7 @@ def _scored(
         "kl_is_lower_bound": True if rests else None,
         "mean_rest": float(np.mean(rests)) if rests else None,
     }
-    return ServedQuality(quality.as_dict() | {"served": asked}, series, reason)
+    return ScoredQuality(quality.as_dict() | {"served": asked}, series, reason)
 
 
 def _columns(

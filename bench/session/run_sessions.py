@@ -79,7 +79,7 @@ def run_interleaved(
         for number in range(options[0].num_runs):
             turn = number % len(sessions)
             if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
-                begun = [session for session in sessions if session.has_passes]
+                begun = [session for session in sessions if session.passes]
                 return [session.finish(interrupted=True) for session in begun]
         return [session.finish() for session in sessions]
 

@@ -1,26 +1,37 @@
-"""Base class of benchmark sessions: a warmed-up target, measured pass by pass, then recorded."""
+"""Benchmark session: a warmed-up target, measured pass by pass, scored, then recorded."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.progress import Progress, Silent
 from ..machine.machine_meter import MachineMeter
 from ..metrics.run_statistics import distributions
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..record.result import BenchRun
-from ..record.run_record import MeasuredPass, Measurement
+from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
+from ..tasks.harness import TaskScores, TaskSet, run_tasks
+from ..tasks.scorer import TaskBackend
+from ..workloads.synthetic import warmup_workload
 from ..workloads.workload import Workload
+from .quality import ScoredQuality
 
 
 class BenchSession(ABC):
     """Passes over one workload, and their record. A context manager.
 
+    A subclass knows one kind of target: how to warm it up, measure a pass, score it, and state its facts.
+
     Several sessions may be open at once with interleaved passes (paired runs), so that drift of the machine
     affects all alike. They share the id `paired_runs`, and their results are compared pass by pass.
+
+    Attributes:
+        name: of the target in the record and its reports.
+        workload: of every pass.
     """
 
     def __init__(
@@ -31,15 +42,19 @@ class BenchSession(ABC):
         machine: MachineMeter,
         progress: Progress | None,
         paired_runs: str | None,
+        tasks: TaskSet | None = None,
     ) -> None:
         self._options = options
-        self._name = name
-        self._workload = workload
+        self.name = name
+        self.workload = workload
         self._machine = machine
         self._progress = progress or Silent()
         self._paired_runs = paired_runs
         self._passes: list[MeasuredPass] = []
         self._rejected: list[MeasuredPass] = []
+        self._quality = ScoredQuality()
+        self._tasks = tasks
+        self._task_scores: TaskScores | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -51,16 +66,6 @@ class BenchSession(ABC):
         """Release the session's resources."""
 
     @property
-    def name(self) -> str:
-        """The name of the target in the record and its reports."""
-        return self._name
-
-    @property
-    def workload(self) -> Workload:
-        """The workload of every pass."""
-        return self._workload
-
-    @property
     def passes(self) -> Sequence[LoadPass]:
         """The completed passes."""
         return [measured.load for measured in self._passes]
@@ -70,15 +75,10 @@ class BenchSession(ABC):
         """Prefix-cache hit rate (fraction of prompt tokens) per pass; None where unknown."""
         return [measured.prefix_cache_hit_rate for measured in self._passes]
 
-    @property
-    def has_passes(self) -> bool:
-        """Whether there is at least one pass to record."""
-        return bool(self._passes)
-
     def say_notes(self) -> None:
         """Print notes on the workload."""
-        for note in self._workload.notes:
-            self._progress.note(f"{self._workload.name}: {note}")
+        for note in self.workload.notes:
+            self._progress.note(f"{self.workload.name}: {note}")
 
     def run_pass(self) -> bool:
         """Run a pass over the workload; False when it was interrupted.
@@ -97,33 +97,62 @@ class BenchSession(ABC):
         self._passes.append(measured)
         return not measured.load.interrupted
 
+    def finish(self, *, interrupted: bool = False) -> BenchRun:
+        """Score quality and tasks, and build the run with its record. Needs one pass.
+
+        After an interrupt (of a pass, of scoring, or elsewhere: `interrupted`) unfinished scores are left out
+        and the record is marked.
+        """
+        interrupted = interrupted or any(load.interrupted for load in self.passes)
+        if not interrupted:
+            try:
+                self._score()
+            except KeyboardInterrupt:
+                interrupted = True
+        with interrupts_held():
+            measured = Measurement(
+                options=self._options,
+                name=self.name,
+                paired_runs=self._paired_runs,
+                workload=self.workload,
+                passes=self._passes,
+                rejected=self._rejected,
+                metrics=distributions(self.passes, self._options.seed),
+                machine=self._machine,
+                interrupted=interrupted,
+            )
+            run = build_run(measured, self._facts(measured), self._quality.series)
+        run.items = None if self._task_scores is None else self._task_scores.items
+        return run
+
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """The run's identity, as far as the session knows it."""
 
     @abstractmethod
-    def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Build the run with its record. Needs one pass.
-
-        `interrupted` reports an interrupt outside the passes.
-        """
-
-    @abstractmethod
     def _measure(self, number: int, description: str) -> MeasuredPass:
         """The `number`-th pass that is measured, from 1, rejected ones included."""
 
-    def _was_interrupted(self) -> bool:
-        return any(load.interrupted for load in self.passes)
+    @abstractmethod
+    def _score(self) -> None:
+        """Score what was asked for, one by one, so that an interrupt keeps the finished scores."""
 
-    def _measurement(self, *, interrupted: bool) -> Measurement:
-        return Measurement(
-            options=self._options,
-            name=self._name,
-            paired_runs=self._paired_runs,
-            workload=self._workload,
-            passes=self._passes,
-            rejected=self._rejected,
-            metrics=distributions(self.passes, self._options.seed),
-            machine=self._machine,
-            interrupted=interrupted or self._was_interrupted(),
-        )
+    @abstractmethod
+    def _facts(self, measured: Measurement) -> TargetFacts:
+        """The facts about the target, with its scores."""
+
+    def _score_tasks(self, backend: Callable[[], TaskBackend]) -> None:
+        if self._tasks is not None:
+            self._task_scores = run_tasks(self._tasks, backend(), self._options)
+
+    @property
+    def _task_record(self) -> dict[str, Any] | None:
+        return None if self._task_scores is None else self._task_scores.record
+
+    def _warm_up(
+        self, count: int, tokenizer: Any, drive: Callable[[Workload, str], LoadPass]
+    ) -> None:
+        """Send `count` requests like those of the workload, which are not recorded."""
+        warmup = warmup_workload(self.workload, count, tokenizer, seed=self._options.seed)
+        if warmup is not None and drive(warmup, f"{self.name}, warm-up").interrupted:
+            raise KeyboardInterrupt

@@ -13,8 +13,7 @@ import typer
 from llmopt.bench.load.address import Address, find_served
 from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.session.engine_session import load_reference
-from llmopt.bench.session.quality import ServedQuality, quality_passage, score_quality, score_served
+from llmopt.bench.session.quality import ScoredQuality, quality_passage, score_quality, score_served
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
@@ -38,7 +37,7 @@ def other_server() -> Iterator[RunningServer]:
         yield server
 
 
-def served(url: str, **options: Any) -> ServedQuality:
+def served(url: str, **options: Any) -> ScoredQuality:
     chosen = checked(BenchOptions, {"base_url": url, **TOKENS, **options}, "option")
     address = Address.parse(url)
     return score_served(chosen, address, find_served(chosen, address), Silent())
@@ -47,9 +46,10 @@ def served(url: str, **options: Any) -> ServedQuality:
 def in_process(**options: Any) -> dict[str, Any]:
     chosen = checked(BenchOptions, {"model": "stories3M", **TOKENS, **options}, "option")
     engine = make_engine()
-    passage = quality_passage(chosen, engine)
-    quality, _ = score_quality(chosen, engine, passage, load_reference, Silent())
-    return quality.as_dict()
+    passage = quality_passage(chosen, engine.tokenizer, engine.max_model_len)
+    record = score_quality(chosen, engine, passage, Silent()).record
+    assert record is not None
+    return record
 
 
 @pytest.mark.parametrize("protocol", ["documents", "strided"])
