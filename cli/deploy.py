@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..engine.deploy.deployment import DeployChoices, Deployment
     from ..engine.deploy.stored_quantization import StoredQuantization
-    from ..engine.planner.plan.plan import Plan
+    from ..engine.planner.plan.plan import DeploymentPlan
 
 
 @with_options
@@ -63,7 +63,9 @@ def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) 
     return DeployChoices(model=model, engine=planned.engine, **chosen)
 
 
-def _plan(model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None) -> Plan:
+def _plan(
+    model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None
+) -> DeploymentPlan:
     """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
     from ..engine.config.plan_request import PlanRequest
     from ..engine.planner.plan.plan_request import plan_for

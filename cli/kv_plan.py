@@ -11,7 +11,7 @@ from .options.command import From, Words, with_options
 from .options.planning import PlanOutputOptions
 
 if TYPE_CHECKING:
-    from ..engine.planner.plan.plan import Plan
+    from ..engine.planner.plan.plan import DeploymentPlan
 
 
 @with_options
@@ -45,7 +45,7 @@ def kv_plan(
     _write(plan, answer, output)
 
 
-def _write(plan: Plan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
+def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
     from ..quant.base.atomic_io import write_atomically
     from .output.console import people
 

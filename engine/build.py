@@ -48,13 +48,14 @@ from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules
 from .multimodal.open import ImageSupport, open_images
-from .planner.memory.cache_size import (
+from .planner.device.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     KvCacheBudget,
+    StateSlots,
+    size_states,
 )
-from .planner.memory.state_slots import StateSlots, size_states
 from .scheduling.block_pool import BlockPool
 from .scheduling.prefix_cache import PrefixCache
 from .scheduling.scheduler import Scheduler

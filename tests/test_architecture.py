@@ -20,7 +20,6 @@ TORCH_FREE = (
     "engine.base.units",
     "engine.scheduling.detokenizer",
     "engine.planner.device",
-    "engine.planner.memory",
     "engine.planner.model",
     "engine.planner.plan",
     "engine.planner.probe.answers",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...engine.base.units import format_gib, format_tokens
-from ...engine.planner.device.roofline import attainable_flops
-from ...engine.planner.device.speed import StepTime
+from ...engine.planner.device.speed import StepTime, attainable_flops
 from ...engine.planner.plan.explain import explain
-from ...engine.planner.plan.plan import DevicePlan, Plan
+from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
 from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
 
@@ -17,12 +16,12 @@ MAX_CURVES = 6
 COMPONENTS = ("weights", "working memory", "KV in use", "KV room")
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: DeploymentPlan) -> str:
     """The page as one self-contained HTML text."""
     return to_html(_page(plan))
 
 
-def _page(plan: Plan) -> Page:
+def _page(plan: DeploymentPlan) -> Page:
     work, first = plan.workload, plan.devices[0]
     figures = [
         Figure("memory", _memory_svg(plan.devices), "Memory of one GPU, of what a process sees."),
@@ -57,7 +56,7 @@ def _page(plan: Plan) -> Page:
     )
 
 
-def _verdict(plan: Plan, first: DevicePlan) -> Verdict:
+def _verdict(plan: DeploymentPlan, first: DevicePlan) -> Verdict:
     count = first.deployment.gpus
     where = f"{count} x {first.gpu}"
     limit = first.binding_constraint.replace("_", " ")
@@ -73,7 +72,7 @@ def _verdict(plan: Plan, first: DevicePlan) -> Verdict:
     return Verdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
 
 
-def _cards(plan: Plan, first: DevicePlan) -> list[Card]:
+def _cards(plan: DeploymentPlan, first: DevicePlan) -> list[Card]:
     shape = plan.model.shape
     cards = [
         Card("Parameters", f"{shape.num_parameters / 1e9:,.4g}", "billion"),
@@ -90,7 +89,7 @@ def _cards(plan: Plan, first: DevicePlan) -> list[Card]:
     return cards
 
 
-def _devices_table(plan: Plan) -> Table:
+def _devices_table(plan: DeploymentPlan) -> Table:
     rows, tones = [], {}
     for index, device in enumerate(plan.devices):
         tone: Tone = "good" if device.fits else "bad"
@@ -125,7 +124,7 @@ def _changes_table(first: DevicePlan) -> Table:
     )
 
 
-def _formulas_table(plan: Plan) -> Table:
+def _formulas_table(plan: DeploymentPlan) -> Table:
     rows = [[one.name, one.formula, one.numbers, one.result] for one in explain(plan)]
     return Table(("quantity", "formula", "with numbers", "result"), rows, is_prose=True)
 
@@ -159,7 +158,7 @@ def _components(device: DevicePlan) -> tuple[float, ...]:
     return tuple(size / GIB for size in sizes)
 
 
-def _sequences_svg(plan: Plan) -> str:
+def _sequences_svg(plan: DeploymentPlan) -> str:
     figure, (axis,) = canvas(width=9, height=3.4)
     limit = max(plan.model.shape.max_context, plan.workload.context)
     contexts = [limit // 2**power for power in range(10, -1, -1) if limit // 2**power >= 1]

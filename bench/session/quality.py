@@ -100,7 +100,7 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
     """
     from ...engine.base.device import choose_device, choose_dtype
     from ...engine.engine import Engine
-    from ...engine.planner.memory.cache_size import (
+    from ...engine.planner.device.cache_size import (
         DEFAULT_BLOCK_SIZE,
         DEFAULT_MAX_NUM_BATCHED_TOKENS,
     )

@@ -11,9 +11,8 @@ import torch
 
 from ...engine.planner.model.catalog import find_model
 from ...engine.planner.model.kv_dtypes import OF_ENGINE
-from ...engine.planner.plan.plan_json import plan_as_dict
+from ...engine.planner.plan.plan_json import WrittenPlan, plan_as_dict, read_plan
 from ...engine.planner.plan.plan_request import PlanRequest, plan_for
-from ...engine.planner.plan.replay import WrittenPlan, read_plan
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent

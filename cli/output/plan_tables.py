@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...engine.planner.device.speed import StepTime
     from ...engine.planner.images.image_load import ImageLoad
     from ...engine.planner.model.shapes import ModelShape
-    from ...engine.planner.plan.plan import DevicePlan, Plan
+    from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
 
 WIDE = 110
 BAR_CELLS = 24
@@ -34,7 +34,7 @@ BAR = (
 )
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: DeploymentPlan, console: Console) -> None:
     """Print the whole plan."""
     console.print(_facts(plan))
     console.print(_devices(plan, wide=console.width >= WIDE))
@@ -75,7 +75,7 @@ def show_engines(answer: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def show_explanation(plan: Plan, console: Console) -> None:
+def show_explanation(plan: DeploymentPlan, console: Console) -> None:
     """Each formula, the numbers in it, and the result."""
     from ...engine.planner.plan.explain import explain
 
@@ -85,7 +85,7 @@ def show_explanation(plan: Plan, console: Console) -> None:
         console.print(Text(f"  = {formula.result}", style="green"))
 
 
-def _facts(plan: Plan) -> Table:
+def _facts(plan: DeploymentPlan) -> Table:
     model, shape, work = plan.model, plan.model.shape, plan.workload
     element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
     first = plan.devices[0]
@@ -180,7 +180,7 @@ def _kv_line(shape: ModelShape, element: Fraction) -> str:
     )
 
 
-def _devices(plan: Plan, wide: bool) -> Table:
+def _devices(plan: DeploymentPlan, wide: bool) -> Table:
     """One row per device; a wide terminal also shows throughput, bounds and the binding constraint."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", no_wrap=True)
@@ -233,7 +233,7 @@ def _gpus(device: DevicePlan) -> str:
     return f"> {count}"
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: DeploymentPlan) -> Table:
     """A memory bar per device, and the next change that would allow more sequences."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("memory of a GPU", no_wrap=True)
@@ -267,7 +267,7 @@ def _bar(device: DevicePlan) -> Text:
     return bar.append(f" {device.gpu}")
 
 
-def _speculation(plan: Plan) -> list[str]:
+def _speculation(plan: DeploymentPlan) -> list[str]:
     draft = plan.setup.speculation
     if draft is None:
         return []
@@ -280,7 +280,7 @@ def _speculation(plan: Plan) -> list[str]:
     ]
 
 
-def _costs(plan: Plan) -> list[str]:
+def _costs(plan: DeploymentPlan) -> list[str]:
     prices, lines = plan.setup.prices, []
     for device in plan.devices:
         if prices is None or (cost := device.cost) is None:
@@ -301,7 +301,7 @@ def _costs(plan: Plan) -> list[str]:
     return lines
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: DeploymentPlan) -> list[str]:
     first, share = plan.devices[0], plan.efficiency
     reserve = first.reserve
     notes = ["KV budget: as given, or the share of free memory that the engine takes on a CPU."]

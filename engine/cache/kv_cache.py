@@ -24,7 +24,7 @@ from ..kernels.attention.paged_tensor import vector_bytes
 from ..kernels.common.runtime import refuses_fp8
 from ..model.layers.attention import LayerCache
 from ..model.spec.spec import KvLayout
-from ..planner.memory.cache_size import CacheRequest, KvCacheBudget, size_cache
+from ..planner.device.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
 from .state_cache import StateCache

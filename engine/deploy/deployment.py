@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from ...quant.base.errors import BadInput
-from ..planner.memory.cache_size import DEFAULT_UTILIZATION
-from ..planner.plan.plan import DevicePlan, Plan
+from ..planner.device.cache_size import DEFAULT_UTILIZATION
+from ..planner.plan.plan import DeploymentPlan, DevicePlan
 from .engine_commands import shown
 from .served_engine import PORT, ServedEngine, served_engine
 from .stored_quantization import StoredQuantization, quantization_words
@@ -111,7 +111,7 @@ class Deployment:
 
 
 def deployment_for(
-    choices: DeployChoices, plan: Plan, stored: StoredQuantization | None = None
+    choices: DeployChoices, plan: DeploymentPlan, stored: StoredQuantization | None = None
 ) -> Deployment:
     """The deployment of the plan's workload on its first device, of a checkpoint quantized as `stored`.
 
@@ -166,7 +166,7 @@ def deployment_for(
 
 def container_command(
     choices: DeployChoices,
-    plan: Plan,
+    plan: DeploymentPlan,
     device_plan: DevicePlan,
     stored: StoredQuantization | None,
 ) -> Sequence[str]:
@@ -215,7 +215,7 @@ def _notes(choices: DeployChoices, stored: StoredQuantization | None) -> Iterato
         yield "--max-surge 0 with one replica: a rollout is an outage while the new one starts"
 
 
-def _memory_bytes(plan: Plan, device_plan: DevicePlan) -> int:
+def _memory_bytes(plan: DeploymentPlan, device_plan: DevicePlan) -> int:
     """Host memory of the pod: on GPUs the weights of one rank while they load, on a CPU everything."""
     if device_plan.device.kind == "cpu":
         return BASE_MEMORY_BYTES + plan.weight_bytes + device_plan.kv_bytes

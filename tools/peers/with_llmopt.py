@@ -9,7 +9,7 @@ from typing import Any
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.device.roofline import (
+from llmopt.engine.planner.device.speed import (
     decode_step_bytes,
     decode_step_flops,
     prefill_flops,

@@ -1,1 +1,1 @@
-"""Device specifications, roofline model, expected step times, costs."""
+"""Devices and what a deployment takes on them: memory, KV-cache size, step times."""

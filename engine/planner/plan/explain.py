@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ...base.units import format_gib
+from ..device.memory import SAMPLER_COPIES
 from ..device.speed import StepTime
-from ..memory.memory import SAMPLER_COPIES
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
 from ..model.probed_shape import ProbedShape, cache_line
 from ..model.shapes import ModelShape
-from .plan import DevicePlan, Plan
+from .plan import DeploymentPlan, DevicePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Formula:
     result: str
 
 
-def explain(plan: Plan) -> list[Formula]:
+def explain(plan: DeploymentPlan) -> list[Formula]:
     """Formulas of a plan; device-specific ones for the first device."""
     return [
         *_weights(plan),
@@ -39,7 +39,7 @@ def explain(plan: Plan) -> list[Formula]:
     ]
 
 
-def _weights(plan: Plan) -> Iterator[Formula]:
+def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, recipe = plan.model.shape, plan.recipe
     elements: Counter[str] = Counter()
     held: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def _weights(plan: Plan) -> Iterator[Formula]:
         )
 
 
-def _probed_cache(plan: Plan, shape: ProbedShape) -> Iterator[Formula]:
+def _probed_cache(plan: DeploymentPlan, shape: ProbedShape) -> Iterator[Formula]:
     work = plan.workload
     dtype = kv_dtype(work.kv_dtype)
     element = dtype.bytes_per_element(shape)
@@ -98,7 +98,7 @@ def _probed_cache(plan: Plan, shape: ProbedShape) -> Iterator[Formula]:
         )
 
 
-def _cache(plan: Plan) -> Iterator[Formula]:
+def _cache(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, work = plan.model.shape, plan.workload
     if isinstance(shape, ProbedShape):
         yield from _probed_cache(plan, shape)
@@ -138,7 +138,7 @@ def _cache(plan: Plan) -> Iterator[Formula]:
         )
 
 
-def _memory(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     shape, reserve, deployment = plan.model.shape, device.reserve, device.deployment
     prefill, sampler = deployment.activation_terms(reserve)
     formula, numbers = _widths(shape, deployment.tp)
@@ -194,7 +194,7 @@ def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
     return f"max({formula}, 3 x intermediate / tp)", f"max({routed}, {dense})"
 
 
-def _images(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+def _images(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     load = plan.workload.images
     if load is None:
         return
@@ -221,7 +221,7 @@ def _images(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
         )
 
 
-def _speed(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     hardware, efficiency, recipe = device.device, plan.efficiency, plan.recipe
     peak = hardware.peak_flops(recipe.bits, recipe.name)
     for name, time in (("TPOT", device.decode), ("TTFT", device.prefill)):
@@ -250,7 +250,7 @@ def _speed(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
         )
 
 
-def _gains(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     draft, gain = plan.setup.speculation, device.speculation
     if draft and gain:
         a, k = draft.acceptance, draft.draft_tokens

@@ -7,25 +7,23 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ....quant.base.errors import BadInput
-from ..device.devices import Device
-from ..device.money import Cost, cost_of
-from ..device.speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
-from ..memory.cache_size import (
+from ..device.cache_size import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     CacheRequest,
     CacheSize,
     KvCacheBudget,
     size_cache,
+    size_states,
 )
-from ..memory.evicted_cache import EvictedCache, check_evictable
-from ..memory.memory import Deployment, Reserve
-from ..memory.state_slots import size_states
+from ..device.devices import Device
+from ..device.memory import Deployment, EvictedCache, Reserve, check_evictable
+from ..device.speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
 from ..model.catalog import PlannedModel
 from ..model.engine_rules import RULES, resident_tokens
 from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, weight_bytes
-from .setup import Setup, Workload
+from .setup import Cost, PlannedWorkload, Setup, cost_of
 from .solver import Constraint, DtypeChoice, Relaxation, Solver
 
 
@@ -100,12 +98,12 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DeploymentPlan:
     """Plans of a model and a workload, one per device."""
 
     model: PlannedModel
     recipe: WeightRecipe
-    workload: Workload
+    workload: PlannedWorkload
     setup: Setup
     devices: tuple[DevicePlan, ...]
     warnings: tuple[str, ...]
@@ -124,13 +122,13 @@ class Plan:
 def make_plan(
     model: PlannedModel,
     recipe: WeightRecipe,
-    workload: Workload,
+    workload: PlannedWorkload,
     devices: Sequence[Device],
     tp: int | None = None,
     *,
     setup: Setup | None = None,
     ranked: bool = False,
-) -> Plan:
+) -> DeploymentPlan:
     """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
     `ranked` sorts by fit, then number of devices, then speed.
 
@@ -152,7 +150,7 @@ def make_plan(
     if ranked:
         plans.sort(key=_rank)
     warnings = tuple(_warnings(model, workload, chosen, plans))
-    return Plan(model, recipe, workload, chosen, tuple(plans), warnings)
+    return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
 
 
 def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
@@ -161,7 +159,7 @@ def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
 
 
 def _on_device(
-    solver: Solver, model: PlannedModel, workload: Workload, device: Device, setup: Setup
+    solver: Solver, model: PlannedModel, workload: PlannedWorkload, device: Device, setup: Setup
 ) -> DevicePlan:
     deployment, needed = solver.choose(device)
     reserve = solver.reserve(deployment, device)
@@ -206,7 +204,11 @@ def _on_device(
 
 
 def _engine_cache(
-    deployment: Deployment, device: Device, reserve: Reserve, workload: Workload, setup: Setup
+    deployment: Deployment,
+    device: Device,
+    reserve: Reserve,
+    workload: PlannedWorkload,
+    setup: Setup,
 ) -> CacheSize | None:
     """The KV cache that llmopt's engine would allocate on one such device; None if it could not start, or
     does not support the planned deployment."""
@@ -255,7 +257,7 @@ def _engine_cache(
 def _speculation(
     deployment: Deployment,
     device: Device,
-    workload: Workload,
+    workload: PlannedWorkload,
     setup: Setup,
     decode: StepTime | None,
 ) -> SpeculationGain | None:
@@ -278,7 +280,7 @@ def _speculation(
 def _cost(
     deployment: Deployment,
     device: Device,
-    workload: Workload,
+    workload: PlannedWorkload,
     setup: Setup,
     reserve: Reserve,
     decode: StepTime | None,
@@ -298,7 +300,7 @@ def _cost(
 
 
 def _warnings(
-    model: PlannedModel, workload: Workload, setup: Setup, plans: Sequence[DevicePlan]
+    model: PlannedModel, workload: PlannedWorkload, setup: Setup, plans: Sequence[DevicePlan]
 ) -> list[str]:
     warnings = []
     shape = model.shape

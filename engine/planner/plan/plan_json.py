@@ -1,27 +1,51 @@
-"""JSON form of a plan: printed by `--json`, written by `--output`, compared with benchmark runs."""
+"""JSON form of a plan: printed by `--json`, written by `--output`, read back for a benchmark run's load."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 from typing import Any
 
-from ..device.speed import StepTime
+from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import read_json
+from ..device.devices import Device
+from ..device.memory import Deployment, Reserve
+from ..device.speed import Efficiency, StepTime, decode_time, prefill_time
 from ..images.image_load import ImageLoad
-from ..memory.memory import Deployment
+from ..model.catalog import PlannedModel
 from ..model.checkpoint_file import checkpoint_file_bytes
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
 from ..model.probed_shape import ProbedShape
 from ..model.shapes import ModelShape
 from ..probe.facts import PARTS
-from .plan import DevicePlan, Plan
+from .plan import DeploymentPlan, DevicePlan
 
 SCHEMA = 1
+_REQUIRED_KEYS = (
+    "param_count",
+    "weight_bytes",
+    "kv_dtype",
+    "kv_bytes_per_element",
+    "context",
+    "block_size",
+    "engine_cache",
+    "reserve",
+    "efficiency",
+    "gpu",
+    "gpu_memory_bytes",
+    "gpu_bandwidth",
+    "gpu_peaks",
+    "gpu_link_bytes_per_second",
+    "tp",
+    "pp",
+)
 
 
-def plan_as_dict(plan: Plan) -> dict[str, Any]:
+def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
     """Bytes, milliseconds, tokens, dollars. Device-specific values are those of the first device at the top
     level, and of each device under `gpus`. `kv_bytes_per_rank` and `_all_ranks` are `kv_bytes_total` with
     replicas, without any engine's rounding; under `gpus` they follow the engine's rule."""
@@ -121,16 +145,13 @@ def _indexer_bytes(shape: ModelShape, element: Fraction) -> int:
     return ceil(elements * element)
 
 
-def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
+def engines_as_dict(plan: DeploymentPlan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
     """KV-cache sizes of the workload by each engine's rule, in total and on the first plan's devices."""
     work, reserve = plan.workload, first.reserve
     knobs = CacheKnobs(work.block_size, reserve.chunk_tokens)
     engines = {}
     for rule in RULES.values():
-        base = first.deployment
-        deployment = Deployment(
-            base.shape, base.recipe, element, base.block_size, base.tp, base.pp, rule
-        )
+        deployment = replace(first.deployment, kv_bytes_per_element=element, engine=rule)
         per_sequence = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
         engines[rule.name] = {
             "kv_bytes": work.sequences * per_sequence,
@@ -196,3 +217,68 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
 
 def _milliseconds(time: StepTime | None) -> float | None:
     return None if time is None else round(1e3 * time.seconds, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """A plan file written by `llmopt kv-plan --output`, and its model."""
+
+    path: Path
+    values: Mapping[str, Any]
+    model: PlannedModel
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.values["weight_bytes"]
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Planned KV-cache capacity of llmopt's engine in tokens; None for a plan of another engine."""
+        cache = self.values["engine_cache"]
+        return cache and cache["kv_tokens"]
+
+    def times(self, prompt_tokens: int, context: int, batch: int) -> tuple[float, float] | None:
+        """TTFT of a prompt and TPOT of `batch` sequences of `context` tokens, in seconds; None if the plan
+        has no device speed."""
+        values = self.values
+        if not values["gpu_bandwidth"] or not values["gpu_peaks"]:
+            return None
+        device = Device(
+            values["gpu"],
+            values["gpu_memory_bytes"],
+            bandwidth=values["gpu_bandwidth"],
+            peaks=values["gpu_peaks"],
+            link_bytes_per_second=values["gpu_link_bytes_per_second"],
+        )
+        deployment = Deployment(
+            self.model.shape,
+            self.model.as_stored(),
+            values["kv_bytes_per_element"],
+            values["block_size"],
+            values["tp"],
+            values["pp"],
+        )
+        efficiency, reserve = Efficiency(**values["efficiency"]), Reserve(**values["reserve"])
+        prefill = prefill_time(deployment, device, prompt_tokens, reserve, efficiency)
+        decode = decode_time(deployment, device, batch, context, efficiency)
+        return prefill.seconds, decode.seconds
+
+
+def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
+    """Read a plan file for this model.
+
+    Raises:
+        BadInput: not a plan file, or a plan for another model.
+    """
+    values = read_json(path)
+    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
+        raise BadInput(
+            f"{path} is no plan ({missing[0]} is missing): write one with kv-plan --output"
+        )
+    if values["param_count"] != model.shape.num_parameters:
+        raise BadInput(
+            f"{path} is a plan for {values.get('model')} with {values['param_count']:,} parameters, but "
+            f"{model.name} has {model.shape.num_parameters:,}: plan for this model"
+        )
+    return WrittenPlan(path, values, model)

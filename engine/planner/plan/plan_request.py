@@ -1,27 +1,28 @@
-"""Command-line options of `llmopt kv-plan`, resolved into a plan."""
+"""Command-line options of `llmopt kv-plan`, resolved into a plan; a measured run in place of a data sheet."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import read_json
 from ...base.units import parse_bytes, parse_size, parse_tokens
 from ...config.config import EngineConfig
 from ...config.plan_request import PlanRequest
+from ..device.cache_size import DEFAULT_BLOCK_SIZE
 from ..device.devices import Device, choose_devices
-from ..device.money import Prices
 from ..device.speed import Efficiency
 from ..images.image_load import image_load
 from ..images.processor_probe import probed_image_tokens
-from ..memory.cache_size import DEFAULT_BLOCK_SIZE
 from ..model.catalog import PlannedModel, find_model
 from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, recipe_for
-from .measured import read_run
-from .plan import Plan, make_plan
-from .setup import Setup, Workload
-from .speculation import Speculation
+from .plan import DeploymentPlan, make_plan
+from .setup import PlannedWorkload, Prices, Setup, Speculation
 
 
-def plan_for(ask: PlanRequest) -> Plan:
+def plan_for(ask: PlanRequest) -> DeploymentPlan:
     """Make the requested plan.
 
     Raises:
@@ -33,7 +34,7 @@ def plan_for(ask: PlanRequest) -> Plan:
     block_size = ask.block_size
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
-    workload = Workload(
+    workload = PlannedWorkload(
         model.shape.max_context if ask.context is None else parse_tokens(ask.context),
         ask.sequences,
         kv_dtype(ask.kv_dtype or "bf16").name,
@@ -58,6 +59,54 @@ def plan_for(ask: PlanRequest) -> Plan:
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
     return make_plan(model, _recipe(ask, model), workload, devices, setup=setup, ranked=ranked)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run's measured roofline ceilings (bandwidth, FLOP/s), and the MBU and MFU that it reached."""
+
+    machine: str
+    bandwidth: float
+    flops: float
+    efficiency: Efficiency
+    is_cpu: bool
+
+    def device(self, host: Device) -> Device:
+        """`host` with the measured ceilings; one peak is used for every dtype."""
+        peaks = {"bf16": self.flops, "float32": self.flops}
+        source = f"measured on {self.machine}"
+        return replace(host, bandwidth=self.bandwidth, peaks=peaks, source=source)
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read a run folder or its `result.json`.
+
+    Raises:
+        BadInput: there is no such result, or it has no roofline points for both phases.
+    """
+    file = path / "result.json" if path.is_dir() else path
+    result = read_json(file).get("llmopt") or {}
+    try:
+        roofline = result["roofline"]
+        ceilings = roofline["ceilings"]
+        points = {point["phase"]: point for point in roofline["points"]}
+        efficiency = Efficiency(
+            bandwidth=points["decode"]["mbu"],
+            compute=points["prefill"]["mfu"],
+            seconds_per_layer=0.0,
+            source=f"measured in {file}",
+        )
+        return MeasuredRun(
+            machine=result["environment"]["machine"],
+            bandwidth=ceilings["bandwidth"],
+            flops=ceilings["flops"],
+            efficiency=efficiency,
+            is_cpu=str(result["identity"]["device"]).startswith("cpu"),
+        )
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{file} holds no roofline with both phases ({error}): give the result of a llmopt bench run"
+        ) from error
 
 
 def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency]:

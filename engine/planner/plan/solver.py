@@ -9,13 +9,12 @@ from typing import Literal
 
 from ....quant.base.errors import BadInput
 from ..device.devices import Device
-from ..memory.evicted_cache import EvictedCache
-from ..memory.memory import Deployment, Reserve
+from ..device.memory import Deployment, EvictedCache, Reserve
 from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
 from ..model.shapes import ModelShape
 from ..model.weights import WeightRecipe, recipe_for
-from .setup import Setup, Workload
+from .setup import PlannedWorkload, Setup
 
 RANKS = (1, 2, 4, 8)  # tensor parallelism, within one machine
 STAGES = (2, 4, 8)  # pipeline parallelism, across machines
@@ -48,7 +47,7 @@ class Solver:
     """Plans one workload of one model on any device; caches deployments, which are device-independent."""
 
     def __init__(
-        self, shape: ModelShape, recipe: WeightRecipe, workload: Workload, setup: Setup
+        self, shape: ModelShape, recipe: WeightRecipe, workload: PlannedWorkload, setup: Setup
     ) -> None:
         self._shape, self._recipe, self._workload, self._setup = shape, recipe, workload, setup
         self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}

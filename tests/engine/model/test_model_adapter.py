@@ -12,7 +12,7 @@ from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
-from llmopt.engine.planner.memory.state_slots import size_states
+from llmopt.engine.planner.device.cache_size import size_states
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 

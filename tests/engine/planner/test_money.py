@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 from llmopt.engine.planner.device.devices import find_device
-from llmopt.engine.planner.device.money import Prices, cost_of
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.engine.planner.model.weights import BF16
 from llmopt.engine.planner.plan.plan import make_plan
-from llmopt.engine.planner.plan.setup import Setup, Workload
-from llmopt.engine.planner.plan.speculation import Speculation
+from llmopt.engine.planner.plan.setup import PlannedWorkload, Prices, Setup, Speculation, cost_of
 from llmopt.quant.base.errors import BadInput
 
 
@@ -94,7 +92,9 @@ def test_speculation_helps_small_batches_and_not_full_ones() -> None:
 
     def gain(sequences: int) -> Any:
         setup = Setup(speculation=Speculation(4, 0.8), max_num_seqs=1024)
-        (plan,) = make_plan(model, BF16, Workload(256, sequences), [device], 1, setup=setup).devices
+        (plan,) = make_plan(
+            model, BF16, PlannedWorkload(256, sequences), [device], 1, setup=setup
+        ).devices
         return plan.speculation
 
     assert gain(1).verification_steps == pytest.approx(1, abs=0.01)
@@ -105,10 +105,10 @@ def test_speculation_helps_small_batches_and_not_full_ones() -> None:
 def test_a_plan_prices_its_requests() -> None:
     model, device = find_model("llama-3.1-8b"), find_device("h100")
     setup = Setup(prices=Prices(3.0))
-    workload = Workload(4096, 8, output_tokens=1024)
+    workload = PlannedWorkload(4096, 8, output_tokens=1024)
     (plan,) = make_plan(model, BF16, workload, [device], 1, setup=setup).devices
     assert plan.cost and plan.tokens_per_second
     assert plan.cost.output_per_million == pytest.approx(3.0 / 3600 / plan.tokens_per_second * 1e6)
     assert plan.cost.input_per_million < plan.cost.output_per_million
     assert (workload.prompt_tokens, workload.answer_tokens) == (3072, 1024)
-    assert Workload(4096).answer_tokens == 1024
+    assert PlannedWorkload(4096).answer_tokens == 1024

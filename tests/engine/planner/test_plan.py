@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
+from llmopt.engine.planner.device.cache_size import num_blocks_for
 from llmopt.engine.planner.device.devices import Device, find_device
-from llmopt.engine.planner.memory.cache_size import num_blocks_for
-from llmopt.engine.planner.memory.memory import Deployment, Reserve
+from llmopt.engine.planner.device.memory import Deployment, Reserve
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.engine.planner.model.weights import BF16, recipe_for
-from llmopt.engine.planner.plan.plan import Plan, make_plan
+from llmopt.engine.planner.plan.plan import DeploymentPlan, make_plan
 from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.setup import Workload
+from llmopt.engine.planner.plan.setup import PlannedWorkload
 from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
@@ -25,8 +25,8 @@ GIB = 2**30
 
 def plan_70b(
     context: int = 131072, sequences: int = 1, kv: str = "bf16", ranks: int | None = None
-) -> Plan:
-    workload = Workload(context, sequences, kv)
+) -> DeploymentPlan:
+    workload = PlannedWorkload(context, sequences, kv)
     return make_plan(find_model("llama-70b"), BF16, workload, [find_device("h100")], ranks)
 
 
@@ -70,7 +70,9 @@ def test_memory_adds_up() -> None:
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
-    plan = make_plan(find_model("llama-405b"), BF16, Workload(4096), [find_device("4090")], 8)
+    plan = make_plan(
+        find_model("llama-405b"), BF16, PlannedWorkload(4096), [find_device("4090")], 8
+    )
     assert plan.devices[0].binding_constraint == "weights"
     assert plan.devices[0].max_context == 0
 
@@ -92,7 +94,7 @@ def test_blocks_span_all_layers() -> None:
 
 def test_windows_are_not_credited_to_this_engine() -> None:
     model = find_model("gemma-3-27b")
-    answer = plan_as_dict(make_plan(model, BF16, Workload(131072), [find_device("b200")]))
+    answer = plan_as_dict(make_plan(model, BF16, PlannedWorkload(131072), [find_device("b200")]))
     assert answer["kv_bytes_total"] / GIB == pytest.approx(10.406, abs=1e-3)
     assert answer["engines"]["llmopt"]["kv_bytes"] == answer["kv_bytes_total_no_window"] == 62 * GIB
     assert answer["gpus"][0]["kv_bytes_per_rank"] * answer["tp"] == 62 * GIB
@@ -101,7 +103,9 @@ def test_windows_are_not_credited_to_this_engine() -> None:
 
 def test_a_context_beyond_the_model_warns_with_the_scaling_that_it_needs() -> None:
     def warnings(name: str, context: int) -> tuple[str, ...]:
-        return make_plan(find_model(name), BF16, Workload(context), [find_device("h100")]).warnings
+        return make_plan(
+            find_model(name), BF16, PlannedWorkload(context), [find_device("h100")]
+        ).warnings
 
     (warning,) = warnings("llama-2-7b", 8192)
     assert "past the 4096 tokens" in warning
@@ -116,28 +120,30 @@ def test_a_context_beyond_the_model_warns_with_the_scaling_that_it_needs() -> No
 )
 def test_nonsense_workloads_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
-        Workload(**{"context": 16, **changes})
+        PlannedWorkload(**{"context": 16, **changes})
 
 
 def test_speed_follows_bytes_and_bandwidth() -> None:
     model = find_model("llama-3.1-8b")
     h100 = find_device("h100")
-    (device,) = make_plan(model, BF16, Workload(4096), [h100], 1).devices
+    (device,) = make_plan(model, BF16, PlannedWorkload(4096), [h100], 1).devices
     assert device.decode and device.decode_bound and device.prefill and device.prefill_bound
     read = 2 * (8_030_261_248 - 128256 * 4096) + 4096 * 131_072
     assert device.decode_bound.seconds == pytest.approx(read / 3350e9)
     assert (device.decode.bound, device.prefill.bound) == ("bandwidth", "compute")
     assert device.decode.seconds > device.decode_bound.seconds
     faster = replace(h100, bandwidth=6700e9)
-    (halved,) = make_plan(model, BF16, Workload(4096), [faster], 1).devices
+    (halved,) = make_plan(model, BF16, PlannedWorkload(4096), [faster], 1).devices
     assert halved.decode_bound
     assert halved.decode_bound.seconds == pytest.approx(device.decode_bound.seconds / 2)
 
 
 def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
     model, h100 = find_model("llama-3.1-8b"), find_device("h100")
-    plain = make_plan(model, BF16, Workload(4096), [h100], 1).devices[0]
-    packed = make_plan(model, recipe_for("int4", model.shape), Workload(4096), [h100], 1).devices[0]
+    plain = make_plan(model, BF16, PlannedWorkload(4096), [h100], 1).devices[0]
+    packed = make_plan(
+        model, recipe_for("int4", model.shape), PlannedWorkload(4096), [h100], 1
+    ).devices[0]
     assert plain.decode and packed.decode and plain.prefill and packed.prefill
     assert packed.decode.seconds < plain.decode.seconds
     assert packed.prefill.seconds == plain.prefill.seconds
@@ -145,7 +151,9 @@ def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
 
 def test_two_gpus_are_less_than_twice_as_fast() -> None:
     one, two = (
-        make_plan(find_model("llama-8b"), BF16, Workload(4096), [find_device("h100")], n).devices[0]
+        make_plan(
+            find_model("llama-8b"), BF16, PlannedWorkload(4096), [find_device("h100")], n
+        ).devices[0]
         for n in (1, 2)
     )
     assert one.decode and two.decode
@@ -154,7 +162,7 @@ def test_two_gpus_are_less_than_twice_as_fast() -> None:
 
 def test_a_card_known_by_memory_alone_has_no_speed() -> None:
     card = Device("own", 80 * GIB)
-    (device,) = make_plan(find_model("llama-8b"), BF16, Workload(4096), [card]).devices
+    (device,) = make_plan(find_model("llama-8b"), BF16, PlannedWorkload(4096), [card]).devices
     assert device.fits
     assert device.decode is None
     assert device.tokens_per_second is None
@@ -257,7 +265,7 @@ def test_bad_input_is_one_line_and_code_2(
 
 def test_importing_the_planner_loads_no_torch() -> None:
     script = (
-        "import sys, llmopt.engine.planner.plan.plan, llmopt.engine.planner.device.roofline;"
+        "import sys, llmopt.engine.planner.plan.plan, llmopt.engine.planner.device.speed;"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,7 +15,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.planner.memory.cache_size import (
+from llmopt.engine.planner.device.cache_size import (
     CacheRequest,
     KvCacheBudget,
     num_blocks_for,

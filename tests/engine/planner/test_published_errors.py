@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 from llmopt.engine.base.units import format_gib, parse_bytes
 from llmopt.engine.planner.device.devices import find_device
-from llmopt.engine.planner.device.roofline import streamed_weight_bytes
-from llmopt.engine.planner.device.speed import Efficiency, decode_time, prefill_time
-from llmopt.engine.planner.memory.memory import Deployment, Reserve
+from llmopt.engine.planner.device.memory import Deployment, Reserve
+from llmopt.engine.planner.device.speed import (
+    Efficiency,
+    decode_time,
+    prefill_time,
+    streamed_weight_bytes,
+)
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import BF16, recipe_for, weight_bytes
 from llmopt.engine.planner.plan.plan import make_plan
-from llmopt.engine.planner.plan.setup import Workload
+from llmopt.engine.planner.plan.setup import PlannedWorkload
 
 GIB = 2**30
 EFFICIENCY = Efficiency()
@@ -116,7 +120,7 @@ def test_activations_grow_with_the_chunk_and_not_with_the_context() -> None:
     assert large == 4 * small
     model, h100 = find_model("llama-3.1-8b"), find_device("h100")
     peaks = {
-        make_plan(model, BF16, Workload(context), [h100], 1).devices[0].activation_bytes
+        make_plan(model, BF16, PlannedWorkload(context), [h100], 1).devices[0].activation_bytes
         for context in (4096, 131072)
     }
     assert len(peaks) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.device.roofline import (
+from llmopt.engine.planner.device.speed import (
     attainable_flops,
     decode_step_bytes,
     decode_step_flops,

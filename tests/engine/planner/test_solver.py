@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.planner.device.devices import Device, choose_devices, devices, find_device
+from llmopt.engine.planner.device.memory import Deployment, Reserve
 from llmopt.engine.planner.device.speed import DATA_SHEET, Efficiency, decode_time
-from llmopt.engine.planner.memory.memory import Deployment, Reserve
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.engine.planner.model.engine_rules import RULES
 from llmopt.engine.planner.model.weights import BF16, recipe_for, weight_bytes
 from llmopt.engine.planner.plan.plan import DevicePlan, make_plan
-from llmopt.engine.planner.plan.setup import Setup, Workload
+from llmopt.engine.planner.plan.setup import PlannedWorkload, Setup
 from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
@@ -24,7 +24,7 @@ def solve(
     kv: str = "bf16",
     **setup: object,
 ) -> DevicePlan:
-    workload = Workload(context, sequences, kv)
+    workload = PlannedWorkload(context, sequences, kv)
     chosen = Setup(**setup)  # type: ignore[arg-type]
     return make_plan(find_model(name), BF16, workload, [find_device(gpu)], setup=chosen).devices[0]
 
@@ -40,7 +40,7 @@ def test_each_relaxation_brings_what_it_says() -> None:
     assert (four["--tp 8"].max_concurrent_sequences, four["--tp 8"].gpus) == (9, 8)
     quantized = recipe_for("int4", find_model("llama-70b").shape)
     made = make_plan(
-        find_model("llama-70b"), quantized, Workload(131072), [find_device("h100")], 4
+        find_model("llama-70b"), quantized, PlannedWorkload(131072), [find_device("h100")], 4
     ).devices[0]
     assert four["--weights int4"].max_concurrent_sequences == made.max_concurrent_sequences
 
@@ -98,7 +98,11 @@ def test_more_machines_are_tried_after_one() -> None:
 
 def test_all_devices_are_ranked_by_how_few_hold_it() -> None:
     plan = make_plan(
-        find_model("llama-70b"), BF16, Workload(131072), choose_devices(["all"], None), ranked=True
+        find_model("llama-70b"),
+        BF16,
+        PlannedWorkload(131072),
+        choose_devices(["all"], None),
+        ranked=True,
     )
     order = [(not one.fits, one.gpus_needed or 99) for one in plan.devices]
     assert order == sorted(order)
@@ -195,6 +199,6 @@ def test_a_cache_of_a_given_size_bounds_the_sequences() -> None:
     small = Device("own", 24 * GIB)
     given = Setup(kv_cache_bytes=64 * GIB)
     (too_much,) = make_plan(
-        find_model("llama-8b"), BF16, Workload(4096), [small], 1, setup=given
+        find_model("llama-8b"), BF16, PlannedWorkload(4096), [small], 1, setup=given
     ).devices
     assert too_much.kv_budget_bytes < 8 * GIB  # no more than is there

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.planner.device.devices import find_device
-from llmopt.engine.planner.memory.memory import Deployment, Reserve
+from llmopt.engine.planner.device.memory import Deployment, Reserve
 from llmopt.engine.planner.model.catalog import PlannedModel, shape_of, table_configs
 from llmopt.engine.planner.model.engine_rules import RULES
 from llmopt.engine.planner.model.probed_shape import ProbedShape
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import BF16
 from llmopt.engine.planner.plan.explain import explain
-from llmopt.engine.planner.plan.plan import Plan, make_plan
+from llmopt.engine.planner.plan.plan import DeploymentPlan, make_plan
 from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.setup import Setup, Workload
+from llmopt.engine.planner.plan.setup import PlannedWorkload, Setup
 from llmopt.engine.planner.probe.facts import CachedTensor, Parameters, ProbedModel
 
 RESERVE = Reserve(max_num_seqs=64)
@@ -65,11 +65,11 @@ def probed(layers: list[str], num_shared: int = 0) -> ProbedShape:
     return ProbedShape.from_facts(facts, {})
 
 
-def plan_of(shape: ModelShape, pp: int | None, engine: str = "llmopt") -> Plan:
+def plan_of(shape: ModelShape, pp: int | None, engine: str = "llmopt") -> DeploymentPlan:
     model = PlannedModel("made", shape, {}, "a test")
     devices = [find_device("h100"), find_device("l4")]
     setup = Setup(pp=pp, engine=engine, max_num_seqs=64)
-    return make_plan(model, BF16, Workload(1024, 2), devices, setup=setup)
+    return make_plan(model, BF16, PlannedWorkload(1024, 2), devices, setup=setup)
 
 
 @settings(max_examples=40, deadline=None)

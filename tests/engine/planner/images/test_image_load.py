@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from llmopt.engine.planner.images.image_load import parse_images
 from llmopt.engine.planner.plan.explain import explain
-from llmopt.engine.planner.plan.plan import Plan
+from llmopt.engine.planner.plan.plan import DeploymentPlan
 from llmopt.engine.planner.plan.plan_json import plan_as_dict
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
 
-def _plan(model: str = "qwen3-vl-2b", images: str | None = "2x1024x768", **fields: str) -> Plan:
+def _plan(
+    model: str = "qwen3-vl-2b", images: str | None = "2x1024x768", **fields: str
+) -> DeploymentPlan:
     return plan_for(
         PlanRequest(model, context=fields.pop("context", "16k"), images=images, gpus=("h100",))
     )

@@ -2,7 +2,8 @@
 
     usable = visible x utilization = weights + activation peak + fixed overhead + KV cache
 
-All bytes are per rank: one GPU of a tensor-parallel group of `tp`, in one of `pp` pipeline stages.
+All bytes are per rank: one GPU of a tensor-parallel group of `tp`, in one of `pp` pipeline stages. Under a
+KV-cache budget (SnapKV, H2O) a sequence holds its whole prompt until it is computed, then the budget.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from math import ceil
 from typing import Self
 
 from ....quant.base.errors import BadInput
+from ...config.compatibility import refuse
+from ...scheduling.kv_eviction import KvEviction
 from ..model.engine_rules import RULES, CacheKnobs, EngineRule
 from ..model.shapes import ModelShape
 from ..model.weights import WeightRecipe, weight_bytes_per_rank
 from .cache_size import DEFAULT_UTILIZATION
 
 GIB = 2**30
-
 # Bytes of temporary memory per row and vocabulary entry while sampling, in float32 copies: fitted to
 # seven of eight published vLLM start-ups within 2 %.
 SAMPLER_COPIES = 9.70
@@ -70,7 +72,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage on one rank: its weight bytes, and the shape that sizes its KV cache."""
 
     weight_bytes: int
@@ -92,14 +94,14 @@ class Deployment:
     tp: int = 1
     pp: int = 1
     engine: EngineRule = RULES["llmopt"]
-    stages: tuple[Stage, ...] = field(init=False)
+    stages: tuple[PipelineStage, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tp < 1:
             raise BadInput(f"--tp {self.tp}: at least 1 is needed")
         cache = self.shape.cache_on_rank(self.tp)
         stages = tuple(
-            Stage(
+            PipelineStage(
                 weight_bytes_per_rank(
                     self.shape, self.recipe, self.tp, layers if self.pp > 1 else None
                 ),
@@ -137,7 +139,7 @@ class Deployment:
         """Parameters of the engine's cache rule in this deployment."""
         return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
 
-    def _stage_kv(self, stage: Stage, context: int, reserve: Reserve) -> int:
+    def _stage_kv(self, stage: PipelineStage, context: int, reserve: Reserve) -> int:
         knobs = self.knobs(reserve)
         return self.engine.kv_bytes(stage.cache, context, self.kv_bytes_per_element, knobs)
 
@@ -182,7 +184,7 @@ class Deployment:
         )
 
     def _stage_sequences(
-        self, stage: Stage, memory_bytes: int, reserve: Reserve, context: int
+        self, stage: PipelineStage, memory_bytes: int, reserve: Reserve, context: int
     ) -> int:
         budget = self._budget(stage.weight_bytes, memory_bytes, reserve)
         per_sequence = self._stage_kv(stage, context, reserve)
@@ -204,3 +206,56 @@ class Deployment:
             else:
                 high = middle - 1
         return low
+
+
+def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
+    """Check that a model caches keys and values of every token, which is what the engine can evict.
+
+    Raises:
+        BadInput: it could not.
+    """
+    because = f"kv_budget = {rule.budget}"
+    if shape.state_bytes:
+        refuse({"kv-budget", "states"}, because)
+    if shape.latent is not None:
+        refuse({"kv-budget", "latents"}, because)
+    if any(window is not None for window in shape.windows):
+        refuse({"kv-budget", "windows"}, because)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedCache:
+    """KV cache of one sequence with a prompt of `num_prompt` of its `num_tokens` tokens.
+
+    Its whole prompt is in the cache until it is computed, then the budget and what follows.
+    """
+
+    rule: KvEviction
+    deployment: Deployment
+    reserve: Reserve
+    num_prompt: int
+    num_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        """Most tokens of it after its prompt."""
+        return self.rule.held(self.num_prompt, self.num_tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes after its prompt, in blocks, on all ranks."""
+        return self.deployment.all_kv_bytes(self.num_slots, self.reserve)
+
+    @property
+    def prompt_kv_bytes(self) -> int:
+        """Bytes while its prompt is computed, on all ranks."""
+        return self.deployment.all_kv_bytes(self.num_prompt, self.reserve)
+
+    def max_sequences(self, memory_bytes: int) -> int:
+        """Sequences that run concurrently, one of them in its prompt: at most `max_num_seqs`."""
+        budget = self.deployment.kv_budget(memory_bytes, self.reserve)
+        held = self.deployment.kv_bytes(self.num_slots, self.reserve)
+        first = max(held, self.deployment.kv_bytes(self.num_prompt, self.reserve))
+        if budget < first:
+            return 0
+        return min(self.reserve.max_num_seqs, 1 + (budget - first) // held)

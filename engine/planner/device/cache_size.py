@@ -1,7 +1,7 @@
-"""KV-cache sizing: the number of blocks of the engine's KV cache.
+"""KV-cache and state sizing: blocks of the engine's KV cache, slots of sequences' constant states.
 
-The engine calls it with measured free memory, the planner with expected memory: one computation, so that
-a run can be compared with its plan.
+The engine calls it with measured free memory, the planner with expected memory: one computation, so that a
+run can be compared with its plan.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256, "mps": 16}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192, "mps": 512}
 DEFAULT_UTILIZATION = 0.9
 CPU_MEMORY_FRACTION = 0.25
+MEMORY_SHARE = 2
+"""States take at most one part in so many of the memory that the KV cache could have."""
 
 
 class CachedShape(Protocol):
@@ -159,3 +161,40 @@ def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget)
             f"lower max_model_len{shorter}{budget.advice}"
         )
     return CacheSize(min(affordable, per_sequence * request.max_num_seqs), size, block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of constant state, of `slot_bytes` each: one per running sequence, and checkpoints for the prefix
+    cache. The engine has one more, the null slot."""
+
+    num_sequences: int = 0
+    num_checkpoints: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_sequences + self.num_checkpoints
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots, the null slot included."""
+        return (self.num_slots + 1) * self.slot_bytes if self.num_slots else 0
+
+
+def size_states(
+    slot_bytes: int, max_num_seqs: int, *, caching: bool, memory_bytes: int | None
+) -> StateSlots:
+    """A slot for each of `max_num_seqs` sequences and, with prefix `caching`, as many checkpoints.
+
+    Where they would take more than their share of `memory_bytes` (None: any), checkpoints are left out first,
+    then slots, but for one.
+    """
+    if not slot_bytes:
+        return StateSlots()
+    checkpoints = max_num_seqs if caching else 0
+    if memory_bytes is None:
+        return StateSlots(max_num_seqs, checkpoints, slot_bytes)
+    affordable = memory_bytes // MEMORY_SHARE // slot_bytes - 1  # less the null slot
+    sequences = max(1, min(max_num_seqs, affordable))
+    return StateSlots(sequences, max(0, min(checkpoints, affordable - sequences)), slot_bytes)

@@ -1,1 +1,0 @@
-"""Device memory: weights, activations, and the KV-cache budget."""
