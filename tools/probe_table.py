@@ -14,12 +14,12 @@ from pathlib import Path
 
 from llmopt.engine.planner.model.catalog import table_configs
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.families import current_names, has_table_rule
 from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.probe.answers import config_hash
 from llmopt.engine.planner.probe.oracle import probe
 from llmopt.quant.base.atomic_io import write_atomically
+from llmopt.quant.families.config import current_names, has_table_rule, model_shape
+from llmopt.quant.families.shapes import ModelShape
 
 BUNDLED = Path(__file__).parents[1] / "engine" / "planner" / "probe" / "bundled.json"
 
@@ -62,7 +62,7 @@ def _check() -> int:
     ruled = {name: config for name, config in named.items() if has_table_rule(config)}
     for name, config in ruled.items():
         raw = config.get("text_config", config)  # the table's row is the text model
-        table, probed = ModelShape.from_config(raw), ProbedShape.from_facts(probe(raw), raw)
+        table, probed = model_shape(raw), ProbedShape.from_facts(probe(raw), raw)
         says = [_facts(shape) for shape in (table, probed)]
         same = says[0] == says[1]
         wrong += not same

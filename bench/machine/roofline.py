@@ -15,8 +15,8 @@ from ...engine.planner.device.speed import (
     ridge,
     streamed_weight_bytes,
 )
-from ...engine.planner.model.shapes import ModelShape
 from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
 from ...quant.open import open_checkpoint
 from ..metrics.trace import LoadPass, StepRecord
 from .ceilings import Ceilings, measure_ceilings
@@ -201,10 +201,10 @@ def place_on_roofline(
     engine: Engine, model: Path, passes: Sequence[LoadPass]
 ) -> dict[str, Any] | None:
     """Measured ceilings and roofline points; None for a model whose shape the planner does not know."""
-    from ...engine.planner.model.shapes import ModelShape
+    from ...quant.families.config import model_shape
 
     try:
-        shape = ModelShape.from_config(open_checkpoint(model).config)
+        shape = model_shape(open_checkpoint(model).config)
     except BadInput:
         return None
     memory = engine.memory

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ...engine.planner.device.speed import StepTime
     from ...engine.planner.images.image_load import ImageLoad
-    from ...engine.planner.model.shapes import ModelShape
     from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
+    from ...quant.families.shapes import ModelShape
 
 WIDE = 110
 BAR_CELLS = 24
@@ -155,7 +155,7 @@ def _shape_line(shape: ModelShape) -> str:
     else:
         heads += f", {shape.num_kv_heads} KV heads"
     parts = [
-        f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}",
+        f"{shape.family}: {shape.num_layers} layers, hidden {shape.hidden_size}",
         heads,
         f"vocabulary {shape.vocab_size:,}{' (tied)' if shape.tied else ''}",
         f"context {shape.max_context:,}",

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...quant.base.errors import BadInput
+from ...quant.families.config import is_classifier
 from ...quant.model.checkpoint import read_json
 from ...quant.open import open_checkpoint
 from ..base.sampling_params import PoolingParams
-from ..model.spec.classifier import is_classifier
 
 _FLAGS = {
     "pooling_mode_lasttoken": "last",

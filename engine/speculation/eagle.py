@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from ...quant.families.spec_parts import RopeSpec
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
@@ -24,7 +25,6 @@ from ..model.layers.embedding import RotaryEmbedding, TokenEmbedding
 from ..model.layers.mlp import Block
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
-from ..model.spec.rope import RopeSpec
 from ..model.spec.spec import KvLayout, ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree

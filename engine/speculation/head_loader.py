@@ -11,8 +11,8 @@ import torch
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 from ..model.decoder.decoder import Decoder
-from ..model.decoder.families import model_spec
 from ..model.decoder.loader import LayerLoader
+from ..model.decoder.read_spec import model_spec
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.attention import HeadAttention, Rotation
 from ..model.layers.embedding import EmbeddingTable, TokenEmbedding

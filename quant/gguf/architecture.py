@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import BadInput
+from ..families.family import GgufRules, ModelFamily
+from ..families.registry import all_families, model_family, type_of
 from ..model.checkpoint import read_json
 from .container import GgufFile
-from .families import FAMILIES, family_named, family_of, head_dim_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 # RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
@@ -32,18 +33,65 @@ _SHAPE_KEYS = {
 }
 
 
+def gguf_families() -> dict[str, GgufRules]:
+    """The rules of every model type that can be written as GGUF."""
+    return {family.name: family.gguf for family in all_families() if family.gguf is not None}
+
+
+def gguf_rules(config: Mapping[str, Any]) -> GgufRules:
+    """The rules of a `config.json`.
+
+    Raises:
+        BadInput: an unsupported model type or feature.
+    """
+    family = model_family(type_of(config))
+    if family is None or family.gguf is None or family.name != type_of(config):
+        raise BadInput(
+            f"model type {type_of(config)!r} cannot be written as GGUF: supported are "
+            f"{', '.join(gguf_families())}"
+        )
+    rules = family.gguf
+    activation = config.get("hidden_act") or config.get("hidden_activation")
+    if activation is not None and activation not in rules.activations:
+        raise BadInput(f"hidden_act {activation!r} cannot be written as GGUF")
+    for name, value in rules.constants.items():
+        if config.get(name, value) != value:
+            raise BadInput(f"{name} {config[name]!r} cannot be written as GGUF: only {value!r}")
+    _check_window(config, rules)
+    scale = config.get("query_pre_attn_scalar")
+    if scale is not None and scale != head_dim_of(config, rules):
+        raise BadInput(f"query_pre_attn_scalar {scale} cannot be written as GGUF: only the head's")
+    return rules
+
+
+def head_dim_of(config: Mapping[str, Any], rules: GgufRules) -> int:
+    """Width of an attention head."""
+    default = int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config.get("head_dim") or rules.head_dim or default)
+
+
+def _check_window(config: Mapping[str, Any], rules: GgufRules) -> None:
+    """Raise BadInput for a sliding window that llama.cpp would not keep."""
+    window = config.get("sliding_window", rules.default_window)
+    slides = rules.slides or config.get("use_sliding_window", False)
+    if not slides or "sliding_window" in rules.keys:
+        return
+    if window is not None and window < config.get("max_position_embeddings", window):
+        raise BadInput(f"a sliding window of {window} tokens cannot be written as GGUF")
+
+
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The `general.architecture` of a `config.json`.
 
     Raises:
         BadInput: an unsupported model type or feature.
     """
-    return family_of(config).architecture
+    return gguf_rules(config).architecture
 
 
 def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
-    if not family_of(config).permuted:
+    if not gguf_rules(config).permuted:
         return {}
     heads = int(config["num_attention_heads"])
     return {
@@ -58,16 +106,16 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: see `architecture_of`; a missing key, or RoPE scaling that GGUF cannot express.
     """
-    family = family_of(config)
-    name = family.architecture
+    rules = gguf_rules(config)
+    name = rules.architecture
     try:
         shape = {ours: int(config[theirs]) for theirs, ours in _SHAPE_KEYS.items()}
         vocab_size = int(config["vocab_size"])
     except KeyError as error:
         raise BadInput(f"config.json lacks {error.args[0]!r}") from error
     heads = shape["attention.head_count"]
-    head_dim = head_dim_of(config, family)
-    epsilon, epsilon_key = family.epsilon
+    head_dim = head_dim_of(config, rules)
+    epsilon, epsilon_key = rules.epsilon
     keys: dict[str, Any] = {
         **shape,
         "attention.head_count_kv": int(config.get("num_key_value_heads") or heads),
@@ -79,7 +127,7 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
     }
-    for ours, key in family.keys.items():
+    for ours, key in rules.keys.items():
         value = config.get(ours, config.get(_ALIASES.get(ours, ours)))
         if value is not None:
             keys[key] = value
@@ -91,7 +139,7 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     theta, scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
-    head_dim = head_dim_of(config, family_of(config))
+    head_dim = head_dim_of(config, gguf_rules(config))
     exponents = np.arange(0, head_dim, 2) / head_dim
     wavelengths = 2 * math.pi * theta**exponents
     factor = float(scaling["factor"])
@@ -139,11 +187,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path} holds the vision side of a model (mmproj): give the file of its language model"
         )
     name = str(keys.get("general.architecture"))
-    family = family_named(name, sparse=bool(keys.get(f"{name}.expert_count")))
-    if family is None:
+    family = _family_named(name, sparse=bool(keys.get(f"{name}.expert_count")))
+    if family is None or (rules := family.gguf) is None:
         if keys.get(f"{name}.expert_count"):
             raise BadInput(f"{file.path}: a mixture of experts of {name!r} is not read here")
-        known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+        known = ", ".join(dict.fromkeys(each.architecture for each in gguf_families().values()))
         raise BadInput(f"{file.path}: architecture {name!r} is not read here: {known} are")
 
     def key(short: str) -> Any:
@@ -161,10 +209,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if needed not in file.tensors:
             raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")
     config: dict[str, Any] = {
-        "model_type": family.model_type,
-        "hidden_act": family.activations[-1],
+        "model_type": family.name,
+        "hidden_act": rules.activations[-1],
         **{theirs: size(ours) for theirs, ours in _SHAPE_KEYS.items()},
-        family.epsilon[0]: _shortest(key(family.epsilon[1])),
+        rules.epsilon[0]: _shortest(key(rules.epsilon[1])),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -178,11 +226,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         ("head_dim", "attention.key_length", config["hidden_size"] // heads),
     ):
         config[ours] = size(theirs) if f"{name}.{theirs}" in keys else otherwise
-    for ours, theirs in family.keys.items():
+    for ours, theirs in rules.keys.items():
         value = keys.get(f"{name}.{theirs}")
         if value is not None:
             config[ours] = _shortest(value) if isinstance(value, float) else value
-    if family.norm_offset:  # Gemma's, whose classes have another name for it
+    if rules.norm_offset:  # Gemma's, whose classes have another name for it
         config["hidden_activation"] = config["hidden_act"]
         config["query_pre_attn_scalar"] = config["head_dim"]
     config["rope_parameters"] = _rope_parameters(file, name, config)
@@ -190,6 +238,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if f"tokenizer.ggml.{token}_token_id" in keys:
             config[f"{token}_token_id"] = keys[f"tokenizer.ggml.{token}_token_id"]
     return config
+
+
+def _family_named(architecture: str, *, sparse: bool) -> ModelFamily | None:
+    """The family that is made from a file of an architecture without a `config.json`: the first of it."""
+    for family in all_families():
+        rules = family.gguf
+        if rules is not None and rules.architecture == architecture and rules.sparse == sparse:
+            return family
+    return None
 
 
 def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from .architecture import (
     ROPE_FACTORS,
     architecture_keys,
     architecture_of,
+    gguf_rules,
     permuted_heads,
     rope_factors,
 )
 from .container import TensorToWrite, write_gguf
-from .families import family_of
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .names import expert_of, to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys
@@ -122,7 +122,7 @@ class _Writer:
         head_types: Mapping[str, str],
     ):
         self._heads = permuted_heads(config)
-        self._family = family_of(config)
+        self._rules = gguf_rules(config)
         self._readers = readers
         self._schemes = schemes
         self._head_types = head_types
@@ -142,7 +142,7 @@ class _Writer:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
         """One tensor of the file, by its Hugging Face name."""
-        target = _gguf_tensor_name(name, self._family.architecture)
+        target = _gguf_tensor_name(name, self._rules.architecture)
         module = name.removesuffix(BLOCKS_SUFFIX)
         if module != name:
             block = block_type_of(self._schemes[module])
@@ -169,7 +169,7 @@ class _Writer:
     def _vector(self, name: str) -> torch.Tensor:
         """A norm or a bias, float32."""
         values = self._rows(name).to(torch.float32)
-        return values + self._family.norm_offset if name.endswith("norm.weight") else values
+        return values + self._rules.norm_offset if name.endswith("norm.weight") else values
 
     def _rounded(self, name: str, block: str) -> Iterable[bytes]:
         tensor = self._readers[name](name)

@@ -18,9 +18,8 @@ from ..ggml.blocks import dequantize_blocks
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..model.checkpoint import Checkpoint
 from ..tensors.gguf import GgufTensor
-from .architecture import ROPE_FACTORS, permuted_heads, stored_config
+from .architecture import ROPE_FACTORS, gguf_rules, permuted_heads, stored_config
 from .container import ALIGNMENT, GgufFile, TensorInfo
-from .families import family_of
 from .mix import GGUF_TYPES, mix_of
 from .names import from_gguf, to_halves
 from .read_tokenizer import read_tokenizer
@@ -47,15 +46,15 @@ class GgufCheckpoint(Checkpoint):
         self.folder = self.path.parent
         self._file = GgufFile(self.path)
         self.config = stored_config(self._file)
-        family = family_of(self.config)
-        self._norm_offset = family.norm_offset
+        rules = gguf_rules(self.config)
+        self._norm_offset = rules.norm_offset
         self._infos: dict[str, TensorInfo] = {}
         types: dict[str, str] = {}
         for info in self._file.tensors.values():
             if info.name == ROPE_FACTORS:
                 continue
             stem, _, kind = info.name.rpartition(".")
-            module = from_gguf(stem, family)
+            module = from_gguf(stem, rules)
             if module is None or kind not in ("weight", "bias"):
                 raise BadInput(
                     f"{self.path}: tensor {info.name!r} has no place in the models read here"

@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 
 from ..base.errors import BadInput
-from .families import GgufFamily
+from ..families.family import GgufRules
 
 _TOP = ("model.embed_tokens", "model.norm", "lm_head")
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -44,10 +44,10 @@ def expert_of(module: str) -> int | None:
     return int(expert[1]) if expert else None
 
 
-def from_gguf(module: str, family: GgufFamily) -> str | None:
+def from_gguf(module: str, rules: GgufRules) -> str | None:
     """Inverse of `to_gguf` for a model of a family; None: it has no such tensor."""
     layer = _GGUF_LAYER.fullmatch(module)
-    stem = _stems_by_name(family.architecture, family.stems).get(
+    stem = _stems_by_name(rules.architecture, rules.stems).get(
         module if layer is None else layer[2]
     )
     return stem if layer is None or stem is None else f"model.layers.{layer[1]}.{stem}"

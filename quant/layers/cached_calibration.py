@@ -25,9 +25,9 @@ from ..base.errors import BadInput
 from ..base.memory import give_back
 from ..base.progress import Progress
 from ..calibration.calibration import Calibration
+from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json
-from ..model.families import Family
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
@@ -156,7 +156,7 @@ class StatisticsFolder:
     def _write(
         self,
         name: str,
-        family: Family,
+        family: LayerMap,
         records: Sequence[Mapping[str, InputStatistics]],
         ranges: KvRanges | None,
     ) -> None:
@@ -173,7 +173,7 @@ class StatisticsFolder:
             tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
         write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
 
-    def read(self, name: str, family: Family, device: torch.device = HOST) -> LayerStatistics:
+    def read(self, name: str, family: LayerMap, device: torch.device = HOST) -> LayerStatistics:
         """The statistics of a layer or of the `head`, on a device.
 
         Raises:
@@ -205,7 +205,7 @@ class StatisticsFolder:
         return self.folder / f"hidden-{index:05d}.safetensors"
 
 
-def _groups(family: Family) -> list[tuple[str, ...]]:
+def _groups(family: LayerMap) -> list[tuple[str, ...]]:
     return [*family.shared_inputs, *((router,) for router in family.routers)]
 
 

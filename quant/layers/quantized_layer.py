@@ -11,11 +11,11 @@ import torch
 
 from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
+from ..families.layer_map import LayerMap
 from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat
 from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
 from ..methods.rounding import round_plain
-from ..model.families import Family
 from ..plan.plan import Plan
 from ..request.selection import HEAD, TORCH_DTYPES
 from ..stream.kv_scales import KvRanges
@@ -24,7 +24,7 @@ from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
 from ..tuning.block import Block
 
-HEAD_FAMILY = Family(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
+HEAD_FAMILY = LayerMap(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
 WORSE = "worse than plain rounding"
 
 
@@ -111,7 +111,7 @@ def full_name(prefix: str, name: str) -> str:
 
 def quantize_tensors(
     plan: Plan,
-    family: Family,
+    family: LayerMap,
     prefix: str,
     tensors: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor] | None,

@@ -21,9 +21,9 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
+from ..families.layer_map import Fold
 from ..grids.input_statistics import relative
 from ..kinds.integer.scheme import IntScheme
-from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups

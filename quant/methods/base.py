@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from ..base.scheme import Scheme
+from ..families.layer_map import LayerMap
 from ..grids.input_statistics import InputStatistics, relative
-from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tuning.block import Block
 from .settings import MethodOptions, SchemeOptions
@@ -74,7 +74,7 @@ class LayerProblem:
     """
 
     prefix: str
-    family: Family
+    family: LayerMap
     schemes: dict[str, Scheme]
     scale_dtypes: dict[str, torch.dtype]
     weights: dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from ..model.families import Family
+from ..families.layer_map import LayerMap
 from .base import InputStatistics, LayerProblem, ModuleReport
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
@@ -21,7 +21,7 @@ LEAST_SHARE = 0.005
 WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 
 
-def routers_of(family: Family, linears: Collection[str]) -> set[str]:
+def routers_of(family: LayerMap, linears: Collection[str]) -> set[str]:
     """The routers of the experts among these linears."""
     return {
         router

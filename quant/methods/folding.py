@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from ..families.layer_map import Fold
 from ..grids.input_statistics import InputStatistics
-from ..model.families import Fold
 from .base import LayerProblem
 
 

@@ -16,11 +16,11 @@ import torch
 
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..base.workers import spread
+from ..families.layer_map import LayerMap
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from ..grids.grids import refuses_solver
 from ..kinds.integer.scheme import IntScheme
-from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
@@ -77,7 +77,7 @@ def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
     )
 
 
-def execution_stages(family: Family, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
+def execution_stages(family: LayerMap, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
     """Groups of linears that share an input, by stage, in execution order (true-sequential).
 
     The first projections of all experts are one stage: quantizing one expert does not change the input of

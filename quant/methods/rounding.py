@@ -8,6 +8,7 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
+from ..families.layer_map import fused_name
 from ..grids.base import Grid
 from ..grids.block_grid import round_to_blocks
 from ..grids.codebook_grid import round_to_codebook
@@ -28,7 +29,6 @@ from ..kinds.integer.scheme import IntScheme
 from ..kinds.lookup.scheme import LookupScheme
 from ..kinds.trellis.scheme import TrellisScheme
 from ..kinds.vectorwise.scheme import VectorwiseScheme
-from ..model.families import fused_name
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult

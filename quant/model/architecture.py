@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import BadInput
+from ..families.layer_map import LayerMap
+from ..families.registry import type_of
 from .checkpoint import Checkpoint
-from .families import FAMILIES, Family, family_of
 
 if TYPE_CHECKING:
     from .meta_model import MetaModel
@@ -35,7 +36,7 @@ class Architecture:
 
     model_type: str
     prefix: str
-    layers: tuple[Family, ...]
+    layers: tuple[LayerMap, ...]
     unquantized: tuple[str, ...]
     notes: tuple[str, ...]
     meta_model: MetaModel = field(compare=False, repr=False)
@@ -46,10 +47,9 @@ class Architecture:
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
-    """The layers of a plain checkpoint.
+    """The layers of a plain checkpoint, by the linears of transformers' modules, routers left out.
 
-    Model types without a smoothing map are inspected through transformers: every linear of a decoder
-    layer is quantized, except routers.
+    Which linears share an input, and which pairs can be folded, `with_smoothing` discovers.
 
     Raises:
         BadInput: no causal language model that can be run layer by layer, or transposed weights
@@ -57,27 +57,27 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """
     from .meta_model import MetaModel
 
-    config = checkpoint.text_config
-    model_type, text_type = str(checkpoint.config.get("model_type")), config.get("model_type")
-    num_layers = config.get("num_hidden_layers")
-    if text_type in FAMILIES and (not isinstance(num_layers, int) or num_layers < 1):
+    name = type_of(checkpoint.config)
+    num_layers = checkpoint.text_config.get("num_hidden_layers", 1)
+    if not isinstance(num_layers, int) or num_layers < 1:
         raise BadInput(f"{checkpoint.path}: the config has no usable num_hidden_layers")
     model = MetaModel(checkpoint)
-    layers = _mapped(checkpoint, model) if text_type in FAMILIES else None
-    if layers is not None:
-        notes = [_FUSED_NOTE] if any(_FUSED.search(name) for name in checkpoint.names) else []
-    else:
-        layers, notes = _discovered(model, model_type)
+    layers = _layers(model, name)
+    notes = []
+    if any(_FUSED.search(tensor) for tensor in checkpoint.names):
+        notes.append(_FUSED_NOTE)
+    elif any(weight.dim() == 3 for layer in model.layers for weight in layer.parameters()):
+        notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
     quantized = {
-        f"{model.disk_prefix}.{index}.{name}"
-        for index, family in enumerate(layers)
-        for name in family.linears
+        f"{model.disk_prefix}.{index}.{linear}"
+        for index, layer in enumerate(layers)
+        for linear in layer.linears
     }
     unquantized = _unquantized(checkpoint, model, quantized)
     start = f"{model.disk_prefix}."
     converted = sum(
-        name.startswith(start) and not model.weight_map.is_direct(f"{name}.weight")
-        for name in unquantized
+        module.startswith(start) and not model.weight_map.is_direct(f"{module}.weight")
+        for module in unquantized
     )
     if converted:
         notes.append(
@@ -85,7 +85,7 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
             "as they are"
         )
     return Architecture(
-        model_type=model_type,
+        model_type=name,
         prefix=model.disk_prefix,
         layers=layers,
         unquantized=unquantized,
@@ -100,42 +100,16 @@ _FUSED_NOTE = (
 )
 
 
-def _mapped(checkpoint: Checkpoint, model: MetaModel) -> tuple[Family, ...] | None:
-    """The layers of a model type with a smoothing map; None where the modules of a wrapped model have other
-    tensors than that says."""
-    config = model.config.to_dict()
-    layers = tuple(
-        family_of(config, _names_on_disk(checkpoint, model, index))
-        for index in range(len(model.layers))
-    )
-    for index, family in enumerate(layers):
-        held = model.names_in_layer(index)
-        for name in (*family.linears, *family.routers):
-            if (
-                f"{name}.weight" not in held
-                and f"{model.disk_prefix}.{index}.{name}.weight" in checkpoint
-            ):
-                return None
-    return layers
-
-
-def _names_on_disk(checkpoint: Checkpoint, model: MetaModel, index: int) -> set[str]:
-    """Names of the tensors of a layer, relative to it."""
-    start = f"{model.disk_prefix}.{index}."
-    return {name.removeprefix(start) for name in checkpoint.names if name.startswith(start)}
-
-
-def _discovered(model: MetaModel, model_type: str) -> tuple[tuple[Family, ...], list[str]]:
-    """The layers of a model type without a smoothing map: the linears in transformers' modules."""
+def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
+    """The linears of each layer in the order of its modules, by their names on disk."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    layers: list[Family] = []
-    left_alone = False
+    layers: list[LayerMap] = []
     for index, layer in enumerate(model.layers):
         if any(isinstance(module, Conv1D) for module in layer.modules()):
             raise BadInput(
-                f"model type {model_type!r} keeps its weights transposed (Conv1D), which no format "
+                f"model type {name!r} keeps its weights transposed (Conv1D), which no format "
                 "here holds"
             )
         on_disk = {name: disk for disk, name in model.names_in_layer(index).items()}
@@ -148,14 +122,10 @@ def _discovered(model: MetaModel, model_type: str) -> tuple[tuple[Family, ...], 
             and not model.is_tied(index, f"{path}.weight")
             and _ROUTERS.isdisjoint(path.split("."))
         ]
-        left_alone |= any(parameter.dim() == 3 for parameter in layer.parameters())
-        layers.append(Family(tuple((name,) for name in linears), (), frozenset(), mapped=False))
-    if not any(family.linears for family in layers):
-        raise BadInput(f"model type {model_type!r} has no linears in its decoder layers")
-    notes = []
-    if left_alone:
-        notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
-    return tuple(layers), notes
+        layers.append(LayerMap(tuple((linear,) for linear in linears), (), frozenset()))
+    if not any(layer.linears for layer in layers):
+        raise BadInput(f"model type {name!r} has no linears in its decoder layers")
+    return tuple(layers)
 
 
 def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """Fused experts on disk as separate linears: a view of a checkpoint in which each expert has three weights.
 
 Some types keep all experts of a layer in two 3-D tensors, of which no format holds codes. Loaders that take
-each expert by itself read them under the names here; the table has the types that one does: transformers 5.23
-puts `SequentialLlama4TextExperts` in the place of Llama 4's, and vLLM 0.32 maps `experts.N.gate_proj` and its
-kin for all of these (`fused_moe/routed_experts.py`, `granitemoehybrid.py`, `llama4.py`). gpt-oss is not among
-them: vLLM reads its experts whole.
+each expert by itself read them under the names here, where the family says `splits_experts`: transformers
+5.23 puts `SequentialLlama4TextExperts` in the place of Llama 4's, and vLLM 0.32 maps `experts.N.gate_proj`
+and its kin (`fused_moe/routed_experts.py`, `granitemoehybrid.py`, `llama4.py`). gpt-oss is not among them:
+vLLM reads its experts whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.errors import BadInput
+from ..families.registry import model_family, type_of
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -25,16 +26,6 @@ _STACKS = (
     (re.compile(r"(.*\.experts)\.gate_up_proj"), r"{}.down_proj", "{}"),
     (re.compile(r"(.*\.experts)\.fc1\.weight"), r"{}.fc2.weight", "{}"),
     (re.compile(r"(.*)\.input_linear\.weight"), r"{}.output_linear.weight", "{}.experts"),
-)
-_TAKEN_APART = (
-    "aria",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "llama4",
-    "llama4_text",
-    "qwen3_vl_moe",
 )
 # Formats whose codes those loaders read for an expert by itself.
 APART_FORMATS = ("awq", "compressed-tensors", "fp8", "gptq")
@@ -92,12 +83,13 @@ class ExpertsApart(Checkpoint):
 
 
 def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, or a view of it in which its fused experts are linears; a type of the table only.
+    """The checkpoint, or a view of it in which its fused experts are linears, if its family splits them.
 
     Raises:
         BadInput: fused tensors that do not fit each other.
     """
-    if checkpoint.config.get("model_type") not in _TAKEN_APART:
+    family = model_family(type_of(checkpoint.config))
+    if family is None or not family.splits_experts:
         return checkpoint
     parts = parts_of({name: checkpoint.shape(name) for name in checkpoint.names})
     return ExpertsApart(checkpoint, parts) if parts else checkpoint

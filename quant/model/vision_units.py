@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from ..families.layer_map import LayerMap
+from ..families.vision import vision_map
 from .architecture import Architecture
 from .checkpoint import Checkpoint
-from .families import Family
 from .meta_model import MetaModel
-from .vision_families import vision_family
 
 VISION, PROJECTOR, TEXT = "vision", "projector", "text"
 _PROJECTOR = re.compile(
@@ -59,7 +59,7 @@ def vision_architecture(checkpoint: Checkpoint, model_type: str) -> Architecture
     model = VisionModel(checkpoint)
     if not model.layers:
         return None
-    layers: list[Family] = []
+    layers: list[LayerMap] = []
     for index, module in enumerate(model.layers):
         on_disk = {name: disk for disk, name in model.names_in_layer(index).items()}
         linears = [
@@ -67,7 +67,7 @@ def vision_architecture(checkpoint: Checkpoint, model_type: str) -> Architecture
             for path, inner in module.named_modules()
             if type(inner) is nn.Linear and f"{path}.weight" in on_disk
         ]
-        layers.append(vision_family(linears, set(on_disk.values())))
+        layers.append(vision_map(linears, set(on_disk.values())))
     return Architecture(model_type, "", tuple(layers), (), (), model)
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
 from ..e8p.search import search_operations as e8p_operations
+from ..families.layer_map import LayerMap
 from ..kinds.e8p.scheme import E8pScheme
 from ..kinds.trellis.scheme import TrellisScheme
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
-from ..model.families import Family
 from ..plan.plan import Plan
 from ..request.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
@@ -164,7 +164,7 @@ class _Layer:
     """
 
     bytes: int
-    family: Family
+    family: LayerMap
     shapes: Shapes
     chosen: tuple[str, ...]
     widest: int

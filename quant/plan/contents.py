@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..base.scheme import Scheme
-from ..model.families import fused_name
+from ..families.layer_map import fused_name
 from ..model.parameters import ModelParameters
 from ..request.selection import Shapes
 from .plan import Plan

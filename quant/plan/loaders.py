@@ -8,23 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..families.registry import model_family
 from .contents import CheckpointContents
 from .transformers_rules import transformers_loads
 from .vllm_rules import vllm_loads
-
-# Model types that llmopt's engine runs; others are written for other loaders.
-ENGINE_TYPES = frozenset(
-    {
-        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3",
-        "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "gpt2", "falcon", "cohere", "cohere2",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma4_text", "glm", "glm4",
-        "glm4_moe", "glm4v_text", "glm4v_moe_text", "granite",
-        "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "olmo2",
-        "olmo3", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
-        "seed_oss", "smollm3", "gemma3n_text", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +53,7 @@ def loads_in(table: Iterable[Loader]) -> str:
 
 
 def _llmopt(stored: CheckpointContents) -> tuple[bool, str]:
-    if not ENGINE_TYPES.isdisjoint((stored.model_type, stored.text_type)):
+    families = map(model_family, (stored.model_type, stored.text_type))
+    if any(family is not None and family.choices is not None for family in families):
         return True, ""
     return False, f"its engine does not run {stored.model_type}; verify and convert do read it"

@@ -314,7 +314,7 @@ def _selected(
         checkpoint = rotated(checkpoint, request.rotations, request.seed)
     elif all(weight_format.name in APART_FORMATS for weight_format in formats):
         checkpoint = with_experts_apart(checkpoint)
-    architecture = _with_folds(request, checkpoint, architecture_of(checkpoint))
+    architecture = _with_maps(request, checkpoint, architecture_of(checkpoint))
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
@@ -327,21 +327,20 @@ def _selected(
     return checkpoint, architecture, modules, ignored, tower
 
 
-def _with_folds(
+def _with_maps(
     request: QuantizeRequest, checkpoint: Checkpoint, architecture: Architecture
 ) -> Architecture:
-    """The layers with their foldable pairs, where the method or another one that reads its statistics folds.
-
-    Statistics are kept by the linears that share an input and by the routers, which are told with the pairs.
-    """
-    if request.method not in SMOOTHING and request.stats is None:
-        return architecture
+    """The layers with their linears by shared input, and their foldable pairs; as they are where no small
+    model tells them and the method folds nothing."""
+    folds = request.method in SMOOTHING
     try:
-        return with_smoothing(checkpoint, architecture)
+        mapped = with_smoothing(checkpoint, architecture)
     except BadInput:
-        if request.method in SMOOTHING:
+        if folds:
             raise
         return architecture
+    needs_pairs = folds or request.stats is not None
+    return mapped if needs_pairs else replace(mapped, notes=architecture.notes)
 
 
 def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:

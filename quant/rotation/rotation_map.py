@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..base.errors import BadInput
+from ..families.layer_map import Fold, LayerMap
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
-from ..model.families import Family, Fold
 from ..smoothing.patterns import starred
 
 R1, R2 = "R1", "R2"
@@ -117,7 +117,7 @@ def value_candidates(architecture: Architecture) -> list[str]:
 
 def _layer_readers(
     checkpoint: Checkpoint,
-    family: Family,
+    family: LayerMap,
     start: str,
     hidden: int,
     norms: dict[str, float],
@@ -138,7 +138,7 @@ def _layer_readers(
     return offset
 
 
-def _writers(checkpoint: Checkpoint, family: Family, start: str, hidden: int) -> set[str]:
+def _writers(checkpoint: Checkpoint, family: LayerMap, start: str, hidden: int) -> set[str]:
     behind_norms = {
         name for fold in family.folds if fold.source not in family.linears for name in fold.targets
     }

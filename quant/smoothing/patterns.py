@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..model.families import Family, Fold
+from ..families.layer_map import Fold, LayerMap
 
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.|$)")
 Part = Literal["all", "first", "last"]
@@ -67,7 +67,7 @@ def starred(name: str) -> str:
     return _EXPERT.sub("*", name)
 
 
-def family_of_pattern(pattern: LayerPattern, base: Family, shapes: Shapes) -> Family:
+def family_of_pattern(pattern: LayerPattern, base: LayerMap, shapes: Shapes) -> LayerMap:
     """The map of one layer of a checkpoint.
 
     Args:
@@ -88,7 +88,6 @@ def family_of_pattern(pattern: LayerPattern, base: Family, shapes: Shapes) -> Fa
         folds=tuple(folds),
         unclipped=frozenset(scores & linears),
         routers=tuple(name for name in targets if name not in linears),
-        mapped=True,
     )
 
 

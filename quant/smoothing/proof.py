@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..families.layer_map import Fold, LayerMap
 from ..methods.base import LayerProblem
 from ..methods.folding import can_fold, column_scales, divided_bias, fold_into_norm, row_scales
-from ..model.families import Family, Fold
 from .patterns import LayerPattern, family_of_pattern
 from .random_model import RandomModel
 
@@ -16,7 +16,7 @@ _SPREAD = 1.0  # standard deviation of the scales' exponents
 _ONE_ULP = 1.2e-7  # of float32, relative
 
 
-def fold_layer(family: Family, tensors: dict[str, torch.Tensor], seed: int) -> int:
+def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) -> int:
     """Fold random scales into every pair of a float32 layer, in place; how many pairs there were.
 
     The scales are powers of two, with which products round as they did before.
@@ -56,7 +56,7 @@ def _fold(
         tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * columns
 
 
-def _problem(family: Family, tensors: dict[str, torch.Tensor]) -> LayerProblem:
+def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem:
     """What decides whether a fold of a layer is done."""
     linears = family.linears
     norms = {fold.source for fold in family.folds} - set(linears)
@@ -110,7 +110,7 @@ def rounding_noise(model: RandomModel) -> float:
     return float((after - before).abs().max() / before.abs().max())
 
 
-def _whole_family(pattern: LayerPattern, tensors: dict[str, torch.Tensor]) -> Family:
+def _whole_family(pattern: LayerPattern, tensors: dict[str, torch.Tensor]) -> LayerMap:
     """The map of a layer all of whose readers are linears."""
     shapes = {
         name.removesuffix(".weight"): tuple(tensor.shape)
@@ -118,7 +118,7 @@ def _whole_family(pattern: LayerPattern, tensors: dict[str, torch.Tensor]) -> Fa
         if name.endswith(".weight")
     }
     linears = tuple((name,) for name, shape in shapes.items() if len(shape) == 2)
-    return family_of_pattern(pattern, Family(linears, (), frozenset()), shapes)
+    return family_of_pattern(pattern, LayerMap(linears, (), frozenset()), shapes)
 
 
 def _tensors(model: RandomModel, index: int) -> dict[str, torch.Tensor]:

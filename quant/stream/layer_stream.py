@@ -19,11 +19,11 @@ from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.memory import temporaries_kept
 from ..calibration.image_inputs import Images, first_with_images
+from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
-from ..model.families import Family
 from .chain import Chain, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules
 from .forward import Call
@@ -77,7 +77,7 @@ class LayerStream:
         """Name of a layer in the checkpoint."""
         return self.architecture.layer_prefix(index)
 
-    def family(self, index: int) -> Family:
+    def family(self, index: int) -> LayerMap:
         """Linears, routers and folds of a layer."""
         return self.architecture.layers[index]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
+from ..families.registry import model_family, type_of
 from ..gguf.container import GgufFile
 from ..gguf.read_tokenizer import read_tokenizer
 from ..model.checkpoint import gguf_file_of
@@ -38,11 +39,6 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-PLAIN_TYPES = ("granite", "llama", "olmo2", "qwen3", "smollm3")
-"""Model types of which `AutoTokenizer` takes a `tokenizer.json` as it is where the folder says so.
-
-Of some other types it replaces the class, or looks for Mistral's own files.
-"""
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -66,7 +62,8 @@ def _is_plain(folder: Path, config: Any) -> bool:
 
     `AutoTokenizer` reads the sources of all models for it: half a second of every start.
     """
-    if config.model_type not in PLAIN_TYPES or not (folder / "tokenizer.json").is_file():
+    family = model_family(type_of(config))
+    if family is None or not family.plain_tokenizer or not (folder / "tokenizer.json").is_file():
         return False
     if hasattr(config, "model_name"):
         return False  # some names have classes replaced, as some types have

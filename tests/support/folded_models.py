@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.model.architecture import Architecture
-from llmopt.quant.model.families import Family
 from llmopt.quant.smoothing.proof import fold_layer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,7 @@ from .family_models import token_ids
 
 
 def fold_model(
-    folder: Path, output: Path, layers: Iterable[Family], architecture: Architecture
+    folder: Path, output: Path, layers: Iterable[LayerMap], architecture: Architecture
 ) -> int:
     """A copy of a checkpoint with random scales in every fold; how many."""
     stored = load_file(folder / "model.safetensors")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from llmopt.quant.base.scheme import Scheme
+from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
-from llmopt.quant.model.families import Family, family_of
 
-LLAMA = family_of({"model_type": "llama"})
+from .hand_kept_maps import map_of
+
+LLAMA = map_of({"model_type": "llama"})
 HIDDEN, FFN = 64, 128
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -48,7 +50,7 @@ def one_linear(
     tokens = correlated_inputs(512, weight.shape[1]) if inputs is None else inputs
     return LayerProblem(
         prefix="model.layers.0",
-        family=Family((("linear",),), (), frozenset()),
+        family=LayerMap((("linear",),), (), frozenset()),
         schemes={"linear": scheme},
         scale_dtypes={"linear": scale_dtype},
         weights={"linear": weight},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.families.config import model_shape
+from llmopt.quant.families.shapes import ModelShape
 
 from ..gpu_figures.sections import KV_BYTES
 from ..gpu_figures.shapes import Scale, config_of
@@ -27,7 +28,7 @@ def largest(scale: Scale, cases: Sequence[Case], free_bytes: int) -> tuple[str, 
     None: not even the smallest does.
     """
     for name in MODELS:
-        shape = ModelShape.from_config(config_of(name, scale))
+        shape = model_shape(config_of(name, scale))
         fitted = [_fitted(shape, case, free_bytes) for case in cases]
         if all(batch for batch, _, _ in fitted):
             return name, fitted

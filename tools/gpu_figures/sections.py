@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from llmopt.bench.machine.ceilings import copy_bandwidth, matmul_flops
 from llmopt.engine.planner.device.speed import decode_step_bytes, prefill_flops
-from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.families.config import model_shape
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
@@ -81,7 +81,7 @@ class Model:
     ) -> None:
         self._world = world
         config = config_of(name, world.scale, layers)
-        self.shape = ModelShape.from_config(config)
+        self.shape = model_shape(config)
         weights = PLAIN if scheme is None else scheme.label
         self._named = {"model": name if layers is None else f"{name}, {layers} layers"}
         self._named |= {"weights": weights}

@@ -15,8 +15,9 @@ from llmopt.engine.planner.device.speed import (
     prefill_flops,
     streamed_weight_bytes,
 )
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import UNQUANTIZED_BYTES
+from llmopt.quant.families.config import model_shape
+from llmopt.quant.families.shapes import ModelShape
 from llmopt.quant.open import open_checkpoint
 from transformers import PreTrainedTokenizerFast
 from worker import Run, serve
@@ -57,7 +58,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         return times
 
     about = {"version": "this one", "memory": asdict(engine.memory)}
-    shape = ModelShape.from_config(open_checkpoint(options["model"]).config)
+    shape = model_shape(open_checkpoint(options["model"]).config)
     work = {name: work_of(engine, shape, case) for name, case in options["cases"].items()}
     return run, {**about, "activation_bits": engine.activation_bits, "work": work}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ....quant.families.spec_parts import AltUpSpec
 from ..layers.altup import AltUp, AltUpStreams, Laurel
 from ..layers.norm import Norm
-from ..spec.spec import AltUpSpec, ModelSpec
+from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ....quant.families.spec_parts import RopeSpec
 from ...kernels.attention.dispatch import (
     AttentionKernels,
     attention_kernels,
@@ -24,7 +25,6 @@ from ..layers.lora import AdapterBank
 from ..layers.norm import Norm
 from ..layers.projection import LinearSite, Projection
 from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
-from ..spec.rope import RopeSpec
 from ..spec.spec import ImageSpec, KvLayout, ModelSpec
 from .layer import Layer
 

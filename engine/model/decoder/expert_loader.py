@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ....quant.families.shapes import Experts
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.fp4 import Fp4Tensor
 from ...kernels.common.dispatch import Candidate
@@ -16,7 +17,6 @@ from ...kernels.linear.deep_gemm import DeepGemmLinear
 from ...kernels.moe.dispatch import EXPERTS, LOOP
 from ...kernels.moe.experts import ExpertsKernel, RoutedExpert
 from ...kernels.moe.trial import experts_trial
-from ...planner.model.shapes import Experts
 from ..layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp, Router, gating
 from ..layers.norm import Norm
 from ..layers.parallel import Shard

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....quant.families.shapes import Latent
 from ...kernels.attention.paged_attention import AttentionRule
-from ...planner.model.shapes import Latent
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.norm import Norm
 from ..layers.parallel import Shard, WeightSlice

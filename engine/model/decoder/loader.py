@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....quant.base.errors import BadInput
+from ....quant.families.spec_parts import AltUpSpec, NotCovered, RopeSpec
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionRule
 from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
@@ -23,8 +24,7 @@ from ..layers.mlp import (
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
-from ..spec.rope import RopeSpec
-from ..spec.spec import AltUpSpec, ModelSpec, NotCovered
+from ..spec.spec import ModelSpec
 from .altup_layer import AltUpLayer
 from .altup_loader import load_altup, load_streams
 from .decoder import DecoderWeights

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ....quant.families.spec_parts import (
+    DeltaNetSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+    StateMixer,
+)
 from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
 from ..layers.projection import Projection
-from ..spec.mixers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateMixer
 from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 

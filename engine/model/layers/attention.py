@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ....quant.families.spec_parts import Temperature
 from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.attention.key_scores import ScoredSpan, add_key_scores
 from ...kernels.attention.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
@@ -20,7 +21,7 @@ from ...kernels.elementwise.dispatch import (
 from ...kernels.elementwise.head_norms import HeadNorms
 from ...kernels.elementwise.latent import LATENT, LatentKernel
 from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
-from ..spec.spec import KvLayout, Temperature
+from ..spec.spec import KvLayout
 from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection

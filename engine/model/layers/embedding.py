@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 
+from ....quant.families.spec_parts import RopeSpec
 from ...kernels.elementwise.native_rows import cos_sin_rows, embedding_rows
 from ...kernels.elementwise.rotary import expand_cos_sin
 from ...kernels.linear.lookup import LooksUpRows
 from ...scheduling.block_pool import Window
-from ..spec.rope import RopeSpec, rope_axes, rope_frequencies, rope_table
 from .projection import Projection
+from .rope import rope_axes, rope_frequencies, rope_table
 
 
 class TokenEmbedding(Protocol):

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.elementwise.gated_norm import gate_then_norm, norm_then_gate
 from ...kernels.recurrent.causal_conv import causal_conv, causal_conv_step
 from ...kernels.recurrent.delta_rule import delta_rule, delta_rule_step
 from ...kernels.recurrent.ssd_scan import ssd_scan, ssd_step
-from ..spec.mixers import DeltaNetSpec, Mamba2Spec
 from .attention import LayerCache, Step
 from .projection import Projection
 from .state import StateLayout

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from ....quant.families.spec_parts import CLAMPED_SWIGLU, RouterSpec
 from ...kernels.activations.quantized_activations import ActivationQuant, FusesGateQuant, Rows
 from ...kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
@@ -20,7 +21,6 @@ from ...kernels.elementwise.dispatch import (
 from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
 from ...kernels.moe.experts import ExpertsKernel
 from ...kernels.moe.routing import Route, RouterLogits, RoutingRule
-from ..spec.spec import RouterSpec
 from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 
@@ -62,7 +62,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu2": _squared_relu,
 }
-CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 def gating(

@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from ....quant.base.errors import BadInput, Failure
+from ....quant.families.shapes import Latent, ModelShape
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
 from ....quant.tensors.e8p import E8pTensor
@@ -28,7 +29,6 @@ from ....quant.trellis.hadamard import BLOCK as TRANSFORMED
 from ....quant.trellis.tiles import TILE
 from ...config.compatibility import refuse
 from ...kernels.common.launch import call_or_capture
-from ...planner.model.shapes import Latent, ModelShape
 from ..spec.spec import ModelSpec
 
 TIMEOUT = timedelta(minutes=5)
@@ -297,7 +297,7 @@ class Shard:
         if shape.num_kv_heads % self.size and not one_for_several:
             raise BadInput(f"{what}: {shape.num_kv_heads} KV heads do not divide into that many")
         if spec.layers:
-            raise BadInput(f"{what}: layers of different sizes ({shape.model_type}) are not split")
+            raise BadInput(f"{what}: layers of different sizes ({shape.family}) are not split")
         counts = {"num_heads": shape.num_heads}
         experts = shape.experts
         if experts is None or experts.dense_layers:

@@ -1,19 +1,25 @@
-"""Declarative spec of a decoder: its shape, and architecture choices that the shape does not cover."""
+"""Declarative spec of a decoder: its shape, and architecture choices that the shape does not cover.
+
+`streaming_spec` adds StreamingLLM to it: attention sinks and a window over every layer (arXiv:2309.17453).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from ....quant.base.errors import BadInput
-from ...planner.model.shapes import ModelShape
+from ....quant.families.shapes import ModelShape
+from ....quant.families.spec_parts import (
+    AltUpSpec,
+    LayerParts,
+    LayerSizes,
+    Names,
+    RopeSpec,
+    RouterSpec,
+    Temperature,
+)
+from ...config.compatibility import refuse
 from ...scheduling.block_pool import Window
-from .mixers import LayerParts
-from .names import Names
-from .rope import RopeSpec
-
-
-class NotCovered(BadInput):
-    """The config is valid, but needs a feature that this decoder does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,83 +50,6 @@ class KvLayout:
         """Lengths of the vectors of an entry: the keys', then the values'."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(dim for dim in dims for _ in range(self.num_heads))
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """Top-k routing of a mixture of experts.
-
-    Attributes:
-        scoring: "softmax" over all experts or "sigmoid" of each.
-        normalize: the top-k weights are divided by their sum.
-        scale: factor on the top-k weights after that (routed scaling factor).
-        num_groups, topk_groups: group-limited top-k (DeepSeek): experts are selected from the best
-            `topk_groups` of `num_groups` groups; a group's score is the sum of its `group_top_k` best.
-        correction: a learned bias is added to the scores for selection, not for the weights (DeepSeek-V3).
-        on_inputs: the weight multiplies the expert's input, not its output (Llama 4).
-        bias: the router's linear has a bias.
-        least_sum: added to the sum of the top-k weights before the division.
-    """
-
-    scoring: str = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
-    group_top_k: int = 1
-    correction: bool = False
-    on_inputs: bool = False
-    bias: bool = False
-    least_sum: float = 1e-20
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """Attention temperature: the scores of position p grow by `1 + weight * ln(1 + (p + first) // floor)`.
-
-    In layers without RoPE (Llama 4: the first position counts as 1), or `everywhere` (Ministral 3: as 0).
-
-    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399).
-    """
-
-    floor: float
-    weight: float
-    first: int = 1
-    everywhere: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSizes:
-    """Sizes of one layer, where those of a model differ (Gemma 4).
-
-    Attributes:
-        kv_source: the layer whose keys and values it attends to (KV sharing); None: its own.
-        keys_as_values: the values are the projected keys, before their norm and RoPE.
-        sparsity: share of the gate's elements that are cut to 0, by their mean and deviation (Gemma 3n).
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    kv_source: int | None = None
-    keys_as_values: bool = False
-    sparsity: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class AltUpSpec:
-    """Alternating updates and learned augmented residuals (Gemma 3n).
-
-    Attributes:
-        num_streams: residual streams, of which a layer computes the `active` one.
-        scales_output: the corrected stream is scaled before the per-layer input reads it.
-        laurel_rank: rank of the augmented residual.
-    """
-
-    num_streams: int
-    active: int
-    scales_output: bool
-    laurel_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +221,30 @@ class ModelSpec:
             intermediate_size=sizes.intermediate_size,
         )
         return replace(self, shape=shape)
+
+
+ENDLESS = 2**31 - 1
+"""`max_model_len` of streamed sequences without a configured limit."""
+
+
+def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
+    """`spec` with the sinks and window of `stream` in every layer.
+
+    Raises:
+        BadInput: positions are not rotary, layers already have sliding windows, or sinks and window exceed
+            the model's context.
+    """
+    options = f"window = {stream.length} with attention_sinks = {stream.sinks}"
+    if spec.names.positions:
+        raise BadInput(
+            f"{options}: this model has a learned vector for each of its {spec.max_model_len} positions, "
+            "so its sequences end there: leave both out"
+        )
+    if any(window is not None for window in spec.shape.windows):
+        refuse({"streams", "windows"}, options)
+    if stream.num_visible > spec.max_model_len:
+        raise BadInput(
+            f"{options}: together they exceed the model's context of {spec.max_model_len} tokens"
+        )
+    shape = replace(spec.shape, windows=(stream.length,) * spec.shape.num_layers)
+    return replace(spec, shape=shape, stream=stream)

@@ -15,10 +15,10 @@ from math import ceil
 from typing import Self
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape
 from ...config.compatibility import refuse
 from ...scheduling.kv_eviction import KvEviction
 from ..model.engine_rules import RULES, CacheKnobs, EngineRule
-from ..model.shapes import ModelShape
 from ..model.weights import WeightRecipe, weight_bytes_per_rank
 from .cache_size import DEFAULT_UTILIZATION
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from ..model.shapes import ModelShape
+from ....quant.families.shapes import ModelShape
 from ..model.weights import UNQUANTIZED_BYTES, weight_bytes
 from .devices import Device
 from .memory import Deployment, Reserve

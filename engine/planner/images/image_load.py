@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.families.family import ImageSettings, ImageTokens
+from ....quant.families.registry import image_tokens, type_of
 from ....quant.model.checkpoint import read_json
 from ..device.devices import Device
 from ..device.speed import Efficiency
 from ..model.catalog import PlannedModel
 from ..model.probed_shape import ProbedShape
-from .token_rules import ImageSettings, ImageTokens, image_tokens
 
 _ASKED = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)")
 ELEMENT_BYTES = 2
@@ -131,7 +132,7 @@ def image_load(
         tokens = probe(folder, width, height)
     if tokens is None:
         raise BadInput(
-            f"--images: no rule for the image tokens of {model.config.get('model_type')!r}, and no "
+            f"--images: no rule for the image tokens of {type_of(model.config)!r}, and no "
             f"processor of transformers beside {model.source} counts them"
         )
     measured = model.shape.measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .token_rules import ImageTokens
+from ....quant.families.family import ImageTokens
 
 
 def probed_image_tokens(folder: Path, width: int, height: int) -> ImageTokens | None:

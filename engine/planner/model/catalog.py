@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.families.config import check_depth, current_names, has_table_rule, model_shape
+from ....quant.families.shapes import ModelShape
 from ....quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ....quant.model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
 from ....recipes import MODELS as BUNDLED
 from ..probe.answers import probed
-from .config_check import check_depth
-from .families import current_names, has_table_rule
 from .headers import stored_weight_bytes
 from .probed_shape import ProbedShape
-from .shapes import ModelShape
 from .weights import (
     BF16,
     UNQUANTIZED_BYTES,
@@ -111,7 +110,7 @@ def shape_of(
     if not raw.get("model_type") or not isinstance(raw["model_type"], str):
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
     if has_table_rule(raw):
-        return ModelShape.from_config(raw)
+        return model_shape(raw)
     renamed = dict(current_names(raw))
     check_depth(renamed)
     facts = probed(renamed, folder, trust_remote_code=trust_remote_code)

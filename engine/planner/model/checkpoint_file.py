@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....quant.base.atomic_io import Entry, file_bytes
-from .shapes import ModelShape
+from ....quant.families.shapes import ModelShape
 from .weights import WeightRecipe
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
 
 Named = tuple[str, Entry]
 
@@ -20,7 +20,7 @@ Named = tuple[str, Entry]
 def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None:
     """Bytes of all weight files of a model quantized to int4 or int8; None for a model type or
     a recipe that `llmopt quantize` does not support."""
-    if shape.model_type not in FAMILIES or recipe.name not in ("int4", "int8"):
+    if shape.family not in _WRITTEN or recipe.name not in ("int4", "int8"):
         return None
     writer = _Writer(shape, recipe)
     files = [dict(writer.layer(index)) for index in range(shape.num_layers)]

@@ -24,11 +24,11 @@ from fractions import Fraction
 from math import ceil
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape
 from ...scheduling.block_pool import Window
 from .cache_knobs import CacheKnobs, round_up
 from .probed_rules import LLAMA_CPP_STEP, PROBED_RULES
 from .probed_shape import ProbedShape
-from .shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EngineRule:
     def cached_elements(self, shape: ModelShape) -> int:
         """Elements of a slot: the model's, except that transformers caches the new Falcon layout after
         repeating each KV head for all of its query heads."""
-        if self.name == "transformers" and shape.model_type == "falcon":
+        if self.name == "transformers" and shape.family == "falcon":
             per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
             return shape.cached_elements * per_group
         return shape.cached_elements

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape
 from .element_bytes import ElementBytes
 from .probed_shape import ProbedShape
-from .shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

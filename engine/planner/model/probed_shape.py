@@ -10,9 +10,16 @@ from math import ceil
 from typing import Any, Self, cast
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import (
+    Experts,
+    Latent,
+    ModelShape,
+    Role,
+    Shard,
+    Tensor,
+)
 from ..probe.facts import CachedTensor, ProbedModel
 from .element_bytes import vector_bytes
-from .shapes import Experts, Latent, ModelShape, Role, Shard, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class ProbedShape(ModelShape):
         """The shape of a probed model; `raw` is its config."""
         text = raw.get("text_config") or raw
         return cls(
-            model_type=facts.model_type,
+            family=facts.family,
             num_layers=facts.num_layers,
             hidden_size=facts.hidden_size,
             num_heads=facts.num_heads or 1,

@@ -13,8 +13,8 @@ from math import ceil
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape, Role, Tensor
 from ....quant.kinds.ggml.scheme import GgufScheme
-from .shapes import ModelShape, Role, Tensor
 
 UNQUANTIZED_BYTES = 2
 GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them

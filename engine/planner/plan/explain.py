@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ....quant.families.shapes import ModelShape
 from ...base.units import format_gib
 from ..device.memory import SAMPLER_COPIES
 from ..device.speed import StepTime
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
 from ..model.probed_shape import ProbedShape, cache_line
-from ..model.shapes import ModelShape
 from .plan import DeploymentPlan, DevicePlan
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape
 from ....quant.model.checkpoint import read_json
 from ..device.devices import Device
 from ..device.memory import Deployment, Reserve
@@ -20,7 +21,6 @@ from ..model.checkpoint_file import checkpoint_file_bytes
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
 from ..model.probed_shape import ProbedShape
-from ..model.shapes import ModelShape
 from ..probe.facts import PARTS
 from .plan import DeploymentPlan, DevicePlan
 
@@ -61,7 +61,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "source": plan.model.source,
         "shape_from": plan.model.how,
         "warnings": list(plan.warnings),
-        "model_type": shape.model_type,
+        "model_type": shape.family,
         "param_count": shape.num_parameters,
         "active_param_count": shape.num_active_parameters,
         "param_count_by_part": _parameters_by_part(shape),

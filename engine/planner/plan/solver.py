@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from ....quant.base.errors import BadInput
+from ....quant.families.shapes import ModelShape
 from ..device.devices import Device
 from ..device.memory import Deployment, EvictedCache, Reserve
 from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
-from ..model.shapes import ModelShape
 from ..model.weights import WeightRecipe, recipe_for
 from .setup import PlannedWorkload, Setup
 

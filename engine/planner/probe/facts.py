@@ -76,7 +76,7 @@ class ProbedModel:
     ones; `tied` means that the output head is the embedding.
     """
 
-    model_type: str
+    family: str
     transformers_version: str
     num_layers: int
     hidden_size: int

@@ -13,6 +13,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from ....quant.base.errors import BadInput, first_line
+from ....quant.families.registry import type_of
 from ....quant.model.auto import read_config
 from .build import build_on_meta
 from .cache_growth import measure_cache
@@ -90,7 +91,7 @@ def measure(model: Any) -> ProbedModel:
     routed = [p for p in parameters if p.role == "expert"]
     hidden = table.weight.shape[1]
     return ProbedModel(
-        model_type=model.config.model_type,
+        family=type_of(model.config),
         transformers_version=transformers.__version__,
         num_layers=_number(text, _LAYERS) or 1 + max((t.layer for t in cache), default=0),
         hidden_size=_number(text, _HIDDEN) or hidden,

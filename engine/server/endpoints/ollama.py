@@ -17,11 +17,11 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from ....quant.base.errors import BadInput
+from ....quant.families.config import has_table_rule, model_shape
+from ....quant.families.registry import type_of
 from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
 from ...execution.embeddings import read_pooling
-from ...planner.model.families import has_table_rule
-from ...planner.model.shapes import ModelShape
 from ...scheduling.outputs import Completion, RequestOutput
 from ..parsing.events import Arguments, Call, CallStart, Event, Parsed, Reasoning
 from ..parsing.parser import OutputFormat, OutputParser
@@ -82,7 +82,7 @@ class ModelFacts:
 
     @property
     def _family(self) -> str:
-        return str(self._config.get("model_type", "unknown"))
+        return type_of(self._config) or "unknown"
 
     @property
     def _has_pooling(self) -> bool:
@@ -110,7 +110,7 @@ def _num_parameters(config: Mapping[str, Any]) -> int | None:
     """From the planner's table of families; None for another type, which would have to be probed."""
     try:
         raw = dict(config)
-        return ModelShape.from_config(raw).num_parameters if has_table_rule(raw) else None
+        return model_shape(raw).num_parameters if has_table_rule(raw) else None
     except BadInput:
         return None
 

@@ -17,9 +17,9 @@ from llmopt.bench.machine.roofline import (
     roofline_part,
 )
 from llmopt.bench.metrics.trace import StepRecord
-from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.families.config import model_shape
 
-SHAPE = ModelShape.from_config(
+SHAPE = model_shape(
     {
         "model_type": "llama",
         "hidden_size": 8,

@@ -15,7 +15,7 @@ from llmopt.bench.session.engine_session import load_engine
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
 from llmopt.engine.planner.device.speed import decode_step_bytes
-from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import QuantizeRequest
@@ -111,6 +111,6 @@ def test_counted_bytes_are_those_of_the_tensors_read(
     # The cache is one or a few large buffers, counted by what is used of it, not whole.
     cache_bytes = engine.memory.kv_cache_bytes
     weights = sum(size for size in seen.read.values() if size < cache_bytes / 20)
-    shape = ModelShape.from_config(Checkpoint(folder).config)
+    shape = model_shape(Checkpoint(folder).config)
     counted = decode_step_bytes(shape, 1, 0, engine.memory.weight_bytes_per_step, 2, 2)
     assert counted == pytest.approx(weights, rel=0.03)

@@ -12,9 +12,10 @@ from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts
 from llmopt.engine.kernels.moe.native_experts import NativeExperts, native_experts
 from llmopt.engine.kernels.moe.routing import RoutingRule, route_torch
-from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
+from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme

@@ -11,9 +11,10 @@ from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
-from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
+from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme

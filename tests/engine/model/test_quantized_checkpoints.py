@@ -9,8 +9,8 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import QuantizeRequest
@@ -97,7 +97,7 @@ def test_the_engine_has_the_planned_memory():
     built = Engine(
         EngineConfig(SOURCE, dtype="bfloat16", device="cpu", block_size=16, num_blocks=10)
     )
-    shape = ModelShape.from_config(Checkpoint(SOURCE).config)
+    shape = model_shape(Checkpoint(SOURCE).config)
     assert built.memory.kv_cache_bytes == (10 + 1) * 16 * shape.kv_bytes_per_token(2)
     given = Engine(
         EngineConfig(SOURCE, device="cpu", kv_cache_memory_bytes=10**6, dtype="bfloat16")

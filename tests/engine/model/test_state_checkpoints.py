@@ -9,9 +9,9 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.decoder.families import model_spec
-from llmopt.engine.model.spec.spec import NotCovered
+from llmopt.engine.model.decoder.read_spec import model_spec
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
 

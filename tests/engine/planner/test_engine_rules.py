@@ -9,8 +9,9 @@ import pytest
 from llmopt.engine.planner.model.catalog import find_model, model_names
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs, engine_rule
 from llmopt.engine.planner.model.kv_dtypes import KV_DTYPES, kv_dtype
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.config import model_shape
+from llmopt.quant.families.shapes import ModelShape
 
 GIB = 2**30
 K128 = 131072
@@ -173,7 +174,7 @@ def test_the_scale_of_a_head_weighs_more_on_a_narrow_one() -> None:
 
 
 def test_types_that_do_not_divide_a_head_are_refused() -> None:
-    narrow = ModelShape.from_config({**find_model("gpt2").config, "n_head": 48})  # heads of 16
+    narrow = model_shape({**find_model("gpt2").config, "n_head": 48})  # heads of 16
     with pytest.raises(BadInput, match="blocks of 32 elements"):
         kv_dtype("q8_0").bytes_per_element(narrow)
     with pytest.raises(BadInput, match="no KV dtype 'int3'"):

@@ -14,10 +14,10 @@ from llmopt.engine.planner.device.speed import (
 )
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import BF16, recipe_for, weight_bytes
 from llmopt.engine.planner.plan.plan import make_plan
 from llmopt.engine.planner.plan.setup import PlannedWorkload
+from llmopt.quant.families.shapes import ModelShape
 
 GIB = 2**30
 EFFICIENCY = Efficiency()

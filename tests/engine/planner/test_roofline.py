@@ -12,10 +12,10 @@ from llmopt.engine.planner.device.speed import (
     streamed_weight_bytes,
 )
 from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.model.shapes import Experts, ModelShape
+from llmopt.quant.families.shapes import Experts, ModelShape
 
 TINY = ModelShape(
-    model_type="llama",
+    family="llama",
     num_layers=2,
     hidden_size=8,
     num_heads=4,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.planner.model.catalog import find_model, model_names, table_configs
-from llmopt.engine.planner.model.families import has_table_rule
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.config import has_table_rule, model_shape
 
 GIB = 2**30
 
@@ -116,32 +115,32 @@ def test_blocks_round_every_layer_up() -> None:
 
 def test_absent_kv_heads_mean_one_for_each_head() -> None:
     raw = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert ModelShape.from_config(raw).num_kv_heads == 8
-    assert ModelShape.from_config({**LLAMA, "num_key_value_heads": None}).num_kv_heads == 8
+    assert model_shape(raw).num_kv_heads == 8
+    assert model_shape({**LLAMA, "num_key_value_heads": None}).num_kv_heads == 8
 
 
 def test_absent_tie_is_the_class_default() -> None:
     raw = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
-    assert not ModelShape.from_config(raw).tied
-    assert ModelShape.from_config({**raw, "model_type": "gemma2"}).tied
+    assert not model_shape(raw).tied
+    assert model_shape({**raw, "model_type": "gemma2"}).tied
 
 
 def test_a_tied_embedding_counts_once() -> None:
-    tied = ModelShape.from_config(LLAMA).num_parameters
-    untied = ModelShape.from_config({**LLAMA, "tie_word_embeddings": False}).num_parameters
+    tied = model_shape(LLAMA).num_parameters
+    untied = model_shape({**LLAMA, "tie_word_embeddings": False}).num_parameters
     assert untied - tied == 512 * 64
 
 
 def test_head_dim_is_what_the_config_says() -> None:
     qwen = find_model("qwen3-30b-a3b").shape
     assert qwen.head_dim == 128 != qwen.hidden_size // qwen.num_heads
-    assert ModelShape.from_config(LLAMA).head_dim == 8
+    assert model_shape(LLAMA).head_dim == 8
 
 
 def test_sliding_window_without_its_flag_is_none() -> None:
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 128, "max_window_layers": 3}
-    assert set(ModelShape.from_config(qwen).windows) == {None}
-    on = ModelShape.from_config({**qwen, "use_sliding_window": True})
+    assert set(model_shape(qwen).windows) == {None}
+    on = model_shape({**qwen, "use_sliding_window": True})
     assert on.windows == (None, None, None, 128, 128)
 
 
@@ -160,7 +159,7 @@ def test_gemma_3_fills_in_what_its_nested_config_omits() -> None:
 def test_layer_types_win_over_the_pattern() -> None:
     kinds = ["full_attention"] * 4 + ["sliding_attention"]
     raw = {**LLAMA, "model_type": "gemma2", "layer_types": kinds, "sliding_window": 64}
-    assert ModelShape.from_config(raw).windows == (None, None, None, None, 64)
+    assert model_shape(raw).windows == (None, None, None, None, 64)
 
 
 def test_old_names_are_read() -> None:
@@ -171,7 +170,7 @@ def test_old_names_are_read() -> None:
 
 def test_falcon_7b_has_one_kv_head_whatever_it_says() -> None:
     raw = {**find_model("falcon-7b").config, "num_kv_heads": 71}
-    assert ModelShape.from_config(raw).num_kv_heads == 1
+    assert model_shape(raw).num_kv_heads == 1
 
 
 def test_bundled_checkpoint_is_counted_exactly() -> None:
@@ -180,7 +179,7 @@ def test_bundled_checkpoint_is_counted_exactly() -> None:
 
     checkpoint = Checkpoint(MODELS / "stories3M")
     elements = sum(tensor.numel() for _, tensor in checkpoint.tensors())
-    assert ModelShape.from_config(checkpoint.config).num_parameters == elements
+    assert model_shape(checkpoint.config).num_parameters == elements
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_bundled_checkpoint_is_counted_exactly() -> None:
 )
 def test_nonsense_is_refused_by_name(change: dict[str, object], words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        ModelShape.from_config({**LLAMA, **change})
+        model_shape({**LLAMA, **change})
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])

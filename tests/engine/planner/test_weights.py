@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.model.weights import (
     BF16,
     GROUP_SIZES,
@@ -15,6 +14,7 @@ from llmopt.engine.planner.model.weights import (
     weight_bytes_per_rank,
 )
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.shapes import ModelShape
 
 
 def shape(name: str) -> ModelShape:

@@ -18,11 +18,10 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.formats.gguf import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
-from llmopt.quant.gguf.architecture import architecture_keys, config_of, rope_factors
+from llmopt.quant.gguf.architecture import architecture_keys, config_of, gguf_families, rope_factors
 from llmopt.quant.gguf.assemble import assemble, check_source
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
-from llmopt.quant.gguf.families import FAMILIES
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
@@ -160,7 +159,7 @@ def test_foreign_and_other_files_are_named(stories, damaged):
 
 
 def test_names_and_rows_go_over_and_back():
-    for family in FAMILIES:
+    for family in gguf_families().values():
         for stem in family.stems:
             module = f"model.layers.11.{stem}"
             name = to_gguf(module.replace(".experts.", ".experts.5."), family.architecture)

@@ -15,9 +15,10 @@ from llmopt.quant.methods.awq_scales import scale_candidates
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult, MethodOptions
 from llmopt.quant.methods.folding import fold_into_norm
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.model.families import family_of
 
-FAMILY = family_of({"model_type": "llama"})
+from ...support.hand_kept_maps import map_of
+
+FAMILY = map_of({"model_type": "llama"})
 HIDDEN, FFN = 64, 96
 SCHEME = IntScheme(4, 32, False)
 QKV = FAMILY.shared_inputs[0]
@@ -224,7 +225,7 @@ def mixture_problem(tokens: tuple[int, ...], outliers: tuple[float, ...]) -> Lay
         f"mlp.experts.{e}.{w}_proj" for e in range(len(tokens)) for w in ("gate", "up", "down")
     ]
     names = ["mlp.gate.weight", *(f"{leaf}.weight" for leaf in leaves)]
-    family = family_of({"model_type": "qwen3_moe"}, names)
+    family = map_of({"model_type": "qwen3_moe"}, names)
     shapes = {leaf: (HIDDEN, FFN) if "down" in leaf else (FFN, HIDDEN) for leaf in leaves}
     statistics: dict[str, InputStatistics] = {}
     router = InputStatistics(HIDDEN)

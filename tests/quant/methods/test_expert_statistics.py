@@ -12,8 +12,8 @@ from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
 from llmopt.quant.methods.expert_statistics import gram_of, own_gram, squares_of, too_few
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.model.families import family_of
 
+from ...support.hand_kept_maps import map_of
 from ...support.layer_problems import correlated_inputs, heavy_weight, statistics_of
 
 HIDDEN, INNER, EXPERTS = 64, 96, 8
@@ -24,7 +24,7 @@ def moe_layer(bits: int = 4) -> LayerProblem:
     """The experts of a Qwen3-MoE layer behind a skewed router, which sends expert `e` `TOKENS[e]` tokens."""
     leaves = ("gate_proj", "up_proj", "down_proj")
     names = [f"mlp.experts.{e}.{leaf}" for e in range(EXPERTS) for leaf in leaves]
-    family = family_of({"model_type": "qwen3_moe"}, [f"{name}.weight" for name in names])
+    family = map_of({"model_type": "qwen3_moe"}, [f"{name}.weight" for name in names])
     weights, statistics, held_out = {}, {}, {}
     everything, unseen = (correlated_inputs(sum(TOKENS), HIDDEN, seed=seed) for seed in (1, 2))
     for number, count in enumerate(TOKENS):

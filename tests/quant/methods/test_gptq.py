@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
+from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.grids.int_grid import group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -24,10 +25,11 @@ from llmopt.quant.methods.base import (
 )
 from llmopt.quant.methods.gptq import Gptq
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.model.families import Family, family_of
 from llmopt.quant.tensors.integer import IntTensor
 
-LLAMA = family_of({"model_type": "llama"})
+from ...support.hand_kept_maps import map_of
+
+LLAMA = map_of({"model_type": "llama"})
 DTYPE = torch.float16
 
 
@@ -47,14 +49,14 @@ def problem_of(
     statistics: InputStatistics | dict[str, InputStatistics],
     scheme: Scheme,
     *,
-    family: Family | None = None,
+    family: LayerMap | None = None,
     options: MethodOptions | None = None,
 ) -> LayerProblem:
     if isinstance(statistics, InputStatistics):
         statistics = dict.fromkeys(weights, statistics)
     return LayerProblem(
         prefix="model.layers.0",
-        family=family or Family((tuple(weights),), (), frozenset()),
+        family=family or LayerMap((tuple(weights),), (), frozenset()),
         schemes=dict.fromkeys(weights, scheme),
         scale_dtypes=dict.fromkeys(weights, DTYPE),
         weights=weights,
@@ -415,7 +417,7 @@ def test_statistics_stay_as_they_are_where_that_was_asked_for() -> None:
 
 def test_experts_are_measured_together_not_one_by_one() -> None:
     leaves = [f"block_sparse_moe.experts.{e}.{w}" for e in range(12) for w in ("w1", "w2", "w3")]
-    family = family_of({"model_type": "mixtral"}, [f"{leaf}.weight" for leaf in leaves])
+    family = map_of({"model_type": "mixtral"}, [f"{leaf}.weight" for leaf in leaves])
     weights = {name: torch.randn(8, 16) for name in family.linears}
     problem = problem_of(weights, correlated(16, 0), IntScheme(4, 16, True), family=family)
     calls: list[Collection[str]] = []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
@@ -15,10 +16,9 @@ from llmopt.quant.methods.base import (
     MethodOptions,
 )
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.model.families import Family, Fold
 
 OUT, IN, TOKENS = 192, 256, 2048
-FAMILY = Family((("proj",),), (Fold("norm", ("proj",)),), frozenset())
+FAMILY = LayerMap((("proj",),), (Fold("norm", ("proj",)),), frozenset())
 CELLS = list(itertools.product((2, 3, 4, 8), (32, 128), (True, False)))
 
 

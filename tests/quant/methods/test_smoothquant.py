@@ -9,6 +9,7 @@ import torch
 from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_activations
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
@@ -19,7 +20,6 @@ from llmopt.quant.methods.base import (
 )
 from llmopt.quant.methods.rounding import round_layer
 from llmopt.quant.methods.smoothquant import SmoothQuant, input_noise
-from llmopt.quant.model.families import Family, Fold
 from torch import nn
 
 from ...support.family_models import make_model, token_ids
@@ -182,7 +182,9 @@ def test_smoothing_that_does_not_help_is_left_out() -> None:
 
 def test_routers_follow_their_norm() -> None:
     experts = tuple(f"mlp.experts.{index}.gate_proj" for index in range(3))
-    family = Family((experts,), (Fold("norm", ("mlp.gate", *experts)),), frozenset(), ("mlp.gate",))
+    family = LayerMap(
+        (experts,), (Fold("norm", ("mlp.gate", *experts)),), frozenset(), ("mlp.gate",)
+    )
     inputs = correlated_inputs(300, 32, loud=60.0)
     problem = LayerProblem(
         prefix="model.layers.0",

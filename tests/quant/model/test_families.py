@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.methods.folding import fold_into_norm, row_scales
-from llmopt.quant.model.architecture import architecture_of
+from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.families import Family, Fold, family_of
+from llmopt.quant.smoothing.smoothing_map import with_smoothing
 from safetensors.torch import load_file, save_file
 
 from ...support.family_models import MAPPED, OTHERS, save_model
 from ...support.folded_models import fold_model, logits_of
+from ...support.hand_kept_maps import map_of
 
 EXPERTS, SHARED = 4, 1
 # Folds that can be done in the two layers of each tiny model together.
@@ -39,10 +41,16 @@ UNMAPPED_ROUTERS = {
 }
 
 
+def mapped(folder: Path) -> Architecture:
+    """The layers of a checkpoint with their maps, as they are discovered."""
+    checkpoint = Checkpoint(folder)
+    return with_smoothing(checkpoint, architecture_of(checkpoint))
+
+
 @pytest.mark.parametrize("name", MAPPED)
 def test_folded_scales_leave_the_logits_as_they_were(tmp_path: Path, name: str) -> None:
     save_model(name, tmp_path / "plain")
-    architecture = architecture_of(Checkpoint(tmp_path / "plain"))
+    architecture = mapped(tmp_path / "plain")
     done = fold_model(tmp_path / "plain", tmp_path / "folded", architecture.layers, architecture)
     assert done == FOLDS[name]
     before, after = logits_of(tmp_path / "plain"), logits_of(tmp_path / "folded")
@@ -54,9 +62,9 @@ def test_folded_scales_leave_the_logits_as_they_were(tmp_path: Path, name: str) 
 def test_a_router_that_is_left_out_changes_the_logits(tmp_path: Path, name: str) -> None:
     """What the test above would see if routers were forgotten."""
     save_model(name, tmp_path / "plain")
-    architecture = architecture_of(Checkpoint(tmp_path / "plain"))
+    architecture = mapped(tmp_path / "plain")
 
-    def without_routers(family: Family) -> Family:
+    def without_routers(family: LayerMap) -> LayerMap:
         folds = tuple(
             replace(fold, targets=tuple(t for t in fold.targets if t not in family.routers))
             for fold in family.folds
@@ -72,10 +80,9 @@ def test_a_router_that_is_left_out_changes_the_logits(tmp_path: Path, name: str)
 def test_every_matrix_of_a_layer_is_a_linear_or_a_router(tmp_path: Path, name: str) -> None:
     save_model(name, tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    architecture = architecture_of(checkpoint)
+    architecture = mapped(tmp_path)
     assert any("fused" in note for note in architecture.notes) == (name == "gpt_oss")
     for index, family in enumerate(architecture.layers):
-        assert family.mapped == (name in MAPPED)
         start = architecture.layer_prefix(index) + "."
         matrices = {
             tensor.removeprefix(start).removesuffix(".weight")
@@ -91,12 +98,14 @@ def test_every_matrix_of_a_layer_is_a_linear_or_a_router(tmp_path: Path, name: s
 
 def test_experts_are_in_order_and_share_the_norm_with_their_router(tmp_path: Path) -> None:
     save_model("deepseek_v3", tmp_path)
-    dense, sparse = architecture_of(Checkpoint(tmp_path)).layers
+    dense, sparse = mapped(tmp_path).layers
     assert dense.routers == () and sparse.routers == ("mlp.gate",)
     readers = next(f for f in sparse.folds if f.source == "post_attention_layernorm").targets
-    assert readers[:3] == ("mlp.gate", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj")
-    assert readers[-2:] == ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
-    assert len(readers) == 1 + 2 * (8 + SHARED)
+    experts = [f"mlp.experts.{number}" for number in range(8)] + ["mlp.shared_experts"]
+    pairs = [(f"{expert}.gate_proj", f"{expert}.up_proj") for expert in experts]
+    assert readers[0] == "mlp.gate" and len(readers) == 1 + 2 * (8 + SHARED)
+    assert set(readers[1:]) == {name for pair in pairs for name in pair}
+    assert [group for group in sparse.shared_inputs if group[0].endswith("gate_proj")] == pairs
 
 
 def test_experts_that_lie_fused_on_disk_stay_with_a_note(tmp_path: Path) -> None:
@@ -106,7 +115,7 @@ def test_experts_that_lie_fused_on_disk_stay_with_a_note(tmp_path: Path) -> None
     kept["model.layers.1.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 32)
     kept["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 32, 32)
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    architecture = architecture_of(Checkpoint(tmp_path))
+    architecture = mapped(tmp_path)
     assert any("fused 3-D" in note for note in architecture.notes)
     sparse = architecture.layers[1]
     assert all(name.startswith("self_attn.") for name in sparse.linears)
@@ -122,7 +131,7 @@ def test_fused_projections_say_which_rows_feed_what() -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    folds = {fold.source: fold for fold in family_of(config).folds}
+    folds = {fold.source: fold for fold in map_of(config).folds}
     assert folds["self_attn.qkv_proj"] == Fold(
         "self_attn.qkv_proj", ("self_attn.o_proj",), rows=(48, 64)
     )

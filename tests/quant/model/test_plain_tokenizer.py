@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from llmopt.quant.tokenizer.load import PLAIN_TYPES, load_tokenizer
+from llmopt.quant.families.registry import all_families
+from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
+PLAIN_TYPES = [family.name for family in all_families() if family.plain_tokenizer]
 TEXT = "Of 3 tokens, <s> is one;\n\n  two  spaces é."
 
 

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.methods.folding import column_scales, tied_scales
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.families import Family, Fold
 from llmopt.quant.smoothing import smoothing_map
 from llmopt.quant.smoothing.smoothing_map import with_smoothing
 
 from ...support.family_models import MAPPED, OTHERS, save_model
 from ...support.folded_models import fold_model, logits_of
+from ...support.hand_kept_maps import maps_of
 
 # Folds that can be done in the two layers of each tiny model of a type that no hand-kept map has.
 OTHER_FOLDS = {
@@ -39,7 +40,7 @@ def discovered(name: str, folder: Path) -> Architecture:
     return with_smoothing(checkpoint, architecture_of(checkpoint))
 
 
-def pairs(family: Family) -> set[tuple[object, ...]]:
+def pairs(family: LayerMap) -> set[tuple[object, ...]]:
     return {
         (fold.source, frozenset(fold.targets), fold.rows, fold.norm_offset)
         for fold in family.folds
@@ -49,8 +50,8 @@ def pairs(family: Family) -> set[tuple[object, ...]]:
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_the_discovered_map_is_the_hand_kept_one(tmp_path: Path, name: str) -> None:
-    layers = discovered(name, tmp_path).layers
-    for family, known in zip(layers, architecture_of(Checkpoint(tmp_path)).layers, strict=True):
+    architecture = discovered(name, tmp_path)
+    for family, known in zip(architecture.layers, maps_of(architecture), strict=True):
         expected = pairs(known)
         if name == "llama-grouped":  # by hand for as many value heads as query heads only
             expected -= {("self_attn.v_proj", frozenset({"self_attn.o_proj"}), None, 0.0)}

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.engine.planner.images.token_rules import ImageSettings, image_tokens
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.family import ImageSettings
+from llmopt.quant.families.registry import image_tokens
 from transformers import (
     GotOcr2ImageProcessorPil,
     Idefics3ImageProcessorPil,

@@ -13,16 +13,15 @@ from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.planner.model.catalog import shape_of, table_configs
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.families import current_names, has_table_rule
 from llmopt.engine.planner.model.kv_dtypes import kv_dtype
 from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.probe import answers
 from llmopt.engine.planner.probe.cache_growth import cache_shapes
 from llmopt.engine.planner.probe.data_free import DataFreeMode
 from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.planner.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.config import current_names, has_table_rule, model_shape
 from llmopt.quant.open import open_checkpoint
 
 from tools.survey.case import Case, surveyed_types, unlisted_types
@@ -65,7 +64,7 @@ def test_the_plan_is_that_of_a_real_cache(model_type: str, tmp_path: Path) -> No
 def test_probe_and_table_agree(name: str) -> None:
     raw = current_names(table_configs()[name])
     raw = raw.get("text_config", raw)  # the table's row is the text model
-    table = ModelShape.from_config(raw)
+    table = model_shape(raw)
     probed = ProbedShape.from_facts(probe(raw), raw)
     assert probed.num_parameters == table.num_parameters
     assert probed.num_active_parameters == table.num_active_parameters

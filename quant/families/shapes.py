@@ -7,14 +7,14 @@ formula, so weights, parameters and rooflines cannot disagree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from ....quant.base.errors import BadInput
-from .families import Config, Family, complete, has_chunks, layer_windows
+from ..base.errors import BadInput
+from .shape_rules import Config, ShapeRules, has_chunks, layer_windows
 
 Role = Literal[
     "embedding",
@@ -101,7 +101,7 @@ class ModelShape:
     non-overlapping chunks. `max_context` is the config's max_position_embeddings.
     """
 
-    model_type: str
+    family: str
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -144,56 +144,52 @@ class ModelShape:
             )
 
     @classmethod
-    def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
-        """Read a raw `config.json`; of a multimodal one, its text model.
-
-        Raises:
-            BadInput: an unknown model type or attention type, or a missing or invalid field.
-        """
-        return cls.from_completed(*complete(raw))
-
-    @classmethod
-    def from_completed(cls, model_type: str, family: Family, config: Config) -> ModelShape:
-        """The shape of a config with all defaults filled in, by the rules of a family.
+    def from_completed(cls, name: str, rules: ShapeRules, config: Config) -> ModelShape:
+        """The shape of a config with all defaults filled in, by the rules of the family `name`.
 
         Raises:
             BadInput: an unknown attention type, or a missing or invalid field.
         """
-        hidden = _number(config, "hidden_size", model_type)
-        layers = _number(config, "num_hidden_layers", model_type)
-        heads = _number(config, "num_attention_heads", model_type)
-        if key := _WIDTH_KEYS.get(model_type):
-            inner = _number(config, key, model_type) if config.get(key) else 4 * hidden
+        hidden = _number(config, "hidden_size", name)
+        layers = _number(config, "num_hidden_layers", name)
+        heads = _number(config, "num_attention_heads", name)
+        if key := rules.width_key:
+            inner = _number(config, key, name) if config.get(key) else 4 * hidden
         else:
-            inner = _number(config, "intermediate_size", model_type)
+            inner = _number(config, "intermediate_size", name)
         dense_inner = config.get("intermediate_size_mlp") or inner
         head_dim = config.get("head_dim") or hidden // heads
-        latent = _latent(config) if "kv_lora_rank" in family.defaults else None
+        latent = _latent(config) if rules.has_default("kv_lora_rank") else None
+        kv_heads = rules.num_kv_heads(config) if rules.num_kv_heads else None
+        if kv_heads is None:
+            given = config.get("num_key_value_heads")
+            kv_heads = heads if given is None else given
+        norms = rules.norms_per_layer
         return cls(
-            model_type=model_type,
+            family=name,
             num_layers=layers,
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=_kv_heads(config, model_type, heads),
+            num_kv_heads=kv_heads,
             head_dim=latent.query_dim if latent else head_dim,
             intermediate_size=dense_inner,
-            vocab_size=_number(config, "vocab_size", model_type),
+            vocab_size=_number(config, "vocab_size", name),
             tied=bool(config.get("tie_word_embeddings", False)),
-            max_context=_number(config, "max_position_embeddings", model_type),
-            windows=layer_windows(config, family),
-            experts=_experts(config, family, model_type),
+            max_context=_number(config, "max_position_embeddings", name),
+            windows=layer_windows(config, rules),
+            experts=_experts(config, rules, name),
             latent=latent,
             chunked=has_chunks(config),
-            learned_positions=config["max_position_embeddings"] if model_type == "gpt2" else 0,
-            qkv_bias=_flag(family.qkv_bias, config),
-            output_bias=_flag(family.output_bias, config),
-            mlp_bias=_flag(family.mlp_bias, config),
-            expert_bias=family.expert_bias,
-            norms_per_layer=_norms(config, family, model_type),
-            layer_norm=family.layer_norm,
-            qk_norm=family.qk_norm,
-            gated_mlp=family.gated_mlp,
-            sinks=family.sinks,
+            learned_positions=config["max_position_embeddings"] if rules.learned_positions else 0,
+            qkv_bias=_flag(rules.qkv_bias, config),
+            output_bias=_flag(rules.output_bias, config),
+            mlp_bias=_flag(rules.mlp_bias, config),
+            expert_bias=rules.expert_bias,
+            norms_per_layer=norms if isinstance(norms, int) else norms(config),
+            layer_norm=rules.layer_norm,
+            qk_norm=rules.qk_norm,
+            gated_mlp=rules.gated_mlp,
+            sinks=rules.sinks,
         )
 
     def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
@@ -365,39 +361,17 @@ class ModelShape:
             yield from self._mlp(experts.shared_width, layers)
 
 
-# These model types ignore `intermediate_size`, even if the file has it.
-_WIDTH_KEYS = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
-
-
-def _number(config: Config, key: str, model_type: str) -> int:
+def _number(config: Config, key: str, family: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         state = "is missing" if value is None else f"is {value!r}"
-        raise BadInput(
-            f"{key} {state} in the {model_type} config: a positive whole number is needed"
-        )
+        raise BadInput(f"{key} {state} in the {family} config: a positive whole number is needed")
     return value
 
 
 def _flag(source: str | bool, config: Config) -> bool:
     """A constant, or the value of that config key."""
     return source if isinstance(source, bool) else bool(config[source])
-
-
-def _kv_heads(config: Config, model_type: str, heads: int) -> int:
-    if model_type == "falcon" and not config["new_decoder_architecture"]:
-        # The old layout ignores num_kv_heads.
-        return 1 if config["multi_query"] else heads
-    kv_heads = config.get("num_key_value_heads")
-    return heads if kv_heads is None else kv_heads
-
-
-def _norms(config: Config, family: Family, model_type: str) -> int:
-    if model_type != "falcon":
-        return family.norms_per_layer
-    if config["new_decoder_architecture"]:
-        return config.get("num_ln_in_parallel_attn") or 2
-    return 1 if config["parallel_attn"] else 2
 
 
 def _latent(config: Config) -> Latent:
@@ -410,13 +384,14 @@ def _latent(config: Config) -> Latent:
     )
 
 
-def _experts(config: Config, family: Family, model_type: str) -> Experts | None:
-    if "num_experts_per_tok" not in family.defaults and "n_routed_experts" not in family.defaults:
+def _experts(config: Config, rules: ShapeRules, family: str) -> Experts | None:
+    if not rules.has_default("num_experts_per_tok", "n_routed_experts"):
         return None
-    count = _number(config, "num_local_experts", model_type)
-    per_token = _number(config, "num_experts_per_tok", model_type)
+    count = _number(config, "num_local_experts", family)
+    per_token = _number(config, "num_experts_per_tok", family)
     if per_token > count:
         raise BadInput(f"num_experts_per_tok is {per_token}, of only {count} experts")
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = width if model_type == "llama4_text" else width * (config.get("n_shared_experts") or 0)
-    return Experts(count, per_token, width, shared, family.dense_layers(config))
+    shared = rules.shared_experts
+    num_shared = shared if isinstance(shared, int) else config.get(shared) or 0
+    return Experts(count, per_token, width, width * num_shared, tuple(rules.dense_layers(config)))

@@ -1,47 +1,34 @@
-"""A model family of the native decoder, and what several of them share: RoPE by layer, routing, experts."""
+"""Choices that several families share: RoPE by layer, KV sharing, routing, experts, a constant state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ...planner.model.families import Family
-from ...planner.model.shapes import Experts, ModelShape
-from ..spec.rope import RopeSpec
-from ..spec.spec import NotCovered, RouterSpec
+from .family import Choices
+from .shape_rules import Config, ShapeRules
+from .shapes import Experts, ModelShape
+from .spec_parts import LayerParts, Names, NotCovered, RopeSpec, RouterSpec, StateMixer
 
-Config = Mapping[str, Any]
-Choices = dict[str, Any]
+BIASED_ATTENTION = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias")
+QK_NORM = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True)
+POST_NORMS = Names(
+    input_norm="",
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 
-BIASED_ATTENTION = Family(qkv_bias="attention_bias", output_bias="attention_bias")
-QK_NORM = Family(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True)
+
+def plain_ropes(_: ModelShape, config: Config) -> Choices:
+    """RoPE as a config that transformers completed has it."""
+    return ropes(config)
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """A model type of the native decoder.
-
-    Attributes:
-        choices: fields of `ModelSpec` that its shape does not tell, from shape and config.
-        tensors: rules of its shape; None: the planner's table has them. With rules of its own the config is
-            completed by transformers' config class, so that no default is listed here.
-        with_states: layers may mix tokens with a constant state. Its shape is that of a model with attention
-            in their place.
-        prepare: of a completed config, what `choices` and the shape read.
-    """
-
-    choices: Callable[[ModelShape, Config], Choices]
-    tensors: Family | None = None
-    with_states: bool = False
-    prepare: Callable[[Config], Config] = dict
-
-    def shape(self, model_type: str, tensors: Family, config: Config) -> ModelShape:
-        """The shape of a completed config by these rules."""
-        if self.with_states:
-            kinds = ["full_attention"] * len(config["layer_types"])
-            config = {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
-        return ModelShape.from_completed(model_type, tensors, config)
+def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choices:
+    """The same RoPE in every layer, of either form of config; `theta` is the model type's default."""
+    return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 
 def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
@@ -129,3 +116,26 @@ def deepseek_router(config: Config) -> RouterSpec:
         group_top_k=2,
         correction=True,
     )
+
+
+def first_dense(config: Config) -> range:
+    """Layers with an MLP: the first ones (DeepSeek)."""
+    return range(min(config["first_k_dense_replace"], config["num_hidden_layers"]))
+
+
+def layer_parts(config: Config, kind: str, mixer: StateMixer) -> tuple[LayerParts, ...]:
+    """Parts of each layer, where those of a `kind` have a state and the others attention.
+
+    Raises:
+        NotCovered: a layer is neither.
+    """
+    kinds = config["layer_types"]
+    if unknown := sorted({*kinds} - {kind, "full_attention"}):
+        raise NotCovered(f"config.json: layer_types holds {unknown[0]!r}, which is not supported")
+    return tuple(LayerParts(mixer if each == kind else None) for each in kinds)
+
+
+def check_silu(config: Config, key: str) -> None:
+    """Raise `NotCovered` where another activation follows the convolution."""
+    if config[key] != "silu":
+        raise NotCovered(f"config.json: {key} {config[key]!r} after a convolution is not supported")

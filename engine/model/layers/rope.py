@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): config parsing, context extension, cos/sin tables.
+"""Rotary position embedding (RoPE): context extension and cos/sin tables.
 
 Su et al., "RoFormer" (2021). Context extension: linear interpolation (Chen et al., 2023),
 Llama 3.1's frequency-dependent interpolation, YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024).
@@ -8,80 +8,11 @@ Multimodal RoPE (M-RoPE, Qwen2-VL, arXiv:2409.12191): each pair rotates by one o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ....quant.base.errors import BadInput
-
-KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
-_NEEDED = {
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "longrope": ("short_factor", "long_factor"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """RoPE parameters: base frequency, and scaling to longer contexts.
-
-    `kind` is one of `KINDS`; `parameters` are the config's numbers. LongRoPE divides each frequency by a
-    separate factor, from the short list within the original context and from the long one beyond it.
-    Proportional RoPE (Gemma 4) rotates some of the pairs, with the frequencies of all. `width` is the number
-    of rotated elements where layers differ; 0: the model's.
-
-    With M-RoPE `sections` are the pairs that rotate by the temporal, the height and the width position, one
-    section after the other or, with `sections_interleave` (Qwen3-VL), in turn as long as a section lasts.
-    """
-
-    theta: float
-    kind: str
-    parameters: Mapping[str, float]
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    width: int = 0
-    sections: tuple[int, ...] = ()
-    sections_interleave: bool = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Parse either form: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
-
-        `theta` is the model type's default.
-        """
-        options = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = options.get("rope_type", options.get("type", "default"))
-        if kind not in KINDS:
-            raise BadInput(
-                f"config.json asks for rope_type {kind!r}, which this decoder does not know"
-            )
-        theta = options.get("rope_theta") or config.get("rope_theta") or theta
-        missing = [key for key in _NEEDED.get(kind, ()) if key not in options]
-        if missing:
-            raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
-        numbers = {k: float(v) for k, v in options.items() if isinstance(v, (int, float))}
-        if kind in ("yarn", "longrope"):
-            longest = float(config["max_position_embeddings"])
-            original = config.get("original_max_position_embeddings") or longest
-            if kind == "longrope" and "original_max_position_embeddings" in config:
-                numbers["original_max_position_embeddings"] = float(original)
-            numbers.setdefault("original_max_position_embeddings", float(original))
-            numbers.setdefault("factor", longest / numbers["original_max_position_embeddings"])
-        return cls(
-            float(theta),
-            kind,
-            numbers,
-            tuple(map(float, options.get("short_factor") or ())),
-            tuple(map(float, options.get("long_factor") or ())),
-        )
+from ....quant.families.spec_parts import RopeSpec, yarn_scale
 
 
 def rope_frequencies(
@@ -135,11 +66,6 @@ def rope_table(
     frequencies, factor = rope_frequencies(rope, width, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
-
-
-def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's attention scaling (mscale) for a context extension factor."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

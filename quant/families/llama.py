@@ -1,0 +1,103 @@
+"""Llama, and what is Llama with biases or layers without RoPE: Seed-OSS, SmolLM 3; Llama 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .choices import plain_ropes, ropes, same_rope
+from .family import GGUF_DENSE, Choices, GgufRules, ModelFamily
+from .shape_rules import Config, ShapeRules, Windows, full_every
+from .shapes import ModelShape
+from .spec_parts import Names, RopeSpec, RouterSpec, Temperature
+
+_BIASED = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
+
+LLAMA = ModelFamily(
+    "llama",
+    replace(
+        _BIASED,
+        defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    ),
+    same_rope,
+    gguf=GgufRules("llama", GGUF_DENSE, permuted=True),
+    plain_tokenizer=True,
+)
+
+SEED_OSS = ModelFamily(
+    "seed_oss",
+    ShapeRules(qkv_bias="attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    plain_ropes,
+    gguf=GgufRules("seed_oss", GGUF_DENSE, head_dim=128),
+)
+
+
+def _smollm3(_: ModelShape, config: Config) -> Choices:
+    return ropes(config, [bool(flag) for flag in config["no_rope_layers"]])
+
+
+SMOLLM3 = ModelFamily("smollm3", _BIASED, _smollm3, plain_tokenizer=True)
+
+
+def _chunked(config: Config) -> Windows:
+    """Chunked attention in layers with RoPE; full attention in those without (NoPE)."""
+    if rotary := config.get("no_rope_layers"):
+        return tuple(config["attention_chunk_size"] if flag else None for flag in rotary)
+    return full_every(4, "attention_chunk_size", "no_rope_layer_interval")(config)
+
+
+def _dense_layers(config: Config) -> tuple[int, ...]:
+    step, layers = config["interleave_moe_layer_step"], range(config["num_hidden_layers"])
+    sparse = config.get("moe_layers") or range(step - 1, config["num_hidden_layers"], step)
+    return tuple(i for i in layers if i not in sparse)
+
+
+def _llama4(shape: ModelShape, config: Config) -> Choices:
+    block = "feed_forward"
+    with_rope = config.get("no_rope_layers") or [window is not None for window in shape.windows]
+    rope = RopeSpec.from_config(config, 500000.0)
+    return {
+        "names": Names(
+            gate_up=(f"{block}.gate_proj", f"{block}.up_proj"),
+            down=f"{block}.down_proj",
+            router=f"{block}.router",
+            experts=f"{block}.experts",
+            shared_expert=f"{block}.shared_expert",
+            fused_experts=("gate_up_proj", "down_proj"),
+        ),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "ropes": tuple(rope if has_rope else None for has_rope in with_rope),
+        "rotary_interleaved": True,
+        "qk_norm_after_rotation": bool(config.get("use_qk_norm", True)),
+        "temperature": Temperature(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
+        if config.get("attn_temperature_tuning", True)
+        else None,
+        "router": RouterSpec(scoring="sigmoid", normalize=False, on_inputs=True),
+    }
+
+
+LLAMA4 = ModelFamily(
+    "llama4_text",
+    ShapeRules(
+        {
+            "max_position_embeddings": 131072,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+            "interleave_moe_layer_step": 1,
+            "attention_bias": False,
+        },
+        _chunked,
+        _dense_layers,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        shared_experts=1,
+    ),
+    _llama4,
+    splits_experts=True,
+)
+LLAMA4_IMAGES = ModelFamily("llama4", ties_wrapped=False, splits_experts=True)
+
+FAMILIES = (LLAMA, SEED_OSS, SMOLLM3, LLAMA4, LLAMA4_IMAGES)

@@ -1,0 +1,181 @@
+"""Qwen 2 and 3: dense, with experts, and behind a vision tower (M-RoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import ceil, floor, sqrt
+
+from ..base.errors import BadInput
+from .choices import QK_NORM, dense_between, experts, ropes, same_rope, with_mrope
+from .family import (
+    GGUF_ATTENTION,
+    GGUF_DENSE,
+    GGUF_EXPERTS,
+    GGUF_MLP,
+    GGUF_NORMS,
+    GGUF_QK_NORMS,
+    Choices,
+    GgufRules,
+    ImageSettings,
+    ImageTokens,
+    ModelFamily,
+)
+from .shape_rules import Config, ShapeRules, Windows
+from .shapes import ModelShape
+from .spec_parts import Names, RouterSpec
+
+_WINDOW = {"use_sliding_window": False, "max_window_layers": 28}
+
+
+def _sliding_if_used(config: Config) -> Windows:
+    """`sliding_window` counts only with `use_sliding_window`, and only past `max_window_layers`."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    return tuple(window if i >= first else None for i in range(config["num_hidden_layers"]))
+
+
+QWEN2 = ModelFamily(
+    "qwen2",
+    ShapeRules({"max_position_embeddings": 32768, **_WINDOW}, _sliding_if_used, qkv_bias=True),
+    same_rope,
+    gguf=GgufRules("qwen2", GGUF_DENSE),
+)
+QWEN3 = ModelFamily(
+    "qwen3",
+    replace(
+        QK_NORM,
+        defaults={
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+            "attention_bias": False,
+            **_WINDOW,
+        },
+        windows=_sliding_if_used,
+    ),
+    same_rope,
+    gguf=GgufRules("qwen3", (*GGUF_DENSE, *GGUF_QK_NORMS), head_dim=128),
+    plain_tokenizer=True,
+)
+
+
+def _sliding_everywhere_if_used(config: Config) -> Windows:
+    """As Qwen 3, but in every layer."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return (window,) * config["num_hidden_layers"]
+
+
+def _qwen3_moe(shape: ModelShape, config: Config) -> Choices:
+    router = RouterSpec(normalize=bool(config.get("norm_topk_prob", False)))
+    return {**same_rope(shape, config), "router": router}
+
+
+QWEN3_MOE = ModelFamily(
+    "qwen3_moe",
+    replace(
+        QK_NORM,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "attention_bias": False,
+            **_WINDOW,
+        },
+        windows=_sliding_everywhere_if_used,
+        dense_layers=dense_between,
+    ),
+    _qwen3_moe,
+    gguf=GgufRules(
+        "qwen3moe",
+        stems=(
+            *(*GGUF_NORMS, *GGUF_ATTENTION, *GGUF_QK_NORMS, "mlp.gate"),
+            *(name.replace("mlp.", "mlp.experts.") for name in GGUF_MLP),
+        ),
+        keys=GGUF_EXPERTS | {"num_experts": "expert_count"},
+        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        head_dim=128,
+    ),
+)
+
+
+def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
+    mixture = experts(
+        config,
+        config["moe_intermediate_size"],
+        config["shared_expert_intermediate_size"],
+        dense_between(config),
+    )
+    return {
+        **ropes(config),
+        "shape": replace(shape, experts=mixture),
+        "names": Names(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
+        "router": RouterSpec(normalize=bool(config["norm_topk_prob"])),
+    }
+
+
+QWEN2_MOE = ModelFamily("qwen2_moe", ShapeRules(qkv_bias="qkv_bias"), _qwen2_moe)
+
+
+def _qwen2_vl(_: ModelShape, config: Config) -> Choices:
+    return with_mrope(ropes(config), config, (16, 24, 24))
+
+
+def _qwen3_vl(_: ModelShape, config: Config) -> Choices:
+    return with_mrope(ropes(config), config, (24, 20, 20), interleave=True)
+
+
+def _qwen3_vl_moe(shape: ModelShape, config: Config) -> Choices:
+    mixture = experts(config, config["moe_intermediate_size"], dense_layers=dense_between(config))
+    return {
+        **_qwen3_vl(shape, config),
+        "shape": replace(shape, experts=mixture),
+        "names": Names(fused_experts=("gate_up_proj", "down_proj")),
+    }
+
+
+def smart_resize(settings: ImageSettings, width: int, height: int) -> ImageTokens:
+    """Tokens of an image resized to multiples of patch x merge, within a range of pixels (`smart_resize`)."""
+    patch = settings.vision_size("patch_size", 14)
+    merge = settings.vision_size("spatial_merge_size", 2)
+    size = settings.processor.get("size") or {}
+    least = (
+        settings.processor.get("min_pixels")
+        or size.get("shortest_edge")
+        or 4 * (patch * merge) ** 2
+    )
+    most = (
+        settings.processor.get("max_pixels")
+        or size.get("longest_edge")
+        or 16384 * (patch * merge) ** 2
+    )
+    if max(height, width) > 200 * min(height, width):
+        raise BadInput(f"an image of {width}x{height}: this model takes aspect ratios up to 200")
+    factor = patch * merge
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    if high * wide > most:
+        scale = sqrt(height * width / most)
+        high = max(factor, floor(height / scale / factor) * factor)
+        wide = max(factor, floor(width / scale / factor) * factor)
+    elif high * wide < least:
+        scale = sqrt(least / (height * width))
+        high, wide = ceil(height * scale / factor) * factor, ceil(width * scale / factor) * factor
+    patches = (high // patch) * (wide // patch)
+    return ImageTokens(
+        patches // merge**2, patches, 1, f"{wide}/{factor} x {high}/{factor} after resizing"
+    )
+
+
+_wrapper = partial(ModelFamily, image_tokens=smart_resize)
+
+FAMILIES = (
+    *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    ModelFamily("qwen2_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),
+    ModelFamily("qwen2_5_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),
+    ModelFamily("qwen3_vl_text", QK_NORM, _qwen3_vl),
+    ModelFamily("qwen3_vl_moe_text", QK_NORM, _qwen3_vl_moe),
+    *(_wrapper("qwen2_vl"), _wrapper("qwen2_5_vl"), _wrapper("qwen3_vl")),
+    _wrapper("qwen3_vl_moe", splits_experts=True),
+)
