@@ -102,7 +102,7 @@ MAX_LOGPROBS = 1 << 20
 """Log-probabilities in a response that is not streamed: it is held in memory."""
 
 
-class Shape(Protocol):
+class ChoiceShape(Protocol):
     """Formats the choices of an endpoint. One instance serves one HTTP request."""
 
     object_name: str
@@ -121,10 +121,10 @@ class Shape(Protocol):
         ...
 
 
-class Choices:
+class ChoicesResponse:
     """The outputs of one HTTP request as `choices`, for completions and chat completions."""
 
-    def __init__(self, context: ResponseContext, shape: Shape) -> None:
+    def __init__(self, context: ResponseContext, shape: ChoiceShape) -> None:
         self._context = context
         self._shape = shape
         jobs = context.stream.jobs

@@ -13,8 +13,14 @@ from ..parsing.events import Arguments, CallStart, Event, Parsed, Reasoning, Tex
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool
 from ..protocol.generation_protocol import CompletionRequest
-from .choices import Choices, chat_logprobs, completion_logprobs, prompt_logprobs, token_id_name
-from .conversation import prepare
+from .choices import (
+    ChoicesResponse,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_id_name,
+)
+from .conversation import converse
 from .service import Service
 from .tokenization import Tokenization
 
@@ -109,7 +115,7 @@ def completions_router(service: Service) -> APIRouter:
             params,
             token_ids,
             "cmpl-",
-            lambda context: Choices(context, shape),
+            lambda context: ChoicesResponse(context, shape),
             arrival_seconds,
         )
 
@@ -203,23 +209,15 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        arrival_seconds = time.perf_counter()
-        service.check(body)
-        conversation = await prepare(service, request, body)
-        shape = ChatShape(
-            service.text,
-            conversation.form,
-            tool_is_named=isinstance(body.tool_choice, NamedTool),
-        )
-        return await service.respond(
+        is_named = isinstance(body.tool_choice, NamedTool)
+        return await converse(
+            service,
             request,
             body,
-            conversation.params,
-            [conversation.token_ids],
             "chatcmpl-",
-            lambda context: Choices(context, shape),
-            arrival_seconds,
-            images=conversation.images,
+            lambda context, form: ChoicesResponse(
+                context, ChatShape(service.text, form, tool_is_named=is_named)
+            ),
         )
 
     return router

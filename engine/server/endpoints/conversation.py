@@ -1,25 +1,30 @@
-"""A conversation of any API as the engine needs it: prompt, sampling parameters, and the output's format."""
+"""A conversation of any API: its prompt and parameters for the engine, and its output read as events."""
 
 from __future__ import annotations
 
 import hashlib
+import time
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
+from ...scheduling.outputs import Completion, RequestOutput
+from ..parsing.events import Event, Parsed, Reasoning
 from ..parsing.formats import FORCED, HARMONY, ToolFormat
-from ..parsing.parser import OutputFormat
+from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, Message, Tool
 from ..protocol.errors import ApiError
+from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.server_options import scripted_text
 from ..protocol.structure import Constraint
-from .service import Service
+from .service import Generation, ResponseContext, Service, Usage
 from .tokenization import Tokenization
 
 PROMPT_END = 16
@@ -89,6 +94,114 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
     if service.script and params.token_mask is None:
         params = await _scripted(service, params, token_ids)
     return Conversation(params, token_ids, form, prompt.images)
+
+
+async def converse(
+    service: Service,
+    request: Request,
+    body: ChatRequest,
+    id_prefix: str,
+    generation: Callable[[ResponseContext, OutputFormat], Generation],
+) -> Response:
+    """Generate the next message of a conversation.
+
+    Raises:
+        ApiError, BadInput: as `Service.check`, `prepare` and `Service.respond`.
+    """
+    arrival_seconds = time.perf_counter()
+    service.check(body)
+    conversation = await prepare(service, request, body)
+    return await answer(
+        service, request, body, conversation, id_prefix, generation, arrival_seconds
+    )
+
+
+async def answer(
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    conversation: Conversation,
+    id_prefix: str,
+    generation: Callable[[ResponseContext, OutputFormat], Generation],
+    arrival_seconds: float,
+    media_type: str = "text/event-stream",
+) -> Response:
+    """`Service.respond` for a prepared conversation."""
+    return await service.respond(
+        request,
+        body,
+        conversation.params,
+        [conversation.token_ids],
+        id_prefix,
+        lambda context: generation(context, conversation.form),
+        arrival_seconds,
+        media_type,
+        conversation.images,
+    )
+
+
+class ConversationResponse(ABC):
+    """The only output of a request as events of text, reasoning and calls, which an API writes in its shapes.
+
+    Args:
+        has_reasoning: whether the client asked for the reasoning; else it is left out.
+    """
+
+    def __init__(
+        self, context: ResponseContext, form: OutputFormat, *, has_reasoning: bool = True
+    ) -> None:
+        self.context, self.parser = context, OutputParser(form)
+        self.usage, self.completion = Usage(context.stream.jobs), Completion(0)
+        self._has_reasoning = has_reasoning
+
+    @abstractmethod
+    async def document(self) -> dict[str, Any]:
+        """The whole response."""
+
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """The response as it comes. An error during generation is the last event."""
+        for sent in self.opening():
+            yield sent
+        try:
+            async for output, events in self.read():
+                for sent in self.sent(output, events):
+                    yield sent
+            for sent in self.ending():
+                yield sent
+        except ApiError as error:
+            yield self.failed(error)
+
+    async def read(self) -> AsyncIterator[tuple[RequestOutput, list[Event]]]:
+        """Each output of the engine with its events; `usage` and `completion` grow with them."""
+        async for output in self.context.stream:
+            self.completion.extend(output)
+            self.usage.take(output)
+            found = self.parser.feed(output.new_text, is_last=output.finish_reason is not None)
+            shows = self._has_reasoning
+            yield output, [each for each in found if shows or not isinstance(each, Reasoning)]
+
+    async def parsed(self) -> Parsed:
+        """The whole output."""
+        parsed = Parsed()
+        async for _, events in self.read():
+            parsed.add(events)
+        return parsed
+
+    def opening(self) -> Iterator[bytes]:
+        """What is sent before the first token."""
+        yield from ()
+
+    @abstractmethod
+    def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
+        """What is sent for an output of the engine."""
+
+    @abstractmethod
+    def ending(self) -> Iterator[bytes]:
+        """What is sent after the last output."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """What is sent in place of the rest."""
 
 
 async def _scripted(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 
 from ....quant.base.errors import BadInput
 from ....quant.families.config import has_table_rule, model_shape
@@ -22,14 +20,14 @@ from ....quant.families.registry import type_of
 from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
 from ...execution.embeddings import read_pooling
-from ...scheduling.outputs import Completion, RequestOutput
-from ..parsing.events import Arguments, Call, CallStart, Event, Parsed, Reasoning
-from ..parsing.parser import OutputFormat, OutputParser
+from ...scheduling.outputs import RequestOutput
+from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
+from ..parsing.parser import OutputFormat
 from ..protocol.errors import ApiError, ollama_error
-from ..protocol.generation_protocol import GenerationRequest, StreamOptions
+from ..protocol.generation_protocol import GenerationRequest
 from ..protocol.ollama_protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
-from .conversation import Conversation, prepare
-from .service import ResponseContext, Service, Usage
+from .conversation import Conversation, ConversationResponse, answer, prepare
+from .service import ResponseContext, Service, compact_json
 
 
 class ModelFacts:
@@ -140,7 +138,7 @@ def message_of(parsed: Parsed) -> dict[str, Any]:
         message["thinking"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.name, "arguments": _object(call.arguments)}}
+            {"id": call.id, "function": {"name": call.name, "arguments": call.value}}
             for call in parsed.calls
         ]
     return {"message": message}
@@ -152,54 +150,40 @@ def response_of(parsed: Parsed) -> dict[str, Any]:
     return {"response": parsed.text, **thinking}
 
 
-class OllamaAnswer:
-    """The output of a request as Ollama's objects. Calls come whole, and durations in nanoseconds."""
+class OllamaResponse(ConversationResponse):
+    """The output of a request as Ollama's objects, one for each piece of text. Calls come whole.
+
+    The last object, of an empty piece, has the counts, and the durations in nanoseconds.
+    """
 
     def __init__(
         self,
         context: ResponseContext,
         form: OutputFormat,
         contents: Contents,
-        arrival_seconds: float,
         *,
-        hides_thinking: bool,
+        has_reasoning: bool,
         gives_context: bool = False,
     ) -> None:
         """`gives_context`: whether the last object has the tokens of prompt and output."""
-        self._context = context
-        self._contents = contents
-        self._arrival_seconds = arrival_seconds
-        self._parser = OutputParser(form)
-        self._usage = Usage(context.stream.jobs)
-        self._hides_thinking = hides_thinking
-        self._gives_context = gives_context
-        self._call: Call | None = None
+        super().__init__(context, form, has_reasoning=has_reasoning)
+        self._contents, self._gives_context = contents, gives_context
+        self._call: ParsedCall | None = None
 
     async def document(self) -> dict[str, Any]:
-        parsed, completion = Parsed(), Completion(0)
-        async for output in self._context.stream:
-            completion.extend(output)
-            parsed.add(self._read(output))
-        return {**self._object(parsed), **self._ending(completion)}
+        return {**self._object(await self.parsed()), **self._ending()}
 
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """One object per piece of text; the last, of an empty one, has the counts and durations."""
-        completion = Completion(0)
-        try:
-            async for output in self._context.stream:
-                completion.extend(output)
-                for piece in self._pieces(self._read(output)):
-                    yield _line(self._object(piece))
-            for piece in self._whole_call():
-                yield _line(self._object(piece))
-            yield _line({**self._object(Parsed()), **self._ending(completion)})
-        except ApiError as error:
-            yield _line(ollama_error(error))
+    def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
+        for piece in self._pieces(events):
+            yield _line(self._object(piece))
 
-    def _read(self, output: RequestOutput) -> list[Event]:
-        self._usage.take(output)
-        events = self._parser.feed(output.new_text, is_last=output.finish_reason is not None)
-        return [e for e in events if not (self._hides_thinking and isinstance(e, Reasoning))]
+    def ending(self) -> Iterator[bytes]:
+        for piece in self._whole_call():
+            yield _line(self._object(piece))
+        yield _line({**self._object(Parsed()), **self._ending()})
+
+    def failed(self, error: ApiError) -> bytes:
+        return _line(ollama_error(error))
 
     def _pieces(self, events: Sequence[Event]) -> Iterator[Parsed]:
         """What can be sent: text and reasoning, and a call once the next one begins."""
@@ -207,7 +191,7 @@ class OllamaAnswer:
             match event:
                 case CallStart(_, call_id, name):
                     yield from self._whole_call()
-                    self._call = Call(call_id, name)
+                    self._call = ParsedCall(call_id, name)
                 case Arguments(_, text):
                     assert self._call is not None
                     self._call.arguments += text
@@ -224,26 +208,28 @@ class OllamaAnswer:
 
     def _object(self, parsed: Parsed) -> dict[str, Any]:
         return {
-            "model": self._context.model,
+            "model": self.context.model,
             "created_at": now(),
             **self._contents(parsed),
             "done": False,
         }
 
-    def _ending(self, completion: Completion) -> dict[str, Any]:
+    def _ending(self) -> dict[str, Any]:
         """Why it ended, and Ollama's counts and durations; `load_duration` is the time in the queue."""
-        seconds = self._usage.whole()["seconds"]
-        prompt = self._context.stream.jobs[0].token_ids
-        tokens = {"context": [*prompt, *completion.token_ids]} if self._gives_context else {}
+        seconds = self.usage.whole()["seconds"]
+        job = self.context.stream.jobs[0]
+        tokens = (
+            {"context": [*job.token_ids, *self.completion.token_ids]} if self._gives_context else {}
+        )
         return {
             "done": True,
-            "done_reason": completion.finish_reason,
+            "done_reason": self.completion.finish_reason,
             **tokens,
-            "total_duration": nanoseconds(time.perf_counter() - self._arrival_seconds),
+            "total_duration": nanoseconds(time.perf_counter() - job.arrival_seconds),
             "load_duration": nanoseconds(seconds["queue"]),
-            "prompt_eval_count": self._usage.num_prompt_tokens,
+            "prompt_eval_count": self.usage.num_prompt_tokens,
             "prompt_eval_duration": nanoseconds(seconds["prefill"]),
-            "eval_count": self._usage.num_output_tokens,
+            "eval_count": self.usage.num_output_tokens,
             "eval_duration": nanoseconds(seconds["decode"]),
         }
 
@@ -257,16 +243,8 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _object(arguments: str) -> Any:
-    """The arguments of a call that may have been cut off."""
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return {}
-
-
 def _line(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return compact_json(fields) + b"\n"
 
 
 API_VERSION = "0.12.0"
@@ -312,67 +290,44 @@ class OllamaService:
         self._service.check_model(name)
         return name
 
-    async def chat(self, body: OllamaChat, request: Request, arrival_seconds: float) -> Response:
-        try:
-            chat = body.chat_request(self._max_model_len)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        self._service.check(chat)
-        conversation = await prepare(self._service, request, chat)
-        return await self._answered(body, chat, request, conversation, message_of, arrival_seconds)
-
-    async def generate(
-        self, body: OllamaGenerate, request: Request, arrival_seconds: float
-    ) -> Response:
-        """Through the chat template as a user's message, or as it is: raw, or without a template."""
-        text = self._service.text
-        try:
-            is_plain = text.template_source == "plain" and not (body.system or body.images)
-            if body.raw or is_plain:
-                asked = body.raw_request(self._max_model_len)
-                self._service.check(asked)
-                params = await self._service.params(request, asked)
-                (token_ids,) = await text.encode([body.prompt])
-                conversation = Conversation(params, token_ids, OutputFormat())
-            else:
-                asked = body.chat_request(self._max_model_len)
-                self._service.check(asked)
-                conversation = await prepare(self._service, request, asked)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        if body.context:
-            conversation.token_ids[:0] = body.context
-        return await self._answered(
-            body, asked, request, conversation, response_of, arrival_seconds
-        )
-
-    async def _answered(
-        self,
-        body: OllamaRequest,
-        asked: GenerationRequest,
-        request: Request,
-        conversation: Conversation,
-        contents: Contents,
-        arrival_seconds: float,
-    ) -> Response:
-        return await self._service.respond(
+    async def answer(self, body: OllamaChat | OllamaGenerate, request: Request) -> Response:
+        """Generate the next message of a chat, or the answer to a prompt."""
+        arrival_seconds = time.perf_counter()
+        if isinstance(body, OllamaGenerate) and self._is_plain(body):
+            asked: GenerationRequest = body.raw_request(self._max_model_len)
+            self._service.check(asked)
+            params = await self._service.params(request, asked)
+            (token_ids,) = await self._service.text.encode([body.prompt])
+            conversation = Conversation(params, token_ids, OutputFormat())
+        else:
+            asked = body.chat_request(self._max_model_len)
+            self._service.check(asked)
+            conversation = await prepare(self._service, request, asked)
+        contents, gives_context = message_of, False
+        if isinstance(body, OllamaGenerate):
+            contents, gives_context = response_of, not body.raw
+            conversation.token_ids[:0] = body.context or []
+        return await answer(
+            self._service,
             request,
             asked,
-            conversation.params,
-            [conversation.token_ids],
+            conversation,
             "ollama-",
-            lambda context: OllamaAnswer(
+            lambda context, form: OllamaResponse(
                 context,
-                conversation.form,
+                form,
                 contents,
-                arrival_seconds,
-                hides_thinking=body.think is False,
-                gives_context=isinstance(body, OllamaGenerate) and not body.raw,
+                has_reasoning=body.think is not False,
+                gives_context=gives_context,
             ),
             arrival_seconds,
             MEDIA_TYPE,
-            conversation.images,
         )
+
+    def _is_plain(self, body: OllamaGenerate) -> bool:
+        """Whether the prompt stands as it is: raw, or because the model has no template to put it in."""
+        has_no_template = self._service.text.template_source == "plain"
+        return body.raw or (has_no_template and not (body.system or body.images))
 
 
 def ollama_router(service: Service, engine: Engine) -> APIRouter:
@@ -383,21 +338,18 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
     @router.post("/api/chat", response_model=None)
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        arrival_seconds = time.perf_counter()
         ollama.check(body)
         if not body.messages:
-            message = {"role": "assistant", "content": ""}
-            return _loaded(body, {"message": message})
-        return await ollama.chat(body, request, arrival_seconds)
+            return _loaded(body, {"message": {"role": "assistant", "content": ""}})
+        return await ollama.answer(body, request)
 
     @router.post("/api/generate", response_model=None)
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Answer a prompt."""
-        arrival_seconds = time.perf_counter()
         ollama.check(body)
         if not (body.prompt or body.context or body.images):
             return _loaded(body, {"response": ""})
-        return await ollama.generate(body, request, arrival_seconds)
+        return await ollama.answer(body, request)
 
     @router.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:

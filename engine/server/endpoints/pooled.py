@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import base64
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from fastapi import APIRouter, Request
 
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...execution.embeddings import Vector, normalized
-from ..access.request_record import record_of, tenant_of
-from ..loop.stream import Job, OutputStream
+from ...scheduling.outputs import RequestOutput
+from ..loop.stream import OutputStream
 from ..protocol.errors import ApiError
 from ..protocol.pooling_protocol import (
     EmbeddingRequest,
@@ -26,7 +25,7 @@ from ..protocol.pooling_protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from .service import CLIENT_GONE, Service, unless_disconnected
+from .service import CLIENT_GONE, ResponseContext, Service, unless_disconnected
 
 _NOTHING = SamplingParams(max_tokens=1)
 
@@ -35,12 +34,9 @@ _NOTHING = SamplingParams(max_tokens=1)
 class PooledResponse:
     """The pooled vectors of one HTTP request, and what its response says of it."""
 
-    id: str
-    model: str
-    num_prompt_tokens: int
-    created: int = field(default_factory=lambda: int(time.time()))
-    vectors: list[tuple[float, ...]] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    context: ResponseContext
+    vectors: list[tuple[float, ...]]
+    num_cached_tokens: int
 
     @property
     def arrays(self) -> list[Vector]:
@@ -48,11 +44,23 @@ class PooledResponse:
 
     @property
     def usage(self) -> dict[str, Any]:
+        num_tokens = sum(len(job.token_ids) for job in self.context.stream.jobs)
         return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "total_tokens": self.num_prompt_tokens,
+            "prompt_tokens": num_tokens,
+            "total_tokens": num_tokens,
             "completion_tokens": 0,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+        """OpenAI's list of results."""
+        return {
+            "id": self.context.id,
+            "object": "list",
+            "created": self.context.created,
+            "model": self.context.model,
+            "data": data,
+            "usage": self.usage,
         }
 
 
@@ -69,45 +77,21 @@ async def pool(
     Raises:
         ApiError, BadInput: a prompt that cannot fit, a full queue, a failed step, a client that left.
     """
-    arrival_seconds = time.perf_counter()
-    tenant, name = tenant_of(request), body.model or service.model_name
-    record = record_of(request)
-    response_id = f"{id_prefix}{body.request_id or record.request_id}"
-    num_tokens = sum(map(len, prompts))
-    record.reserve(num_tokens, at_least=num_tokens)
-    jobs = [
-        Job(
-            f"{response_id}/{uuid.uuid4().hex}/{index}",
-            token_ids,
-            _NOTHING,
-            arrival_seconds,
-            service.adapter(name),
-            body.priority or 0,
-            tenant.cache_salt(body.cache_salt),
-            tenant.key,
-            pooling,
-        )
-        for index, token_ids in enumerate(prompts)
-    ]
-    response = PooledResponse(response_id, name, num_tokens)
-    stream = await service.loop.submit(jobs)
-    record.begin(response_id, name, None, stream)
+    context = await service.submit(
+        request, body, prompts, _NOTHING, id_prefix, time.perf_counter(), pooling=pooling
+    )
     try:
-        if await unless_disconnected(request, _collect(stream, response)) is None:
-            raise ApiError(CLIENT_GONE, "the client has left")
+        outputs = await unless_disconnected(request, _collected(context.stream))
     finally:
-        stream.close()
-    return response
+        context.stream.close()
+    if outputs is None:
+        raise ApiError(CLIENT_GONE, "the client has left")
+    vectors = [outputs[job.request_id].pooled or () for job in context.stream.jobs]
+    return PooledResponse(context, vectors, sum(o.num_cached_tokens for o in outputs.values()))
 
 
-async def _collect(stream: OutputStream, response: PooledResponse) -> PooledResponse:
-    by_id: dict[str, tuple[float, ...]] = {}
-    async for output in stream:
-        assert output.pooled is not None
-        by_id[output.request_id] = output.pooled
-        response.num_cached_tokens += output.num_cached_tokens
-    response.vectors = [by_id[job.request_id] for job in stream.jobs]
-    return response
+async def _collected(stream: OutputStream) -> dict[str, RequestOutput]:
+    return {output.request_id: output async for output in stream}
 
 
 def embeddings_router(service: Service) -> APIRouter:
@@ -126,21 +110,16 @@ def embeddings_router(service: Service) -> APIRouter:
         )
         response = await pool(service, request, body, prompts, pooling.params, "embd-")
         vectors = [pooling.embedding(vector, body.dimensions) for vector in response.vectors]
-        return {
-            "id": response.id,
-            "object": "list",
-            "created": response.created,
-            "model": response.model,
-            "data": [
+        return response.listed(
+            [
                 {
                     "object": "embedding",
                     "index": index,
                     "embedding": _encoded(vector, body.encoding_format),
                 }
                 for index, vector in enumerate(vectors)
-            ],
-            "usage": response.usage,
-        }
+            ]
+        )
 
     return router
 
@@ -162,17 +141,12 @@ def scores_router(service: Service) -> APIRouter:
         response, scores = await _scores(
             service, request, body, body.pairs, body.use_activation, "score-"
         )
-        return {
-            "id": response.id,
-            "object": "list",
-            "created": response.created,
-            "model": response.model,
-            "data": [
+        return response.listed(
+            [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(scores)
-            ],
-            "usage": response.usage,
-        }
+            ]
+        )
 
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
@@ -191,8 +165,8 @@ def scores_router(service: Service) -> APIRouter:
             for index in order[: body.top_n or None]
         ]
         return {
-            "id": response.id,
-            "model": response.model,
+            "id": response.context.id,
+            "model": response.context.model,
             "usage": response.usage,
             "results": results,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},

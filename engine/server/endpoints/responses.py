@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
-from ...scheduling.outputs import Completion, RequestOutput
+from ...scheduling.outputs import RequestOutput
 from ..access.request_record import Tenant, record_of, tenant_of
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
-from ..parsing.parser import OutputFormat, OutputParser
+from ..parsing.parser import OutputFormat
 from ..protocol.errors import ApiError
-from ..protocol.generation_protocol import StreamOptions
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
 from .choices import chat_logprobs
-from .conversation import prepare
+from .conversation import ConversationResponse, converse
 from .response_items import CallItem, Item, MessageItem, ReasoningItem
-from .service import ResponseContext, Service, Usage, server_sent
+from .service import ResponseContext, Service, server_sent
 from .tokenization import Tokenization
 
 MAX_BYTES = 64 << 20
@@ -94,69 +91,53 @@ class ResponseStore:
 Stored = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 
-class ItemResponse:
-    """The output of a request as a response object, or as its streaming events.
+class ItemResponse(ConversationResponse):
+    """The output of a request as a response object, or as OpenAI's streaming events.
 
-    `on_done` receives the assistant's messages and the whole response.
+    An item is added with its first token, not before. `on_done` receives the assistant's messages and the
+    whole response.
     """
 
     def __init__(
         self,
         context: ResponseContext,
+        form: OutputFormat,
         body: ResponsesRequest,
         text: Tokenization,
-        form: OutputFormat,
         on_done: Stored,
     ) -> None:
-        self._context = context
-        self._body = body
-        self._text = text
-        self._parser = OutputParser(form)
-        self._on_done = on_done
-        self._usage = Usage(context.stream.jobs)
+        super().__init__(context, form)
+        self._body, self._text, self._on_done = body, text, on_done
         self._items: list[Item] = []
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
         self._sequence_number = 0
 
-    async def document(self) -> dict[str, Any]:
-        completion = Completion(0)
-        async for output in self._context.stream:
-            completion.extend(output)
-            for _ in self._taken(output):
-                pass
-        for _ in self._end(completion):
-            pass
-        return self._finished(completion)
-
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """OpenAI's events. An item is added with its first token, not before."""
-        completion = Completion(0)
+    def opening(self) -> Iterator[bytes]:
         begun = self._response("in_progress", [])
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        try:
-            async for output in self._context.stream:
-                completion.extend(output)
-                for event in self._taken(output):
-                    yield event
-        except ApiError as error:
-            failed = self._response("failed", [])
-            failed["error"] = {"code": "server_error", "message": str(error)}
-            yield self._event("response.failed", response=failed)
-            return
-        for event in self._end(completion):
-            yield event
-        whole = self._finished(completion)
+
+    async def document(self) -> dict[str, Any]:
+        async for output, events in self.read():
+            deque(self.sent(output, events), 0)
+        deque(self._end(), 0)
+        return self._finished()
+
+    def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
+        self._logprobs += self._scored(output)
+        for event in events:
+            yield from self._grown(event)
+
+    def ending(self) -> Iterator[bytes]:
+        yield from self._end()
+        whole = self._finished()
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def _taken(self, output: RequestOutput) -> Iterator[bytes]:
-        """The events of an engine's output."""
-        self._usage.take(output)
-        self._logprobs += self._scored(output)
-        is_last = output.finish_reason is not None
-        for event in self._parser.feed(output.new_text, is_last=is_last):
-            yield from self._grown(event)
+    def failed(self, error: ApiError) -> bytes:
+        response = self._response("failed", [])
+        response["error"] = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response=response)
 
     def _grown(self, event: Event) -> Iterator[bytes]:
         match event:
@@ -185,11 +166,11 @@ class ItemResponse:
         item.logprobs = [*item.logprobs, *scored]
         yield item.delta(self._event, self._where, text, logprobs=scored)
 
-    def _end(self, completion: Completion) -> Iterator[bytes]:
+    def _end(self) -> Iterator[bytes]:
         """Close the last item; an output without any is an empty message."""
         if not self._items or (self._logprobs and isinstance(self._last, MessageItem)):
             yield from self._message_delta("")
-        yield from self._closed(_status(completion))
+        yield from self._closed(self._status)
 
     def _opened(self, item: Item) -> Iterator[bytes]:
         yield from self._closed("completed")
@@ -203,6 +184,10 @@ class ItemResponse:
             yield from self._items[-1].closing(self._event, self._where, status)
 
     @property
+    def _status(self) -> str:
+        return "incomplete" if self.completion.finish_reason == "length" else "completed"
+
+    @property
     def _last(self) -> Item | None:
         return self._items[-1] if self._items else None
 
@@ -212,14 +197,14 @@ class ItemResponse:
 
     def _item_id(self, kind: str) -> str:
         number = f"_{len(self._items)}" if self._items else ""
-        return f"{kind}_{self._context.id.removeprefix('resp_')}{number}"
+        return f"{kind}_{self.context.id.removeprefix('resp_')}{number}"
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sequence_number = self._sequence_number, self._sequence_number + 1
         return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
 
-    def _finished(self, completion: Completion) -> dict[str, Any]:
-        status = _status(completion)
+    def _finished(self) -> dict[str, Any]:
+        status = self._status
         last = len(self._items) - 1
         output = [
             item.document(status if index == last else "completed")
@@ -234,11 +219,11 @@ class ItemResponse:
         return response
 
     def _counts(self) -> dict[str, Any]:
-        counted = self._usage.whole()
+        counted = self.usage.whole()
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {
-                "cached_tokens": self._usage.num_cached_tokens,
+                "cached_tokens": self.usage.num_cached_tokens,
                 "cache_write_tokens": 0,
             },
             "output_tokens": counted["completion_tokens"],
@@ -260,11 +245,11 @@ class ItemResponse:
         form = TextFormat() if body.text is None else body.text.format
         choice = body.tool_choice or "auto"
         return {
-            "id": self._context.id,
+            "id": self.context.id,
             "object": "response",
-            "created_at": self._context.created,
+            "created_at": self.context.created,
             "status": status,
-            "model": self._context.model,
+            "model": self.context.model,
             "output": output,
             "error": None,
             "incomplete_details": None,
@@ -284,10 +269,6 @@ class ItemResponse:
             "truncation": "disabled",
             "usage": None,
         }
-
-
-def _status(completion: Completion) -> str:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
 def _turn(items: list[Item]) -> dict[str, Any]:
@@ -313,30 +294,22 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
-        arrival_seconds, tenant = time.perf_counter(), tenant_of(request)
         service.check(body)
-        turns = body.turns
+        tenant, turns = tenant_of(request), body.turns
         if body.previous_response_id is not None:
             turns = [*store.get(tenant, body.previous_response_id).turns, *turns]
-        try:
-            chat = body.chat_request(turns)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        conversation = await prepare(service, request, chat)
+        chat = body.chat_request(turns)
 
         def keep(answer: list[dict[str, Any]], document: dict[str, Any]) -> None:
             if body.store is not False:
                 store.put(tenant, [*turns, *answer], document)
 
-        return await service.respond(
+        return await converse(
+            service,
             request,
             chat,
-            conversation.params,
-            [conversation.token_ids],
             store.prefix(tenant, chat.request_id or record_of(request).request_id),
-            lambda context: ItemResponse(context, body, service.text, conversation.form, keep),
-            arrival_seconds,
-            images=conversation.images,
+            lambda context, form: ItemResponse(context, form, body, service.text, keep),
         )
 
     @router.get("/v1/responses/{response_id}")

@@ -16,13 +16,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...base.image_input import NO_IMAGES, Images
-from ...base.sampling_params import SamplingParams
+from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
-from ..access.request_record import RequestRecord, record_of, tenant_of
+from ..access.request_record import record_of, tenant_of
 from ..loop.loop import EngineLoop
 from ..loop.stream import Job, OutputStream
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, StreamOptions
+from ..protocol.pooling_protocol import PoolingRequest
 from ..protocol.server_options import ScriptedText
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
@@ -156,6 +157,56 @@ class Service:
             raise ApiError(CLIENT_GONE, "the client has left")
         return replace(params, token_mask=mask)
 
+    async def submit(
+        self,
+        request: Request,
+        body: GenerationRequest | PoolingRequest,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        id_prefix: str,
+        arrival_seconds: float,
+        *,
+        pooling: PoolingParams | None = None,
+        images: Images = NO_IMAGES,
+    ) -> ResponseContext:
+        """Queue a job for each prompt; `images` are those of the only one. The caller closes the stream.
+
+        The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
+        that every request has.
+
+        Raises:
+            BadInput, TooMany, Unavailable: what the engine or a limit of the key refuses.
+        """
+        record, tenant = record_of(request), tenant_of(request)
+        response_id = f"{id_prefix}{body.request_id or record.request_id}"
+        name = body.model or self.model_name
+        jobs = [
+            Job(
+                # Clients may reuse their ids; the engine's request ids must be unique.
+                f"{response_id}/{uuid.uuid4().hex}/{index}",
+                token_ids,
+                params,
+                arrival_seconds,
+                self.adapter(name),
+                body.priority or 0,
+                tenant.cache_salt(body.cache_salt),
+                tenant.key,
+                pooling,
+                images,
+            )
+            for index, token_ids in enumerate(prompts)
+        ]
+        num_prompt = num_tokens = sum(map(len, prompts))
+        if pooling is None:
+            # Without `max_tokens` the rest of the context, of which a request need not use any.
+            room = [params.max_tokens or max(0, self.max_model_len - len(each)) for each in prompts]
+            num_tokens += sum(room) * params.num_sequences
+        at_least = num_prompt if params.max_tokens is None else num_tokens
+        record.reserve(num_tokens, at_least=at_least)
+        stream = await self.loop.submit(jobs)
+        record.begin(response_id, name, params if pooling is None else None, stream)
+        return ResponseContext(response_id, name, int(time.time()), stream)
+
     async def respond(
         self,
         request: Request,
@@ -168,64 +219,23 @@ class Service:
         media_type: str = "text/event-stream",
         images: Images = NO_IMAGES,
     ) -> Response:
-        """Generate for `prompts`; `body.stream` selects a stream or a single document. `images` are those of
-        the only prompt.
-
-        The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
-        that every request has.
+        """Generate for `prompts`; `body.stream` selects a stream or a single document.
 
         Raises:
-            BadInput, TooMany, Unavailable: before the response begins.
+            BadInput, TooMany, Unavailable: before the response begins, as `submit`.
         """
-        record = record_of(request)
-        response_id = f"{id_prefix}{body.request_id or record.request_id}"
-        name = body.model or self.model_name
-        tenant = tenant_of(request)
-        jobs = [
-            Job(
-                # Clients may reuse their ids; the engine's request ids must be unique.
-                f"{response_id}/{uuid.uuid4().hex}/{index}",
-                token_ids,
-                params,
-                arrival_seconds,
-                self.adapter(name),
-                body.priority or 0,
-                tenant.cache_salt(body.cache_salt),
-                tenant.key,
-                images=images,
-            )
-            for index, token_ids in enumerate(prompts)
-        ]
-        _reserve(record, prompts, params, self.max_model_len)
-        stream = await self.loop.submit(jobs)
-        record.begin(response_id, name, params, stream)
-        generated = generation(ResponseContext(response_id, name, int(time.time()), stream))
+        context = await self.submit(
+            request, body, prompts, params, id_prefix, arrival_seconds, images=images
+        )
+        generated = generation(context)
         if body.stream:
             events = generated.events(body.stream_options or StreamOptions())
-            return EventStream(events, stream.close, media_type)
+            return EventStream(events, context.stream.close, media_type)
         try:
             document = await unless_disconnected(request, generated.document())
         finally:
-            stream.close()
+            context.stream.close()
         return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
-
-
-def _reserve(
-    record: RequestRecord,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    max_model_len: int,
-) -> None:
-    """Take prompts and `max_tokens` from the key's tokens per minute; without `max_tokens` the rest of the
-    context.
-
-    Raises:
-        TooMany: they are not there.
-    """
-    num_prompt = sum(map(len, prompts))
-    room = [params.max_tokens or max(0, max_model_len - len(prompt)) for prompt in prompts]
-    num_tokens = num_prompt + sum(room) * params.num_sequences
-    record.reserve(num_tokens, at_least=num_prompt if params.max_tokens is None else num_tokens)
 
 
 class EventStream(StreamingResponse):
@@ -250,9 +260,12 @@ class EventStream(StreamingResponse):
 
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
     """Encode a server-sent event, with an `event:` line if it has a name."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
     event_line = b"" if name is None else f"event: {name}\n".encode()
-    return event_line + b"data: " + text.encode() + b"\n\n"
+    return event_line + b"data: " + compact_json(payload) + b"\n\n"
+
+
+def compact_json(payload: dict[str, Any]) -> bytes:
+    return json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,20 @@ def call_id(seed: str, number: int) -> str:
 
 
 @dataclass(slots=True)
-class Call:
+class ParsedCall:
     """A whole tool call; `arguments` is a JSON object, as text."""
 
     id: str
     name: str
     arguments: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The arguments' value; an empty object where they were cut off."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return {}
 
 
 class Parsed:
@@ -62,7 +72,7 @@ class Parsed:
 
     def __init__(self) -> None:
         self.text = self.reasoning = ""
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
 
     def add(self, events: list[Event]) -> None:
         """Append events."""
@@ -73,6 +83,6 @@ class Parsed:
                 case Reasoning(text):
                     self.reasoning += text
                 case CallStart(_, call_id, name):
-                    self.calls.append(Call(call_id, name))
+                    self.calls.append(ParsedCall(call_id, name))
                 case Arguments(index, text):
                     self.calls[index].arguments += text

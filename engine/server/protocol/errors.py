@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -143,7 +144,7 @@ def install(app: FastAPI) -> None:
         return error_response(as_api_error(error), request.url.path)
 
     async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
+        assert isinstance(error, RequestValidationError | ValidationError)
         return error_response(_validation_error(error), request.url.path)
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -153,7 +154,9 @@ def install(app: FastAPI) -> None:
 
     for kind in (ApiError, BadInput):
         app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
+    # Of a body, and of the chat request that it is translated into.
+    for kind in (RequestValidationError, ValidationError):
+        app.add_exception_handler(kind, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_middleware(UnhandledErrorMiddleware)
 
@@ -185,7 +188,7 @@ class UnhandledErrorMiddleware:
             await error_response(as_api_error(error), scope["path"])(scope, receive, send)
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
+def _validation_error(error: RequestValidationError | ValidationError) -> ApiError:
     """The first validation error. The input value is left out: it may be long, or private."""
     # For a union type, the error with the deepest location is the most specific.
     first = max(error.errors(), key=lambda e: len(e["loc"]))
