@@ -182,7 +182,7 @@ def _report(
 def _print_client_errors(target: Words, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
     from ..bench.load.certify import check_client
-    from ..bench.report.client_report import check_table
+    from ..bench.report.console import check_table
     from .output.console import TerminalProgress, emit_json, result_console
 
     progress = TerminalProgress()
@@ -209,7 +209,7 @@ def run_sweep(
         BadInput: more than one of them, or combined with a comparison.
     """
     from ..bench.record.tracking import of_sweep
-    from ..bench.report.sweep_page import write_sweep
+    from ..bench.report.sweep import write_sweep
     from ..quant.base.errors import BadInput
     from .output.bench_tables import track
     from .output.console import emit_json, people, result_console
@@ -255,7 +255,7 @@ def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any
 
 
 def _show_sweep(record: dict[str, Any], out: Console) -> None:
-    from ..bench.report.sweep_page import points_table, sweep_verdict
+    from ..bench.report.sweep import points_table, sweep_verdict
     from .output.bench_tables import print_table
 
     print_table(points_table(record), out)

@@ -79,7 +79,7 @@ def _write_page(
     if files.output is None and files.markdown is None:
         return
     from ..bench.page.page import to_html, to_markdown
-    from ..bench.report.comparison_page import comparison_page
+    from ..bench.report.comparison import comparison_page
     from ..quant.base.atomic_io import write_atomically
 
     if files.output is not None:
@@ -195,11 +195,11 @@ def _begin(folder: Path, plan: StartsPlan) -> None:
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     """The files that were asked for besides those in the folder."""
     from ..bench.page.page import to_markdown
-    from ..bench.starts.files import page_of, pooled
+    from ..bench.starts.files import pooled, starts_page
     from ..quant.base.atomic_io import write_atomically
     from .output.bench_tables import write_machine_readable
 
     if files.markdown is not None:
-        write_atomically(files.markdown, to_markdown(page_of(finished, with_figures=False)))
+        write_atomically(files.markdown, to_markdown(starts_page(finished, with_figures=False)))
     new = pooled(finished.new) if finished.new else None
     write_machine_readable(new, finished.comparison, files)

@@ -124,7 +124,7 @@ class _Done:
 def _carry_out(stages: Stages, progress: Progress) -> _Done:
     if stages.recipe.capacity is not None:
         return _capacity(stages, progress)
-    from ..bench.report.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
+    from ..bench.report.recipe import HEADER, gate_sentence, recipe_verdict, verdict_rows
     from ..bench.session.workflow import run_recipe
 
     run = run_recipe(stages, progress)
@@ -140,7 +140,7 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
 
 
 def _capacity(stages: Stages, progress: Progress) -> _Done:
-    from ..bench.report.capacity_page import capacity_table, capacity_verdict, write_capacity_report
+    from ..bench.report.sweep import capacity_table, capacity_verdict, write_capacity_report
     from ..bench.session.workflow import run_capacity
 
     run = run_capacity(stages, progress)

@@ -26,7 +26,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from llmopt.bench.machine.environment import machine_name
-from llmopt.bench.metrics.step_trace import unfilled_share
+from llmopt.bench.metrics.trace import unfilled_share
 from llmopt.bench.workloads.sharegpt import sharegpt_workload
 from llmopt.bench.workloads.workload import Workload, WorkloadItem
 from llmopt.engine.base.sampling_params import SamplingParams

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
-from ..page.page import MISSING, Card, Figure, Page, Section, Table, Tone, Verdict, number, percent
+from ..page.page import MISSING, Card, Figure, Page, Table, Tone, Verdict, number, percent
 from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
+from ..page.templates import page_of
 from ..record.result import to_json
-from ..report.page_files import write_page
+from ..report.parts import write_page
 from .cells import (
     FIGURE_FORMULAS,
     FIGURES,
@@ -59,26 +60,26 @@ def grid_page(record: Mapping[str, Any]) -> Page:
             "Every point is a cell; the dashed line joins those that no other beats on both axes."
         )
         figures.append(Figure("pareto", pareto_svg(rows, record["pareto_front"], axes), caption))
-    sections = [Section("Cells", (), figures, (cells_table(record),))]
-    if failed := [row for row in rows if row["status"] == "failed"]:
-        table = Table(["", ""], [[row["cell"], row["error"]] for row in failed], is_prose=True)
-        sections.append(Section("Failed cells", (), (), (table,)))
-    options = unusual(record["spec"]["options"])
-    said = [[f"--{key.replace('_', '-')}", flat(value)] for key, value in options.items()]
-    sections.append(
-        Section("Options of every cell", (), (), (Table(["", ""], said, is_prose=True),))
+    params = dict.fromkeys(
+        name for row in rows for name in row if name.startswith(("serve.", "bench."))
     )
-    made = [[FIGURES.get(key, key), text] for key, text in FIGURE_FORMULAS.items()]
-    sections.append(
-        Section("How each number is made", (), (), (Table(["", ""], made, is_prose=True),))
-    )
-    return Page(
-        title=f"Grid: {record['name']}",
-        subtitle=f"{len(rows)} cells",
+    return page_of(
+        "grid/grid.jinja",
+        grid=record,
         verdict=grid_verdict(record),
         cards=grid_cards(rows),
-        sections=sections,
-        warnings=(),
+        figures=figures,
+        params=list(params),
+        shown=[
+            key
+            for key in FIGURES
+            if key not in NOT_SHOWN and any(row[key] is not None for row in rows)
+        ],
+        options=unusual(record["spec"]["options"]),
+        FIGURES=FIGURES,
+        FIGURE_FORMULAS=FIGURE_FORMULAS,
+        figure_text=figure_text,
+        param_text=flat,
     )
 
 
@@ -115,32 +116,6 @@ def grid_cards(rows: Sequence[Row]) -> list[Card]:
             best = max(known, key=lambda row: sign * row[key])
             cards.append(Card(label, number(best[key], 1), unit, best["cell"]))
     return cards
-
-
-def cells_table(record: Mapping[str, Any]) -> Table:
-    """One row per cell; parameters first, figures without a value in any cell left out."""
-    rows: Sequence[Row] = record["cells"]
-    names = dict.fromkeys(name for row in rows for name in row)
-    params = [name for name in names if name.startswith(("serve.", "bench."))]
-    shown = [
-        key for key in FIGURES if key not in NOT_SHOWN and any(row[key] is not None for row in rows)
-    ]
-    body, tones = [], {}
-    for place, row in enumerate(rows):
-        mark = "\u00a0*" if row["cell"] in record["pareto_front"] else ""
-        words = [flat(row[name]) if row.get(name) is not None else "" for name in params]
-        figures = [figure_text(key, row[key]) for key in shown]
-        if row["status"] != "done":
-            figures = [row["status"], *[""] * (len(shown) - 1)] if shown else []
-            tones[place] = "bad" if row["status"] == "failed" else "unsure"
-        body.append([row["cell"] + mark, *words, *figures])
-    return Table(
-        ["cell", *(name.partition(".")[2] for name in params), *(FIGURES[key] for key in shown)],
-        body,
-        caption="* is on the Pareto front. TTFT, TPOT and E2E are medians; each cell's own report is in "
-        "cells/.",
-        tones=tones,
-    )
 
 
 def console_table(record: Mapping[str, Any]) -> Table:

@@ -10,32 +10,18 @@ from ...quant.base.atomic_io import write_atomically
 from ..page.page import (
     Figure,
     Page,
-    Section,
-    Table,
-    Tone,
     Verdict,
-    number,
     percent,
     to_html,
     to_markdown,
 )
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
-from .series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series, SeriesChange
+from ..page.templates import page_of
+from .series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HEADER = ("metric", "since commit", "date", "before", "from", "to", "change", "since best", "p")
-RULES = {
-    "change point": "E-divisive means (Matteson and James, 2014): the runs are bisected where the energy "
-    f"distance between both sides is largest, in windows of {WINDOW} runs that overlap by half",
-    "significance": "Student's t-test between the logarithms of both segments, its p-value times the number "
-    f"of splits that were compared: {MAX_PVALUE} at most; {MIN_SEGMENT} runs on each side at least",
-    "change": "ratio of the geometric means of both segments, positive where the metric got worse",
-    "since best": "the same against the best segment before: small losses add up",
-    "set aside": "runs that were interrupted, had failed requests, an uncertified client, or a busy machine "
-    "in every pass: shown grey, not analysed",
-}
 MAX_TICKS = 12
 
 
@@ -53,17 +39,15 @@ def history_page(series: Sequence[Series]) -> Page:
     by_identity: dict[str, list[Series]] = {}
     for each in series:
         by_identity.setdefault(each.runs[-1].series_id, []).append(each)
-    runs = {run.run_id for each in series for run in each.runs}
-    rules = Table(("", ""), [list(rule) for rule in RULES.items()], is_prose=True)
-    return Page(
-        title="History of runs",
-        subtitle=f"{len(runs)} run{'' if len(runs) == 1 else 's'} in {len(by_identity)} series",
+    return page_of(
+        "history/history.jinja",
+        identities=list(by_identity.values()),
+        runs={run.run_id for each in series for run in each.runs},
         verdict=history_verdict(series),
-        cards=(),
-        sections=[
-            *(_section(of_identity) for of_identity in by_identity.values()),
-            Section("How change points are made", (), (), (rules,)),
-        ],
+        series_figure=lambda each: Figure(
+            f"{each.runs[-1].series_id}-{each.metric.key}", series_svg(each)
+        ),
+        rules={"pvalue": MAX_PVALUE, "segment": MIN_SEGMENT, "window": WINDOW},
     )
 
 
@@ -81,50 +65,6 @@ def history_verdict(series: Sequence[Series]) -> Verdict:
     where, worst = max(worse, key=lambda pair: pair[1].worse)
     said = f"The largest: {where.metric.label}, {percent(worst.worse)} worse since {worst.where}."
     return Verdict("bad", headline, said)
-
-
-def _section(of_identity: Sequence[Series]) -> Section:
-    newest = of_identity[0].runs[-1]
-    what = (
-        f"{newest.series['machine']}, device {newest.series['device']}, target {newest.series['target']}, "
-        f"workload {str(newest.series['workload_sha256'])[:12]}."
-    )
-    hardware = ", ".join(f"{name} {value}" for name, value in newest.series["hardware"].items())
-    figures = [
-        Figure(f"{newest.series_id}-{each.metric.key}", series_svg(each)) for each in of_identity
-    ]
-    tables = [changes_table(of_identity)] if any(each.points for each in of_identity) else []
-    aside = {run.run_id: run for each in of_identity for run in each.runs if run.set_aside}
-    if aside:
-        rows = [[run.name, run.commit, run.date, str(run.set_aside)] for run in aside.values()]
-        tables.append(Table(("set aside", "commit", "date", "because"), rows, is_prose=True))
-    name = of_identity[0].name
-    paragraphs = (what, f"Hardware: {hardware or 'not recorded'}.")
-    return Section(name, paragraphs, figures, tables)
-
-
-def changes_table(series: Sequence[Series]) -> Table:
-    """The change points of several metrics, oldest first."""
-    pairs = [(each, change) for each in series for change in each.changes]
-    pairs.sort(key=lambda pair: pair[1].after.date)
-    tones: dict[int, Tone] = {
-        row: "bad" if change.worse > 0 else "good" for row, (_, change) in enumerate(pairs)
-    }
-    return Table(HEADER, [change_row(each, change) for each, change in pairs], tones=tones)
-
-
-def change_row(series: Series, change: SeriesChange) -> list[str]:
-    return [
-        f"{series.metric.label} ({series.metric.unit})",
-        change.after.commit,
-        change.after.day,
-        change.before.commit,
-        number(change.level_before),
-        number(change.level_after),
-        f"{percent(abs(change.worse))} {'worse' if change.worse > 0 else 'better'}",
-        percent(change.since_best, signed=True),
-        f"{change.pvalue:.1g}",
-    ]
 
 
 def series_svg(series: Series) -> str:

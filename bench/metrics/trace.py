@@ -1,14 +1,18 @@
-"""Raw traces of requests, engine steps and passes: times only, nothing derived."""
+"""Raw traces of requests, engine steps and passes; the engine's step trace as totals and `steps.parquet`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...engine.execution.step_loop import StepTrace
+
+STEPS_NAME = "steps.parquet"
 
 
 @dataclass(slots=True)
@@ -160,3 +164,56 @@ class LoadPass:
             if time <= end
         )
         return prompt, output
+
+
+def in_pass(steps: Sequence[StepTrace], load_pass: LoadPass) -> list[StepTrace]:
+    """The steps of a pass with their times from its start."""
+    if not steps or not load_pass.steps:
+        return []
+    origin = steps[0].start - load_pass.steps[0].start
+    return [replace(step, start=step.start - origin) for step in steps]
+
+
+def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, Any] | None:
+    """Totals over the steps of all passes; None without a step trace."""
+    steps = [step for load_pass in passes for step in load_pass.engine_steps]
+    if not steps:
+        return None
+
+    def total(name: str) -> Any:
+        return sum(getattr(step, name) for step in steps)
+
+    return {
+        "num_steps": len(steps),
+        "prefill_tokens": total("prefill_tokens"),
+        "decode_tokens": total("decode_tokens"),
+        "mean_rows": total("num_rows") / len(steps),
+        "schedule_seconds": total("schedule_seconds"),
+        "execute_seconds": total("execute_seconds"),
+        "update_seconds": total("update_seconds"),
+        "preemptions": total("num_preemptions"),
+        "peak_kv_blocks": max(step.kv_blocks_used for step in steps),
+        "kv_unfilled_share": unfilled_share(steps, block_size),
+    }
+
+
+def unfilled_share(steps: Sequence[StepTrace], block_size: int) -> float:
+    """Internal fragmentation: fraction of the slots in used KV blocks without a token, over all steps."""
+    slots = sum(step.kv_blocks_used for step in steps) * block_size
+    return sum(step.kv_slots_unfilled for step in steps) / slots if slots else 0.0
+
+
+def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:
+    """`steps.parquet`: a row for each step, with the number of its pass; nothing without a step trace."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"run": run, **asdict(step)}
+        for run, load_pass in enumerate(passes)
+        for step in load_pass.engine_steps
+    ]
+    for row in rows:
+        del row["phases"]  # not recorded in measured passes
+    if rows:
+        pq.write_table(pa.Table.from_pylist(rows), path)

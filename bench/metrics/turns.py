@@ -1,4 +1,4 @@
-"""Conversations in numbers: latency by turn, growth of the prefix, and the hits that are expected."""
+"""Conversations and fixed durations: latency by turn, growth of the prefix, expected hits; and in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ..page.page import number, percent
 from .metrics import samples, summary
 from .trace import LoadPass, RequestTrace
 
@@ -96,12 +97,12 @@ def expected_hits(traces: Sequence[RequestTrace], block_size: int) -> int:
     token, which is sampled and never computed.
     """
     events: list[tuple[float, int, int, RequestTrace]] = []
-    for number, trace in enumerate(traces):
-        events.append((trace.sent, 1, number, trace))
+    for place, trace in enumerate(traces):
+        events.append((trace.sent, 1, place, trace))
         if trace.chunk_times:
             # At equal times, what has been computed sorts before the prompt that is looked up.
-            events.append((trace.chunk_times[0], 0, number, trace))
-            events.append((trace.ended, 0, number, trace))
+            events.append((trace.chunk_times[0], 0, place, trace))
+            events.append((trace.ended, 0, place, trace))
     cached: set[int] = set()
     hits = 0
     for time, is_lookup, _, trace in sorted(events, key=lambda event: event[:3]):
@@ -140,6 +141,30 @@ def window_part(passes: Sequence[LoadPass]) -> dict[str, Any]:
             1 + max((trace.cycle for trace in load_pass.traces), default=0) for load_pass in passes
         ],
     }
+
+
+def turns_in_words(part: Mapping[str, Any]) -> str:
+    """First against last turn in one line, for the console."""
+    seen = [turn for turn in part["turns"] if turn["completed"]]
+    if not seen:
+        return "No turn was answered"
+    ends = seen[:1] if len(seen) == 1 else [seen[0], seen[-1]]
+    words = ", ".join(
+        f"turn {turn['turn']}: median TTFT {number(turn['ttft_ms']['median'])} ms, "
+        f"{number(turn['mean_prompt_len'], 0)} prompt tokens, {percent(turn['prefix_cache_hit_rate'])} cached"
+        for turn in ends
+    )
+    return f"{part['num_conversations']} conversations; {words}"
+
+
+def window_sentence(window: Mapping[str, Any]) -> str:
+    """What a run of fixed duration sent, and what was in flight when the window closed."""
+    passes = len(window["seconds"])
+    return (
+        f"{passes} {'pass' if passes == 1 else 'passes'} of {number(window['seconds'][0], 1)} s sent "
+        f"{sum(window['sent'])} requests; {sum(window['drained'])} were in flight at the end and "
+        "drained: their latencies count, the throughput does not have what came after the window"
+    )
 
 
 def _turn(trace: RequestTrace) -> int:

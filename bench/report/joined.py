@@ -1,24 +1,102 @@
-"""Report of several runs: one row each, and the Pareto front of quality against size and speed."""
+"""Report of several runs, and the Pareto front of quality against size and speed: who is not dominated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
-from ..page.page import Figure, Page, Section, Table, Tone, Verdict, number, percent, size
-from ..quality.sections import layer_sections
+from ..page.page import Figure, Page, Verdict
+from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
-from .comparison_plots import bars_svg, latency_samples
-from .formula_table import formula_table
-from .money import money_sections
-from .pareto import Candidate, front, pareto_svg
-from .plots import CAPTIONS, distributions_svg, roofline_svg
-from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
-from .run_words import load_words, warnings
+from .figures import bars_svg, captioned, distributions_svg, latency_samples, roofline_svg
+from .parts import report_page, warnings
 
-HEADER = ("run", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT", "front")
+QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text."""
+
+    weight_bytes: float | None
+    throughput: float
+    perplexity: float | None
+    kl: float | None
+    tokens: str | None
+
+    def quality(self, name: str) -> float:
+        """The value of a quality metric; smaller is better."""
+        value = self.kl if name == "kl" else self.perplexity
+        return 0.0 if value is None else value
+
+
+def beats(one: Candidate, other: Candidate, quality_name: str) -> bool:
+    """Pareto dominance: whether `one` is nowhere worse and somewhere better (size, speed, quality)."""
+    pairs = [
+        (one.quality(quality_name), other.quality(quality_name)),
+        (-one.throughput, -other.throughput),
+    ]
+    if one.weight_bytes is not None and other.weight_bytes is not None:
+        pairs.append((one.weight_bytes, other.weight_bytes))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def front(candidates: Mapping[str, Candidate], quality_name: str | None) -> list[str]:
+    """The names of non-dominated candidates; none without a quality metric."""
+    if quality_name is None:
+        return []
+    return [
+        name
+        for name, one in candidates.items()
+        if not any(beats(other, one, quality_name) for other in candidates.values())
+    ]
+
+
+def pareto_svg(
+    candidates: Mapping[str, Candidate], quality_name: str, against: Literal["size", "speed"]
+) -> str:
+    """Quality against size or speed. Better is down and to the left for size, to the right for speed;
+    the line joins the non-dominated ones in these two."""
+    figure, (axis,) = canvas(width=5.4, height=3.1)
+    points: dict[str, tuple[float, float]] = {}
+    for name, one in candidates.items():
+        x = one.throughput if against == "speed" else (one.weight_bytes or 0.0) / 2**20
+        points[name] = (x, one.quality(quality_name))
+    sign = -1 if against == "speed" else 1
+    best = sorted(
+        point
+        for point in points.values()
+        if not any(
+            other != point and sign * other[0] <= sign * point[0] and other[1] <= point[1]
+            for other in points.values()
+        )
+    )
+    axis.plot(*zip(*best, strict=True), color=MUTED, linewidth=1, linestyle="--", zorder=1)
+    for place, (name, (x, y)) in enumerate(points.items()):
+        colour = SERIES[place % len(SERIES)]
+        axis.plot(x, y, "o", color=colour, markersize=9, zorder=2)
+        # Alternate label sides, so that neighbouring labels do not overlap.
+        above = place % 2 == 0
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(0, 9 if above else -9),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if above else "top",
+            fontsize=9,
+            color=INK,
+        )
+    axis.margins(0.18)
+    unit = "output tokens/s" if against == "speed" else "weights (MiB)"
+    axis.set_xlabel(f"{unit}, {'right' if against == 'speed' else 'left'} is better")
+    axis.set_ylabel(f"{QUALITY_LABELS[quality_name]}, down is better")
+    what = "speed" if against == "speed" else "size"
+    title(axis, f"Quality against {what}")
+    return to_svg(figure, f"Quality against {what} of {len(points)} runs")
 
 
 def joined_page(runs: Sequence[RunData]) -> Page:
@@ -34,74 +112,36 @@ def joined_page(runs: Sequence[RunData]) -> Page:
     candidates = {name: candidate(result) for name, result in results.items()}
     quality_name = shared_quality(candidates)
     best = front(candidates, quality_name)
-    first, last = (runs[at].result["llmopt"] for at in (0, -1))
-    return Page(
-        title=f"{len(runs)} runs: {', '.join(results)}",
-        subtitle=f"{first['identity']['workload']} · {load_words(first['identity']['load'])} · "
-        f"{first['identity']['machine']}",
+    return report_page(
+        "report/joined.jinja",
+        results=results,
+        first=runs[0].result["llmopt"],
         verdict=joined_verdict(results, best, quality_name),
-        cards=(),
-        sections=[
-            front_section(results, candidates, quality_name, best),
-            latency_section(named),
-            Section("Side by side", (), (Figure("side-by-side", bars_svg(results)),)),
-            roofline_section(results),
-            Section("Quality and memory", (), (), quality_and_memory(results)),
-            *layer_sections(results),
-            *money_sections(results),
-            Section("How each number is made", (), (), (formula_table(),), folded=True),
-            *(
-                Section(f"What was run: {name}", (), (), (identity_table(result),), folded=True)
-                for name, result in results.items()
-            ),
-            Section(
-                "Environment of the last run",
-                (),
-                (),
-                (environment_table(last["environment"]),),
-                folded=True,
-            ),
-        ],
-        warnings=differences(results),
+        notes=differences(results),
+        best=best,
+        figures=joined_figures(named, candidates, quality_name),
+        served_weight_bytes=served_weight_bytes,
     )
 
 
-def front_section(
-    results: Mapping[str, Mapping[str, Any]],
-    candidates: Mapping[str, Candidate],
-    quality_name: str | None,
-    best: Sequence[str],
-) -> Section:
-    """The summary table, and the Pareto fronts where quality is comparable."""
-    rows = [row(name, result, name in best) for name, result in results.items()]
-    tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
-    figures = []
-    if quality_name is not None:
-        figures = [
-            Figure("pareto-size", pareto_svg(candidates, quality_name, "size"), half=True),
-            Figure("pareto-speed", pareto_svg(candidates, quality_name, "speed"), half=True),
-        ]
-    table = Table(HEADER, rows, tones=tones)
-    return Section("All runs", (), figures, (table,), tables_first=True)
-
-
-def latency_section(named: Mapping[str, RunData]) -> Section:
-    """Latency distributions of the runs with a request table."""
-    samples = {name: latency_samples(run) for name, run in named.items() if run.requests}
-    if not samples:
-        return Section("Latency")
-    caption = CAPTIONS["distributions"]
-    return Section("Latency", (), [Figure("distributions", distributions_svg(samples), caption)])
-
-
-def roofline_section(results: Mapping[str, Mapping[str, Any]]) -> Section:
-    """Roofline of all runs, with the ceilings of the first run that has them."""
+def joined_figures(
+    named: Mapping[str, RunData], candidates: Mapping[str, Candidate], quality_name: str | None
+) -> dict[str, Figure]:
+    """Pareto fronts where quality is comparable, distributions of the runs with a request table, the rest."""
+    results = {name: run.result for name, run in named.items()}
+    svgs = {"side-by-side": bars_svg(results)}
+    if samples := {name: latency_samples(run) for name, run in named.items() if run.requests}:
+        svgs["distributions"] = distributions_svg(samples)
     roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
-    plotted = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
-    figures = []
-    if plotted:
-        figures.append(Figure("roofline", roofline_svg(plotted), CAPTIONS["roofline"]))
-    return Section("Roofline", (), figures, (roofline_table(roofs),))
+    if plotted := {name: roof for name, roof in roofs.items() if roof and roof["points"]}:
+        svgs["roofline"] = roofline_svg(plotted)
+    fronts = {}
+    if quality_name is not None:
+        fronts = {
+            name: Figure(f"pareto-{name}", pareto_svg(candidates, quality_name, name), half=True)
+            for name in ("size", "speed")
+        }
+    return {**captioned(svgs, **{"side-by-side": ""}), **fronts}
 
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
@@ -140,23 +180,6 @@ def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
     if len(every) > 1 and sum(candidate_.kl is None for candidate_ in every) <= 1:
         return "kl"
     return "perplexity"
-
-
-def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
-    """A run's row of the summary table."""
-    record = result["llmopt"]
-    scored = record["quality"] or {}
-    return [
-        name,
-        size(served_weight_bytes(result)),
-        number(scored.get("perplexity"), 3),
-        number(scored.get("kl_nats"), 4),
-        percent(scored.get("top1_agreement")),
-        number(result["output_throughput"], 0),
-        f"{number(record['metrics']['ttft']['median'], 1)} ms",
-        f"{number(record['metrics']['tpot']['median'], 2)} ms",
-        "yes" if is_best else "no",
-    ]
 
 
 def joined_verdict(

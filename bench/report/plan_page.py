@@ -8,8 +8,9 @@ from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.device.speed import StepTime, attainable_flops
 from ...engine.planner.plan.explain import explain
 from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
-from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict, to_html
+from ..page.page import Figure, Page, Verdict, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
+from ..page.templates import page_of
 
 GIB = 2**30
 MAX_CURVES = 6
@@ -22,37 +23,25 @@ def plan_page(plan: DeploymentPlan) -> str:
 
 
 def _page(plan: DeploymentPlan) -> Page:
-    work, first = plan.workload, plan.devices[0]
-    figures = [
-        Figure("memory", _memory_svg(plan.devices), "Memory of one GPU, of what a process sees."),
-        Figure(
-            "sequences",
-            _sequences_svg(plan),
-            "How many sequences fit at once, by their length; the cross is the requested workload.",
-        ),
-    ]
     timed = [device for device in plan.devices if device.decode and device.prefill]
+    svgs = {"memory": _memory_svg(plan.devices), "sequences": _sequences_svg(plan)}
+    captions = {
+        "memory": "Memory of one GPU, of what a process sees.",
+        "sequences": "How many sequences fit at once, by their length; the cross is the requested workload.",
+    }
     if timed:
-        figures.append(
-            Figure(
-                "roofline",
-                _roofline_svg(timed[0]),
-                f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase.",
-            )
+        svgs["roofline"] = _roofline_svg(timed[0])
+        captions["roofline"] = (
+            f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase."
         )
-    return Page(
-        title=f"Serving {plan.model.name}",
-        subtitle=f"{work.sequences} x {format_tokens(work.context)} tokens, weights {plan.recipe.label}, "
-        f"KV cache {work.kv_dtype}, {plan.setup.engine}",
-        verdict=_verdict(plan, first),
-        cards=_cards(plan, first),
-        sections=[
-            Section("Where the memory goes", figures=figures[:1], tables=[_devices_table(plan)]),
-            Section("How many, how long", figures=figures[1:2], tables=[_changes_table(first)]),
-            *([Section("How fast", figures=figures[2:])] if timed else []),
-            Section("Formulas", tables=[_formulas_table(plan)], folded=True),
-        ],
-        warnings=plan.warnings,
+    return page_of(
+        "report/plan.jinja",
+        plan=plan,
+        verdict=_verdict(plan, plan.devices[0]),
+        figures={name: Figure(name, svg, captions[name]) for name, svg in svgs.items()},
+        formulas=explain(plan),
+        gib=format_gib,
+        tokens=format_tokens,
     )
 
 
@@ -70,63 +59,6 @@ def _verdict(plan: DeploymentPlan, first: DevicePlan) -> Verdict:
             f"the limit is {limit}.{hint}",
         )
     return Verdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
-
-
-def _cards(plan: DeploymentPlan, first: DevicePlan) -> list[Card]:
-    shape = plan.model.shape
-    cards = [
-        Card("Parameters", f"{shape.num_parameters / 1e9:,.4g}", "billion"),
-        Card("Weights", format_gib(plan.weight_bytes), note=plan.recipe.label),
-        Card("KV of a GPU", format_gib(first.kv_bytes), note=plan.workload.kv_dtype),
-    ]
-    if first.prefill and first.decode:
-        cards += [
-            Card("TTFT", f"{1e3 * first.prefill.seconds:,.4g}", "ms", first.prefill.bound),
-            Card("TPOT", f"{1e3 * first.decode.seconds:,.4g}", "ms", first.decode.bound),
-        ]
-    if first.cost:
-        cards.append(Card("Per million output", f"${first.cost.output_per_million:,.3g}"))
-    return cards
-
-
-def _devices_table(plan: DeploymentPlan) -> Table:
-    rows, tones = [], {}
-    for index, device in enumerate(plan.devices):
-        tone: Tone = "good" if device.fits else "bad"
-        tones[index] = tone
-        speed = device.tokens_per_second
-        rows.append(
-            [
-                device.gpu,
-                f"{device.deployment.tp} x {device.deployment.pp}",
-                format_gib(device.device.memory_bytes),
-                format_gib(device.weight_bytes),
-                format_gib(device.kv_budget_bytes),
-                str(device.max_concurrent_sequences),
-                f"{device.max_context:,}",
-                "-" if speed is None else f"{speed:,.1f}",
-            ]
-        )
-    header = (
-        *("GPU", "tp x pp", "memory", "weights", "KV room"),
-        *("sequences", "longest context", "tokens/s"),
-    )
-    return Table(header, rows, "Bytes are those of one GPU.", tones)
-
-
-def _changes_table(first: DevicePlan) -> Table:
-    rows = [
-        [change.change, str(change.max_concurrent_sequences), f"+{change.gained_sequences}"]
-        for change in first.relaxations
-    ]
-    return Table(
-        ("change", "sequences", "gain"), rows, f"What would bring sequences on {first.gpu}."
-    )
-
-
-def _formulas_table(plan: DeploymentPlan) -> Table:
-    rows = [[one.name, one.formula, one.numbers, one.result] for one in explain(plan)]
-    return Table(("quantity", "formula", "with numbers", "result"), rows, is_prose=True)
 
 
 def _memory_svg(devices: Sequence[DevicePlan]) -> str:

@@ -11,11 +11,8 @@ from ...engine.planner.model.catalog import find_model
 from ...engine.planner.model.kv_dtypes import OF_ENGINE
 from ...engine.planner.plan.plan_json import WrittenPlan, read_plan
 from ..metrics.trace import LoadPass
-from ..page.page import Section, Table
 
 if TYPE_CHECKING:
-    from rich.table import Table as ConsoleTable
-
     from ...engine.engine import Engine
 
 
@@ -66,45 +63,6 @@ def residuals(
     }
 
 
-def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
-    """The residuals as a console table."""
-    from rich import box
-    from rich.table import Table as ConsoleTable
-
-    table = ConsoleTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("against the plan", no_wrap=True)
-    for name in ("predicted", "measured", "residual"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("for")
-    for row in part["rows"]:
-        share = row["residual"]
-        table.add_row(
-            f"{row['quantity']}, {row['unit']}",
-            _number(row["predicted"]),
-            _number(row["measured"]),
-            "-" if share is None else f"{share:+.1%}",
-            row["load"],
-        )
-    return table
-
-
-def plan_section(part: Mapping[str, Any]) -> Section:
-    """The residuals as a report section."""
-    rows = []
-    for row in part["rows"]:
-        share = row["residual"]
-        values = (_number(row["predicted"]), _number(row["measured"]))
-        residual = "" if share is None else f"{share * 100:+.1f} %"
-        rows.append([f"{row['quantity']}, {row['unit']}", *values, residual, row["load"]])
-    words = [
-        "What `llmopt kv-plan` had predicted beside what was measured. A residual is how far the measurement "
-        "lies above the prediction; times are predicted again for the mean load of this run.",
-        *(f"Not as planned: {difference}." for difference in part["differs"]),
-    ]
-    header = ["against the plan", "predicted", "measured", "residual", "for"]
-    return Section("Against the plan", words, (), (Table(header, rows),))
-
-
 def _row(
     quantity: str, unit: str, predicted: float | None, measured: float | None, load: str = ""
 ) -> dict[str, Any]:
@@ -140,9 +98,3 @@ def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -19,8 +19,7 @@ from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
 from ..machine.roofline import memory_part, place_on_roofline
 from ..metrics.run_statistics import phases
-from ..metrics.step_trace import in_pass, step_trace_part
-from ..metrics.trace import LoadPass
+from ..metrics.trace import LoadPass, in_pass, step_trace_part
 from ..options.options import BenchOptions
 from ..quality.sections import recorded_layer_errors
 from ..record.identity import conversations_part, engine_identity, speculation_part

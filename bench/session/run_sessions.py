@@ -16,7 +16,7 @@ from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, compare
 from ..gate.outputs import VerdictWanted, write_benchmark_json, write_junit
 from ..load.address import Address, find_served
-from ..metrics.step_trace import STEPS_NAME, write_steps
+from ..metrics.trace import STEPS_NAME, write_steps
 from ..options.options import BenchOptions
 from ..record.result import (
     REQUESTS_CSV_NAME,
@@ -30,7 +30,7 @@ from ..record.result import (
     write_requests_csv,
 )
 from ..record.run_folder import atomic_folder
-from ..report.report import write_report
+from ..report.run_report import write_report
 from .engine_session import EngineSession
 from .http_session import HttpSession
 from .pass_turns import PassTurns
@@ -188,7 +188,7 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
 def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     """`comparison.html` and `comparison.md` in the run's folder, and the requested output files."""
     from ..page.page import to_html, to_markdown
-    from ..report.comparison_page import comparison_page
+    from ..report.comparison import comparison_page
 
     new = RunData.of_run(judged.run)
     base = RunData.of_run(judged.base) if judged.base else wanted.baseline

@@ -30,8 +30,8 @@ from ..options.values import parse_loads
 from ..recipes.recipe import BASE_NAME, Recipe, Stages, Variant
 from ..recipes.results import CapacityRun, RecipeRun, VariantRun
 from ..record.result import BenchRun, plain, to_json
-from ..report.recipe_page import write_recipe_report
-from ..report.sweep_page import SWEEP_NAME, write_sweep
+from ..report.recipe import write_recipe_report
+from ..report.sweep import SWEEP_NAME, write_sweep
 from .run_sessions import run_bench, run_interleaved, write_run
 from .sweep import SweepTarget, sweep_loads
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
     """Print the metrics table, a summary, and the comparison with a plan if there is one."""
-    from ...bench.report.console_table import console_table
+    from ...bench.report.console import console_table
     from .console import people
 
     table = console_table(result, options.reported_metrics, options.metric_percentiles)
     out.print(table, markup=False)
     out.print(_summary(result), markup=False)
     if against := result["llmopt"].get("plan"):
-        from ...bench.report.plan_residuals import residual_table
+        from ...bench.report.console import residual_table
 
         out.print(residual_table(against))
         for difference in against["differs"]:
@@ -48,7 +48,7 @@ def print_table(shown: Table, out: Console) -> None:
 
 def _summary(result: Mapping[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
-    from ...bench.metrics.turn_report import turns_in_words, window_sentence
+    from ...bench.metrics.turns import turns_in_words, window_sentence
     from ...bench.page.page import number, percent, size
 
     ours = result["llmopt"]
@@ -70,7 +70,7 @@ def _summary(result: Mapping[str, Any]) -> str:
         lines.append(window_sentence(window))
     memory = ours["memory"]
     if client := ours.get("client"):
-        from ...bench.report.client_report import certificate
+        from ...bench.report.console import certificate
 
         lines.append(certificate(client))
     else:
@@ -99,7 +99,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from rich.table import Table
 
     from ...bench.page.page import number, percent
-    from ...bench.report.comparison_tables import (
+    from ...bench.report.comparison import (
         check_rows,
         memory_rows,
         operating_table,

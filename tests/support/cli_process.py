@@ -26,7 +26,7 @@ PRELOADED = [
     "llmopt.engine.server.app",
     "llmopt.quant.pipeline.pipeline",
     "llmopt.bench.session.run_sessions",
-    "llmopt.bench.report.report",
+    "llmopt.bench.report.run_report",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)

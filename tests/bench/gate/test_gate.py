@@ -14,7 +14,7 @@ from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, Outcome, parse_ga
 from llmopt.bench.gate.measured_runs import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
-from llmopt.bench.report.comparison_tables import deltas_table
+from llmopt.bench.report.comparison import deltas_table
 from llmopt.quant.base.errors import BadInput
 
 

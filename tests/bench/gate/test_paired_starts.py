@@ -14,8 +14,8 @@ from llmopt.bench.gate.measured_starts import value_of_start
 from llmopt.bench.gate.outputs import junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.record.result import to_json
-from llmopt.bench.report.comparison_plots import operating_curve_svg
-from llmopt.bench.report.comparison_tables import operating_table
+from llmopt.bench.report.comparison import operating_table
+from llmopt.bench.report.figures import operating_curve_svg
 from llmopt.quant.base.errors import BadInput
 
 from .test_gate import run_of

@@ -12,7 +12,7 @@ from llmopt.bench.gate.error_rates import as_run
 from llmopt.bench.gate.limits import Outcome, parse_gate
 from llmopt.bench.gate.task_checks import task_changes
 from llmopt.bench.record.result import RunData
-from llmopt.bench.report.comparison_tables import task_rows
+from llmopt.bench.report.comparison import task_rows
 from llmopt.bench.tasks.items import TaskItems, items_of
 from llmopt.quant.base.errors import BadInput
 

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.gate.compare import RunData
-from llmopt.bench.report.joined import joined_page, shared_quality
-from llmopt.bench.report.pareto import Candidate, front
+from llmopt.bench.report.joined import Candidate, front, joined_page, shared_quality
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded

@@ -18,7 +18,7 @@ from llmopt.bench.load.presets import preset
 from llmopt.bench.load.started_server import server_arguments
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.record.result import BenchRun
-from llmopt.bench.report.report import run_page, run_verdict
+from llmopt.bench.report.run_report import run_page, run_verdict
 from llmopt.bench.session.run_sessions import run_bench, write_run
 from llmopt.bench.workloads.workload import numbered
 from llmopt.quant.base.errors import BadInput

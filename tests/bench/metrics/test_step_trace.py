@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.metrics.step_trace import (
-    _rate,
+from llmopt.bench.metrics.trace import (
+    LoadPass,
+    StepRecord,
     in_pass,
     step_trace_part,
-    step_trace_sentence,
-    steps_svg,
     write_steps,
 )
-from llmopt.bench.metrics.trace import LoadPass, StepRecord
+from llmopt.bench.page.templates import sections_of
+from llmopt.bench.report.figures import _rate, steps_svg
 from llmopt.engine.execution.step_loop import StepTrace
 
 
@@ -58,7 +58,8 @@ def test_totals(one):
     assert part["execute_seconds"] == pytest.approx(0.48)
     assert (part["preemptions"], part["peak_kv_blocks"], part["mean_rows"]) == (2, 9, 2)
     assert part["kv_unfilled_share"] == pytest.approx(12 / (19 * 8))
-    assert re.search(r"80\.0.% of their time", step_trace_sentence(part))
+    (section,) = sections_of("report/steps.jinja", steps=part)
+    assert re.search(r"80\.0.% of their time", section.paragraphs[0])
     assert step_trace_part([LoadPass([], 1.0)], 8) is None
 
 

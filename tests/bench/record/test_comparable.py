@@ -8,7 +8,7 @@ import pytest
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import Outcome
 from llmopt.bench.record.comparable import incomparable, server_changes, unknown_facts
-from llmopt.bench.report.comparison_page import verdict_of
+from llmopt.bench.report.comparison import verdict_of
 
 from tests.support.history_runs import IDENTITY, result_of
 

@@ -16,6 +16,7 @@ from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
 from llmopt.bench.page.plot_style import canvas, to_svg
+from llmopt.bench.page.templates import sections_of
 from llmopt.bench.record.result import (
     SCHEMA_VERSION,
     plain,
@@ -25,11 +26,10 @@ from llmopt.bench.record.result import (
 )
 from llmopt.bench.record.run_folder import atomic_folder, stamped
 from llmopt.bench.record.run_record import vllm_part
-from llmopt.bench.report.comparison_page import comparison_page
-from llmopt.bench.report.console_table import console_table
-from llmopt.bench.report.formula_table import formulas
-from llmopt.bench.report.plan_residuals import plan_section
-from llmopt.bench.report.report import write_report
+from llmopt.bench.report.comparison import comparison_page
+from llmopt.bench.report.console import console_table, planned
+from llmopt.bench.report.parts import formulas
+from llmopt.bench.report.run_report import write_report
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
 
@@ -375,6 +375,6 @@ def test_a_plan_is_shown_beside_what_was_measured() -> None:
         ],
         "differs": ["tokens of a block: 32 in the plan, 16 here (--block-size)"],
     }
-    section = plan_section(part)
+    (section,) = sections_of("report/plan_residuals.jinja", part=part, planned=planned)
     assert section.tables[0].rows == [["TPOT, ms", "2", "3", "+50.0 %", "8 sequences of 40 tokens"]]
     assert "Not as planned: tokens of a block: 32" in section.paragraphs[1]

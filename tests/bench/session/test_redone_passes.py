@@ -8,7 +8,7 @@ import pytest
 from llmopt.bench.metrics.trace import LoadPass
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.record.run_record import MeasuredPass
-from llmopt.bench.report.run_words import disturbed_words
+from llmopt.bench.report.parts import disturbed_words
 from llmopt.bench.session.session import BenchSession
 
 

@@ -13,7 +13,7 @@ from llmopt.bench.load.exchange import MARK
 from llmopt.bench.load.inprocess import InProcessTarget, images_part
 from llmopt.bench.load.load import drive
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.report.run_words import warnings
+from llmopt.bench.report.parts import warnings
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.bench.workloads.datasets import build_workload
 from llmopt.bench.workloads.freeze import write_frozen

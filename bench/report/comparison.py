@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..gate.compare import Comparison
+from ..gate.compare import Comparison, RunData
 from ..gate.limits import Outcome
 from ..gate.sequential import OperatingCurve
 from ..gate.verdict import LimitVerdict, MeasuredVerdict
-from ..page.page import Table, Tone, number, percent, size
+from ..page.page import Card, Page, Table, Tone, Verdict, number, percent, size
+from .figures import captioned, comparison_figures, label_of
+from .parts import report_page, warnings
 
 TONES: dict[Outcome, Tone] = {
     Outcome.PASS: "good",
@@ -166,3 +168,78 @@ def _interval_of_change(scored: Mapping[str, Any]) -> str:
     if not bounds:
         return ""
     return f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"
+
+
+HEADLINES = {
+    Outcome.PASS: "Pass",
+    Outcome.REGRESSION: "Regression",
+    Outcome.NO_VERDICT: "No verdict",
+}
+
+
+def verdict_of(comparison: Comparison) -> Verdict:
+    """The verdict as headline and sentence."""
+    headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
+    return Verdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
+
+
+def comparison_page(
+    base: RunData,
+    new: RunData,
+    comparison: Comparison,
+    *,
+    with_figures: bool = True,
+    template: str = "report/comparison.jinja",
+    **more: Any,
+) -> Page:
+    """The page comparing two runs; without figures for a standalone Markdown file."""
+    svgs = comparison_figures(base, new, comparison) if with_figures else {}
+    figures = captioned(
+        svgs,
+        **{
+            "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
+            "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "
+            "as time per token, so that right is worse everywhere.",
+            "operating-curve": "Chance of each verdict by the true change, at the noise of these pairs; "
+            "dashes are the limit.",
+        },
+    )
+    return report_page(
+        template,
+        base=base,
+        new=new,
+        results={base.name: base.result, label_of(base, new): new.result},
+        comparison=comparison,
+        verdict=verdict_of(comparison),
+        notes=dict.fromkeys([*warnings(base.result), *warnings(new.result)]),
+        cards=delta_cards(comparison),
+        figures=figures,
+        limits=deltas_table(comparison.deltas, checks=comparison.checks),
+        others=[*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)],
+        operating_table=operating_table,
+        **more,
+    )
+
+
+def delta_cards(comparison: Comparison) -> list[Card]:
+    """The changes as key figures."""
+    cards = [
+        Card(
+            delta.label,
+            percent(delta.change, signed=True),
+            "",
+            f"{number(delta.base)} → {number(delta.new)} {delta.unit}",
+        )
+        for delta in comparison.deltas
+    ]
+    scored = comparison.quality
+    if scored and scored["perplexity_change"] is not None:
+        base, new = scored["perplexity"]
+        change = percent(scored["perplexity_change"], 2, signed=True)
+        cards.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
+    base, new = comparison.memory.get("served_weight_bytes", (None, None))
+    if base and new:
+        cards.append(
+            Card("Weights", percent(new / base - 1, signed=True), "", f"{size(base)} → {size(new)}")
+        )
+    return cards

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..load.step_split import reason_in_words, split_table
-from ..page.page import Figure, Page, Section, Table, Verdict, number, percent, size
+from ..load.step_split import reason_in_words
+from ..page.page import Figure, Page, Table, Verdict, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
-from ..quality.sections import layer_sections
 from ..recipes.recipe import BASE_NAME
 from ..recipes.results import RecipeRun, VariantRun, all_results
 from ..record.comparable import served_weight_bytes, weight_share, widened_words
-from .comparison_page import RULES
-from .comparison_plots import bars_svg, latency_samples, slowdown_bounds
-from .comparison_tables import TONES, deltas_table
-from .formula_table import formula_table
-from .page_files import write_page
-from .plots import CAPTIONS, distributions_svg, roofline_svg
-from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
-from .run_words import subtitle, warnings
+from .comparison import TONES, deltas_table
+from .figures import (
+    bars_svg,
+    captioned,
+    distributions_svg,
+    latency_samples,
+    roofline_svg,
+    slowdown_bounds,
+)
+from .parts import report_page, warnings, write_page
 
 HEADER = (
     "model",
@@ -34,10 +35,6 @@ HEADER = (
 )
 WEIGHTS_CAPTION = (
     "Weights: as held; of a model that is not quantized, at most the bytes of its file."
-)
-ERROR_FORMULA = (
-    "|X(W − W′)ᵀ|² / |XWᵀ|², mean over the quantized linears on the calibration tokens; X are the "
-    "inputs of the layer, W its weight, W′ the quantized one"
 )
 
 
@@ -160,27 +157,6 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
     return to_svg(figure, "Change of speed of every variant against the original")
 
 
-def quantization_table(variants: Sequence[VariantRun]) -> Table:
-    """Method, layer error and verification status of each checkpoint."""
-    rows = []
-    for variant in variants:
-        manifest = variant.manifest
-        summary = manifest["summary"]
-        rows.append(
-            [
-                variant.variant.name,
-                f"{manifest['method']}, {manifest['scheme']}",
-                manifest["format"],
-                number(summary["bits_per_weight"], 2),
-                f"{summary['error']:.5f}",
-                f"{summary['rtn_error']:.5f}",
-                variant.verified.status.partition(":")[0],
-            ]
-        )
-    header = ["variant", "how", "format", "bits/weight", "layer error", "of RTN", "verified"]
-    return Table(header, rows, caption=f"Layer error: {ERROR_FORMULA}.")
-
-
 def summary_table(run: RecipeRun) -> Table:
     """`verdict_rows`, with the change of weight bytes and perplexity from the original."""
     base = run.base.result["llmopt"]
@@ -198,76 +174,41 @@ def summary_table(run: RecipeRun) -> Table:
 def recipe_page(run: RecipeRun) -> Page:
     """The page of a finished recipe."""
     results = all_results(run)
-    figures = recipe_figures(run)
-    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
     notes = [note for result in results.values() for note in warnings(result)]
-    per_variant = [
-        deltas_table(
-            variant.comparison.deltas,
-            f"{variant.variant.name}: {'; '.join(variant.comparison.reasons)}.",
-        )
-        for variant in run.variants
-    ]
-    return Page(
-        title=f"{run.recipe.name}: {run.base.result['model_id']} and its quantized checkpoints",
-        subtitle=subtitle(run.base.result),
+    explained = [decode_explanation(result) for result in results.values()]
+    return report_page(
+        "report/recipe.jinja",
+        run=run,
+        base=run.base.result,
+        results=results,
         verdict=recipe_verdict(run),
-        cards=(),
-        sections=[
-            Section("Side by side", (), figures[:1], [summary_table(run)], tables_first=True),
-            Section("Verdict", (gate_sentence(run),)),
-            Section("Quantization", (), (), (quantization_table(run.variants),)),
-            *layer_sections(results),
-            Section("Speed against the original", (), figures[1:3], per_variant),
-            Section(
-                "Roofline",
-                [e for e in (decode_explanation(r) for r in results.values()) if e][:1],
-                figures[3:],
-                (roofline_table(roofs), *([split] if (split := split_table(results)) else ())),
-            ),
-            Section("Quality and memory", (), (), quality_and_memory(results)),
-            Section("What was run", (), (), (identity_table(run.base.result),)),
-            Section(
-                "How the verdicts are made",
-                (),
-                (),
-                (Table(["", ""], [[k, v] for k, v in RULES.items()], is_prose=True),),
-            ),
-            Section("How each number is made", (), (), (formula_table(),)),
-            Section(
-                "Environment",
-                (),
-                (),
-                (environment_table(run.base.result["llmopt"]["environment"]),),
-                folded=True,
-            ),
-        ],
-        warnings=list(dict.fromkeys(notes)),
+        notes=dict.fromkeys(notes),
+        summary=summary_table(run),
+        gate=gate_sentence(run),
+        explanation=next(filter(None, explained), ""),
+        figures=recipe_figures(run),
+        deltas_table=deltas_table,
     )
 
 
-def recipe_figures(run: RecipeRun) -> list[Figure]:
+def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
     """Side by side, changes, distributions and, where there is one, the roofline."""
     results = all_results(run)
     data = [run.base, *(one.data for one in run.variants)]
-    figures = [
-        Figure("side-by-side", bars_svg(results), "Speed, quality and memory on the same prompts."),
-        Figure(
-            "changes",
-            variants_svg(run.variants, run.recipe.compare.share),
-            "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
-            "shown as time per token.",
-        ),
-        Figure(
-            "distributions",
-            distributions_svg({one.name: latency_samples(one) for one in data}),
-            CAPTIONS["distributions"],
-        ),
-    ]
+    svgs = {
+        "side-by-side": bars_svg(results),
+        "changes": variants_svg(run.variants, run.recipe.compare.share),
+        "distributions": distributions_svg({one.name: latency_samples(one) for one in data}),
+    }
     roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
     if all(roof and roof["points"] for roof in roofs.values()):
-        figures.append(Figure("roofline", roofline_svg(roofs), CAPTIONS["roofline"]))
-    return figures
+        svgs["roofline"] = roofline_svg(roofs)
+    captions = {
+        "side-by-side": "Speed, quality and memory on the same prompts.",
+        "changes": "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
+        "shown as time per token.",
+    }
+    return captioned(svgs, **captions)
 
 
 def write_recipe_report(run: RecipeRun) -> None:

@@ -1,4 +1,4 @@
-"""Report of a load sweep or SLO search: verdict, throughput against latency, all points."""
+"""Reports of a load sweep or SLO search, and of a capacity recipe: the plan beside the measured knee."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..metrics.run_statistics import STEADY_FORMULAS as STEADY
-from ..page.page import MISSING, Card, Figure, Page, Section, Table, Verdict, number, percent
+from ..metrics.run_statistics import STEADY_FORMULAS
+from ..page.page import MISSING, Page, Table, Verdict, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
+from ..page.templates import page_of
+from ..recipes.results import FORMULAS, CapacityRun
 from ..record.result import to_json
 from ..record.run_folder import atomic_folder
-from .page_files import write_page
+from .figures import captioned
+from .parts import write_page
 
 SWEEP_NAME = "sweep.json"
 UNITS = {"concurrency": "users", "rate": "requests/s"}
@@ -25,45 +28,24 @@ def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
     return target
 
 
-def sweep_page(record: Mapping[str, Any]) -> Page:
+def sweep_page(
+    record: Mapping[str, Any], template: str = "report/sweep.jinja", **more: Any
+) -> Page:
     """The page of a record of `Sweep.as_dict` or `SloSearch.as_dict`."""
-    identity, workload = record["identity"], record["workload"]
-    figures = []
+    figures = {}
     if any(point["latency_ms"] for point in record["points"]):
         caption = "Every point is one load. Up is higher throughput, right is higher latency."
-        figures.append(Figure("throughput-latency", throughput_latency_svg(record), caption))
-    rules = [
-        ["knee", record["knee_rule"]],
-        ["automatic loads", record["auto_rule"]],
-        ["kept up", record["kept_up_rule"]],
-    ]
-    if slo := record.get("slo"):
-        rules.append(["limits", slo["rule"]])
-    rules += [[name, text] for name, text in STEADY.items()]
-    what = [
-        ["Model", f"{identity['model']}, {identity['model_hash'][:30]}"],
-        ["Target", f"{identity['target']}, {identity['device']}, {identity['machine']}"],
-        [
-            "Workload",
-            f"{workload['source']}: {workload['num_requests']} requests, "
-            f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens",
-        ],
-    ]
-    notes = [f"{note[0].upper()}{note[1:]}." for note in workload["notes"]]
-    if record["interrupted"]:
-        notes.insert(0, "The sweep was interrupted: points are missing.")
-    kind = "Search" if slo else "Sweep"
-    return Page(
-        title=f"{kind} over {record['kind']}: {record['name']}",
-        subtitle=f"{identity['model']} · {identity['workload']} · {identity['machine']}",
-        verdict=sweep_verdict(record),
-        cards=sweep_cards(record),
-        sections=[
-            Section("Throughput against latency", (), figures, (points_table(record),)),
-            Section("What was run", (), (), (Table(["", ""], what, is_prose=True),)),
-            Section("How it was decided", (), (), (Table(["", ""], rules, is_prose=True),)),
-        ],
-        warnings=notes,
+        svgs = {"throughput-latency": throughput_latency_svg(record)}
+        figures = captioned(svgs, **{"throughput-latency": caption})
+    page = {"verdict": sweep_verdict(record), "units": UNITS[record["kind"]], **more}
+    return page_of(
+        template,
+        sweep=record,
+        figures=figures,
+        points=points_table(record),
+        knee=knee_point(record),
+        STEADY_FORMULAS=STEADY_FORMULAS,
+        **page,
     )
 
 
@@ -116,28 +98,6 @@ def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
         f"The mean request takes {number(point['latency_ms'], 1)} ms there; the most of any load "
         f"was {number(most, 0)} output tokens/s.",
     )
-
-
-def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
-    """The key figures."""
-    cards = []
-    if slo := record.get("slo"):
-        value = number(slo["best"], 0 if record["kind"] == "concurrency" else 2)
-        cards.append(Card("Highest within the limits", value, UNITS[record["kind"]]))
-    if point := knee_point(record):
-        cards += [
-            Card(
-                "Knee",
-                number(record["knee"], 0 if record["kind"] == "concurrency" else 2),
-                UNITS[record["kind"]],
-            ),
-            Card("Throughput there", number(point["output_throughput"], 0), "tokens/s"),
-            Card("Median TTFT there", number(point["median_ttft_ms"], 1), "ms"),
-            Card("Median TPOT there", number(point["median_tpot_ms"], 2), "ms"),
-        ]
-    if record["serial_request_rate"]:
-        cards.append(Card("One user alone", number(record["serial_request_rate"], 2), "requests/s"))
-    return cards
 
 
 def points_table(record: Mapping[str, Any]) -> Table:
@@ -216,3 +176,68 @@ def throughput_latency_svg(record: Mapping[str, Any]) -> str:
     axis.set_ylabel("output tokens/s")
     title(axis, f"Labels: {UNITS[kind]}")
     return to_svg(figure, "Output throughput against mean latency, one point per load")
+
+
+def capacity_verdict(run: CapacityRun) -> Verdict:
+    """One sentence: what limits the number of users."""
+    record, knee = run.record, run.record["knee"]
+    if knee is None:
+        return sweep_verdict(run.sweep)
+    fits = record["predicted_sequences"]
+    said = f"The KV cache holds {record['kv_tokens']:,} tokens" if fits is not None else ""
+    if fits is None:
+        sentence = "The plan says nothing of this engine's cache."
+    elif fits > knee:
+        sentence = (
+            f"{said}, {fits:,} sequences of {record['sequence_tokens']:,}: computing, not memory, limits the "
+            "users here."
+        )
+    elif fits == knee:
+        sentence = (
+            f"{said}, as many sequences of {record['sequence_tokens']:,} as the knee has users."
+        )
+    else:
+        sentence = (
+            f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "
+            "users here, unless their sequences stay short."
+        )
+    return Verdict("plain", sweep_verdict(run.sweep).headline, sentence)
+
+
+def capacity_table(run: CapacityRun) -> Table:
+    """Predicted and measured values, one row per load."""
+    rows = [
+        [
+            load_text(row["users"], "concurrency"),
+            number(row["predicted_tpot_ms"]),
+            number(row["measured_tpot_ms"]),
+            percent(row["residual"], 0, signed=True),
+            number(row["predicted_tokens_per_second"], 0),
+            number(row["measured_tokens_per_second"], 0),
+        ]
+        for row in run.record["rows"]
+    ]
+    header = ["load", "TPOT planned", "measured, ms", "residual", "tokens/s planned", "measured"]
+    caption = (
+        f"Planned for sequences of {run.record['mean_context_tokens']:,} tokens, the mean of the workload. "
+        "A residual that grows with the users is time that the model of bytes and operations does not "
+        "know: prompts between the steps, scheduling, and Python for every sequence."
+    )
+    return Table(header, rows, caption=caption)
+
+
+def capacity_page(run: CapacityRun) -> Page:
+    """The sweep's page with the plan in front of it."""
+    return sweep_page(
+        run.sweep,
+        "report/capacity.jinja",
+        verdict=capacity_verdict(run),
+        fits=run.record["predicted_sequences"],
+        plan=capacity_table(run),
+        CAPACITY_FORMULAS=FORMULAS,
+    )
+
+
+def write_capacity_report(run: CapacityRun) -> None:
+    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
+    write_page(capacity_page(run), run.folder)

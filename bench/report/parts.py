@@ -1,22 +1,39 @@
-"""Sentences of a run report: load, time per phase, and warnings."""
+"""Parts that reports share: sentences on a run, the formulas, and the files of a page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..page.page import number, percent
+from ...quant.base.atomic_io import write_atomically
+from ..load import certify
+from ..load.step_split import reason_in_words, split_sentence, split_table
+from ..machine import roofline
+from ..metrics import metrics, run_statistics, turns
+from ..page.page import Page, Table, to_html, to_markdown
+from ..page.templates import flat, page_of
+from ..quality import summary
+from ..quality.sections import layer_sections, quality_sections
+from ..tasks.items import task_tables
 
 
-def subtitle(result: Mapping[str, Any]) -> str:
-    """Model, precision, load and machine in one line."""
-    identity = result["llmopt"]["identity"]
-    precision = identity["quantization"] or identity["dtype"]
-    return (
-        f"{identity['model']} ({precision}) · {identity['workload']} · {load_words(identity['load'])} · "
-        f"{identity['device']} · {identity['machine']} · {result['date']}"
-    )
+def report_page(template: str, **record: Any) -> Page:
+    """The page of a template that uses the parts of `report/parts.jinja`."""
+    shared = {
+        "COST_FORMULAS": run_statistics.COST_FORMULAS,
+        "facts": facts,
+        "formula_table": formula_table,
+        "layer_sections": layer_sections,
+        "load_words": load_words,
+        "quality_sections": quality_sections,
+        "reason_in_words": reason_in_words,
+        "split_sentence": split_sentence,
+        "split_table": split_table,
+        "task_tables": task_tables,
+    }
+    return page_of(template, **shared, **record)
 
 
 def load_words(load: Mapping[str, Any]) -> str:
@@ -42,26 +59,6 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
         shape = "mean of the replayed times"
     rate = f"{load['request_rate']:g} {what}/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
-
-
-def phase_sentence(record: Mapping[str, Any]) -> str:
-    """Time per phase, concurrency and prefix-cache hits, as sentences."""
-    phases = record["phases"]
-    peaks = (
-        f"At most {record['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
-        f"{record['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
-    )
-    if phases is None:
-        rate = record["prefix_cache_hit_rate"]
-        hits = f"The server reports that {percent(rate)} of the prompt tokens came from its prefix cache. "
-        return (hits if rate is not None else "") + peaks
-    return (
-        f"Over all passes {number(phases['prefill_seconds'])} s went to steps with prefill, "
-        f"{number(phases['decode_seconds'])} s to decode-only steps, and "
-        f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
-        f"steps. The prefix cache gave {percent(record['prefix_cache_hit_rate'])} of the prompt tokens. "
-        + peaks
-    )
 
 
 def disturbed_words(record: Mapping[str, Any]) -> list[str]:
@@ -115,3 +112,46 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
             f"{images['image_tokens']:,} tokens; mean TTFT in ms: {split}."
         )
     return notes
+
+
+def facts(known: Mapping[str, Any] | None) -> str:
+    """Facts of the hardware or of a server as text; an older result has none."""
+    if not known:
+        return "not recorded"
+    return ", ".join(f"{name.replace('_', ' ')} {flat(value)}" for name, value in known.items())
+
+
+def formula_table() -> Table:
+    """The formula of every metric that a report shows."""
+    return Table(
+        ["metric", "formula"],
+        [[name, text] for name, text in formulas().items()],
+        is_prose=True,
+        caption="Latency and throughput definitions are those of vllm bench serve.",
+    )
+
+
+def formulas() -> dict[str, str]:
+    """{metric: formula} of all metrics."""
+    return {
+        **metrics.FORMULAS,
+        **run_statistics.STEADY_FORMULAS,
+        **turns.FORMULAS,
+        **summary.FORMULAS,
+        **roofline.FORMULAS,
+        **certify.FORMULAS,
+    }
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """Write the files of a page; the HTML last, so that it exists only when all files do."""
+    for section in page.sections:
+        for figure in section.figures:
+            write_atomically(folder / f"{figure.name}.svg", standalone(figure.svg))
+    write_atomically(folder / "report.md", to_markdown(page))
+    write_atomically(folder / "report.html", to_html(page))
+
+
+def standalone(svg: str) -> str:
+    """The SVG as a standalone file, with an XML prologue."""
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg

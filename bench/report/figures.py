@@ -1,0 +1,381 @@
+"""Figures of runs and comparisons: latency distributions, timelines, roofline, changes, operating curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..gate.compare import Comparison, RunData
+from ..gate.limits import Outcome
+from ..gate.sequential import STEPS, OperatingCurve
+from ..gate.verdict import MeasuredVerdict
+from ..metrics.metrics import samples
+from ..metrics.trace import LoadPass
+from ..page.page import Figure
+from ..page.plot_style import (
+    BAD,
+    DECODE,
+    GOOD,
+    GRID,
+    INK,
+    MUTED,
+    PREFILL,
+    SERIES,
+    UNSURE,
+    WAIT,
+    canvas,
+    title,
+    to_svg,
+)
+from ..record.comparable import served_weight_bytes
+
+SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
+MAX_BARS = 120
+NUM_BINS = 240
+CAPTIONS = {
+    "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
+    "requests; the other three have one value per request.",
+    "timeline": "First pass. Requests that wait under the concurrency limit are grey.",
+    "steps": "First pass. Tokens computed by the model, prefill and decode, and below them the KV blocks "
+    "held by the running sequences.",
+    "turns": "Left: time to first token by turn, median and p99. Right: mean prompt tokens of a turn, of "
+    "which the prefix cache gave the darker part.",
+    "roofline": "Points are model bytes and model FLOP over measured time. The ceilings were measured on "
+    "this machine just after the run, with the same threads.",
+}
+
+
+def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+    """Empirical distribution functions of TTFT, TPOT, ITL and end-to-end latency.
+
+    `values` is {series name: {metric: milliseconds}}; several series share the axes.
+    """
+    figure, axes = canvas(4, width=11, height=2.9, sharey=True)
+    for axis, (metric, name_of) in zip(axes, SHORT.items(), strict=True):
+        for (name, sample), colour in zip(values.items(), SERIES, strict=False):
+            ordered = np.sort(sample[metric])
+            if len(ordered) == 0:
+                continue
+            share = np.arange(1, len(ordered) + 1) / len(ordered)
+            axis.step(ordered, share, where="post", color=colour, label=name, linewidth=1.8)
+            if len(values) == 1:
+                for percentile, style in ((50, "-"), (99, ":")):
+                    at = float(np.percentile(ordered, percentile))
+                    axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=style)
+                    axis.annotate(
+                        f"p{percentile} {at:.3g}",
+                        (at, 0.24 if percentile == 50 else 0.12),
+                        xytext=(4 if percentile == 50 else -4, 0),
+                        textcoords="offset points",
+                        ha="left" if percentile == 50 else "right",
+                        fontsize=8.5,
+                        color=MUTED,
+                    )
+        title(axis, name_of)
+        axis.set_xlabel("ms")
+        axis.set_xlim(left=0)
+        axis.set_ylim(0, 1.02)
+    axes[0].set_ylabel("share of the sample at or below")
+    if len(values) > 1:
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    return to_svg(figure, "Empirical distribution functions of " + ", ".join(SHORT.values()))
+
+
+def timeline_svg(one: LoadPass) -> str:
+    """Timeline: every request of a pass as a bar, and below it the output tokens per second."""
+    figure, axes = canvas(
+        1, 2, width=11, height=4.6, sharex=True, gridspec_kw={"height_ratios": [3, 1]}
+    )
+    bars, rate = axes
+    done = [trace for trace in one.traces if trace.success][:MAX_BARS]
+    done.sort(key=lambda trace: trace.sent)
+    rows = np.arange(len(done))
+    spans = {
+        "queued in the client": (WAIT, [(t.scheduled, t.queued) for t in done]),
+        "to the first token": (PREFILL, [(t.sent, t.ttft) for t in done]),
+        "decode": (DECODE, [(t.sent + t.ttft, t.e2el - t.ttft) for t in done]),
+    }
+    for name, (colour, pieces) in spans.items():
+        lefts, widths = np.array(pieces).reshape(-1, 2).T
+        bars.barh(rows, widths, left=lefts, color=colour, height=0.8, label=name)
+    bars.invert_yaxis()
+    bars.grid(visible=False, axis="y")
+    bars.set_ylabel("request")
+    bars.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.14), frameon=False)
+    title(bars, "One bar per request")
+    width = max(one.duration / 60, 1e-3)
+    times = np.array([time for t in done for time in t.chunk_times])
+    counts = np.array([count for t in done for count in t.chunk_tokens])
+    edges = np.arange(0, one.duration + width, width)
+    tokens, _ = np.histogram(times, bins=edges, weights=counts)
+    rate.stairs(tokens / width, edges, fill=True, color=DECODE, alpha=0.85)
+    rate.set_ylabel("tokens/s")
+    rate.set_xlabel("seconds from the start of the pass")
+    rate.set_xlim(0, one.duration)
+    return to_svg(figure, "Timeline of the requests of one pass and the tokens per second")
+
+
+def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
+    """TTFT by turn, and the growth of the prompt with its cached part."""
+    figure, (latency, length) = canvas(2, width=11, height=3.2)
+    seen = [turn for turn in turns if turn["completed"]]
+    numbers = np.array([turn["turn"] for turn in seen])
+    for key, style in (("median", "-"), ("p99", ":")):
+        values = [turn["ttft_ms"][key] for turn in seen]
+        latency.plot(
+            numbers, values, style, marker="o", markersize=4, color=PREFILL, label=f"{key} TTFT"
+        )
+    title(latency, "Time to first token")
+    latency.set_ylabel("ms")
+    latency.set_ylim(bottom=0)
+    prompts = [turn["mean_prompt_len"] for turn in seen]
+    cached = [turn["mean_cached_tokens"] for turn in seen]
+    length.bar(numbers, prompts, color=MUTED, alpha=0.4, label="prompt")
+    length.bar(numbers, cached, color=DECODE, label="from the prefix cache")
+    title(length, "Prompt tokens")
+    for axis in (latency, length):
+        axis.set_xlabel("turn")
+        axis.locator_params(axis="x", integer=True)
+        axis.legend(fontsize=9, frameon=False)
+    return to_svg(figure, "Time to first token and prompt tokens by turn")
+
+
+def steps_svg(load_pass: LoadPass) -> str:
+    """Tokens of prefill and decode over the time of a pass, and the KV blocks in use."""
+    steps = load_pass.engine_steps
+    starts = np.array([step.start for step in steps])
+    spans = [s.schedule_seconds + s.execute_seconds + s.update_seconds for s in steps]
+    ends = np.maximum.accumulate(starts + np.array(spans))
+    edges = np.linspace(0.0, max(load_pass.duration, ends[-1]), NUM_BINS + 1)
+    decode = _rate([s.decode_tokens for s in steps], starts, ends, edges)
+    prefill = _rate([s.prefill_tokens for s in steps], starts, ends, edges)
+    figure, (tokens, blocks) = canvas(
+        1, 2, width=11, height=4.2, sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+    )
+    tokens.stairs(decode, edges, fill=True, color=DECODE, alpha=0.85, label="decode")
+    tokens.stairs(
+        decode + prefill, edges, baseline=decode, fill=True, color=PREFILL, label="prefill"
+    )
+    preempted = [step.start for step in steps if step.num_preemptions]
+    if preempted:
+        top = float((decode + prefill).max())
+        tokens.plot(
+            preempted, [top] * len(preempted), "v", color=BAD, markersize=5, label="preemption"
+        )
+    tokens.set_ylabel("tokens/s")
+    tokens.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.16), frameon=False)
+    title(tokens, "Tokens computed by the steps")
+    # A step holds its blocks until the next step is scheduled.
+    latest = np.maximum(np.searchsorted(starts, edges[:-1], side="right") - 1, 0)
+    used = np.array([step.kv_blocks_used for step in steps])[latest]
+    blocks.stairs(used, edges, fill=True, color=MUTED, alpha=0.35)
+    blocks.stairs(used, edges, color=INK, linewidth=1.2)
+    blocks.set_ylabel("KV blocks")
+    blocks.set_xlabel("seconds from the start of the pass")
+    blocks.set_ylim(bottom=0)
+    blocks.set_xlim(0, edges[-1])
+    return to_svg(figure, "Prefill and decode tokens of the steps over time, and KV blocks in use")
+
+
+def _rate(
+    tokens: Sequence[int], starts: np.ndarray, ends: np.ndarray, edges: np.ndarray
+) -> np.ndarray:
+    """Tokens per second in each bin, with a step's tokens spread evenly over its duration."""
+    sums = np.concatenate([[0], np.cumsum(tokens)])
+    times = np.column_stack([starts, ends]).ravel()
+    counts = np.column_stack([sums[:-1], sums[1:]]).ravel()
+    return np.diff(np.interp(edges, np.maximum.accumulate(times), counts)) / np.diff(edges)
+
+
+def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
+    """Log-log roofline from {name: `llmopt.roofline`}; the ceilings are those of the first one."""
+    ceilings = next(iter(series.values()))["ceilings"]
+    points = [
+        (name, point, colour)
+        for (name, one), colour in zip(series.items(), SERIES, strict=False)
+        for point in one["points"]
+    ]
+    intensities = [point["intensity"] for _, point, _ in points]
+    ridge = ceilings["flops"] / ceilings["bandwidth"]
+    low = min([*intensities, ridge]) / 4
+    high = max([*intensities, ridge]) * 4
+    figure, (axis,) = canvas(width=11, height=4.2)
+    grid = np.geomspace(low, high, 200)
+    for key, name, style in (
+        ("near_bandwidth", "reads of the model's size", "-"),
+        ("far_bandwidth", "reads from memory", "--"),
+    ):
+        roof = np.minimum(ceilings["flops"], grid * ceilings[key])
+        said = f"{name}: {ceilings[key] / 1e9:.3g} GB/s"
+        axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=said)
+    for name, point, colour in points:
+        x, y = point["intensity"], point["achieved_flops"]
+        roof = min(ceilings["flops"], x * ceilings["bandwidth"])
+        marker = "o" if point["phase"] == "decode" else "s"
+        axis.plot([x, x], [y, roof], color=colour, linewidth=0.9, linestyle=":")
+        label = f"{point['phase']}, {name}" if len(series) > 1 else point["phase"]
+        axis.plot(
+            x,
+            y,
+            marker,
+            color=colour,
+            markersize=9,
+            linestyle="none",
+            label=f"{label}: {point['of_roof']:.1%} of the roof",
+        )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_xlabel("FLOP per model byte moved")
+    axis.set_ylabel("FLOP/s")
+    title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
+    return to_svg(figure, "Roofline with the measured ceilings and one point per phase")
+
+
+def captioned(svgs: Mapping[str, str], **captions: str) -> dict[str, Figure]:
+    """{file stem: figure} with the usual captions, or those given."""
+    known = {**CAPTIONS, **captions}
+    return {name: Figure(name, svg, known[name]) for name, svg in svgs.items()}
+
+
+def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, str]:
+    """{file stem: svg} of one run."""
+    traces = [trace for one in passes for trace in one.traces]
+    figures: dict[str, str] = {}
+    if any(trace.success for trace in traces):
+        figures["distributions"] = distributions_svg({"this run": samples(traces)})
+        figures["timeline"] = timeline_svg(passes[0])
+    if passes and passes[0].engine_steps:
+        figures["steps"] = steps_svg(passes[0])
+    roofline = result["llmopt"]["roofline"]
+    if roofline and roofline["points"]:
+        figures["roofline"] = roofline_svg({"this run": roofline})
+    return figures
+
+
+def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> dict[str, str]:
+    """{file stem: svg} of a comparison."""
+    results = {base.name: base.result, label_of(base, new): new.result}
+    figures = {"side-by-side": bars_svg(results)}
+    if comparison.deltas:
+        figures["changes"] = changes_svg(comparison.deltas)
+    if comparison.curves:
+        figures["operating-curve"] = operating_curve_svg(comparison.curves)
+    if base.requests and new.requests:
+        figures["distributions"] = distributions_svg(
+            {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
+        )
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    if all(roof and roof["points"] for roof in roofs.values()):
+        figures["roofline"] = roofline_svg(roofs)
+    return figures
+
+
+def label_of(base: RunData, new: RunData) -> str:
+    """The new run's name, told apart from the base's when they are the same."""
+    return new.name if new.name != base.name else f"{new.name} (new)"
+
+
+def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
+    """Slowdown of every gated metric with its 90 % interval and its limit; right is worse."""
+    figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
+    colours = {Outcome.PASS: GOOD, Outcome.REGRESSION: BAD, Outcome.NO_VERDICT: UNSURE}
+    for row, delta in enumerate(deltas):
+        low, high = slowdown_bounds(delta)
+        colour = colours[delta.outcome]
+        if math.isfinite(low + high):
+            axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
+        axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+        if delta.allowed is not None:
+            at = delta.allowed * 100
+            axis.plot([at, at], [row - 0.3, row + 0.3], color=BAD, linewidth=1.5, linestyle="--")
+    axis.axvline(0, color=INK, linewidth=1)
+    axis.set_yticks(range(len(deltas)), [delta.label for delta in deltas])
+    axis.set_ylim(len(deltas) - 0.5, -0.5)
+    axis.grid(visible=False, axis="y")
+    axis.set_xlabel("% slower than the base (left of 0: faster)")
+    return to_svg(figure, "Change of every gated metric with its interval")
+
+
+def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
+    """Chance of pass, regression and no verdict by the true change, a panel a limit."""
+    columns = min(len(curves), 3)
+    shown = curves[:columns]
+    figure, axes = canvas(columns, width=11, height=2.9, sharey=True)
+    for axis, curve in zip(axes, shown, strict=True):
+        worse = [point.worse * 100 for point in curve.points]
+        for label, colour, chance in (
+            ("pass", GOOD, [point.passes for point in curve.points]),
+            ("regression", BAD, [point.regressions for point in curve.points]),
+            ("no verdict", UNSURE, [point.undecided for point in curve.points]),
+        ):
+            axis.plot(worse, [100 * share for share in chance], color=colour, label=label)
+        axis.axvline(worse[STEPS.index(1.0)], color=BAD, linewidth=1, linestyle="--")
+        axis.set_xlabel("% truly worse")
+        title(axis, f"{curve.label} {curve.limit}")
+    axes[0].set_ylabel("% of comparisons")
+    axes[0].legend(frameon=False)
+    return to_svg(figure, "Operating curve: chance of each verdict by the true change")
+
+
+def slowdown_bounds(delta: MeasuredVerdict) -> tuple[float, float]:
+    """The interval of `change`, with the sign flipped where needed so that positive is worse."""
+    if (delta.change > 0) == (delta.worse > 0):
+        return delta.low, delta.high
+    # Few pairs bound nothing: from -100 % to infinity.
+    highest = 1 / (1 + delta.low) - 1 if delta.low > -1 else math.inf
+    return 1 / (1 + delta.high) - 1, highest
+
+
+def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Speed, quality and memory of several runs, side by side."""
+    panels: list[tuple[str, str, list[float | None]]] = [
+        ("Output throughput", "tokens/s", [r["output_throughput"] for r in results.values()]),
+        (
+            "Median TPOT",
+            "ms",
+            [r["llmopt"]["metrics"]["tpot"]["median"] for r in results.values()],
+        ),
+        (
+            "Perplexity",
+            "lower is better",
+            [(r["llmopt"]["quality"] or {}).get("perplexity") for r in results.values()],
+        ),
+        (
+            "Weights as served",
+            "MiB",
+            [held / 2**20 if (held := served_weight_bytes(r)) else None for r in results.values()],
+        ),
+    ]
+    figure, axes = canvas(len(panels), width=11, height=2.9)
+    for axis, (heading, unit, values) in zip(axes, panels, strict=True):
+        heights = [value or 0.0 for value in values]
+        bars = axis.bar(range(len(values)), heights, color=SERIES[: len(values)], width=0.62)
+        labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+        axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
+        axis.set_xticks(range(len(values)), list(results))
+        title(axis, f"{heading} ({unit})")
+        axis.grid(visible=False, axis="x")
+        axis.margins(y=0.16)
+        axis.spines["left"].set_visible(False)
+        axis.set_yticks([])
+        axis.spines["bottom"].set_color(GRID)
+        axis.tick_params(axis="x", colors=MUTED)
+    return to_svg(figure, "Speed, quality and memory side by side")
+
+
+def latency_samples(data: RunData) -> dict[str, np.ndarray]:
+    """The columns of a run's requests as samples for the distribution figure."""
+    table = data.requests or {}
+    found = {
+        metric: np.array([v for v in table.get(f"{metric}_ms", []) if v is not None])
+        for metric in ("ttft", "tpot", "e2el")
+    }
+    gaps = [np.diff(times) * 1000 for times in table.get("chunk_times_s", [])]
+    found["itl"] = np.concatenate(gaps) if gaps else np.array([])
+    return found
