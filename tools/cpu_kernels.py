@@ -39,15 +39,15 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.base.incoherence import whole_width
+from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
-from llmopt.quant.tensors.e8p import E8pTensor
-from llmopt.quant.tensors.integer import IntTensor
-from llmopt.quant.tensors.lookup import LookupTensor
-from llmopt.quant.tensors.trellis import TrellisTensor
-from llmopt.quant.trellis.hadamard import whole_width
 
 SHAPES = {  # the linears of a layer: (out, in)
     "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),

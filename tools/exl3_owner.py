@@ -24,8 +24,8 @@ LARGEST = 1e-3  # of the largest weight
 
 def write(path: Path) -> None:
     """Write each case under its name, and its dequantized weight as `NAME.dense`."""
-    from llmopt.quant.formats.exl3 import Exl3Format
-    from llmopt.quant.grids.trellis_grid import round_to_trellis
+    from llmopt.quant.kinds.base.kind import kind_of
+    from llmopt.quant.kinds.trellis.formats import Exl3Format
     from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
     stored: dict[str, torch.Tensor] = {}
@@ -34,7 +34,9 @@ def write(path: Path) -> None:
         weight = torch.randn(OUT, INNER, generator=generator) * torch.rand(
             OUT, 1, generator=generator
         )
-        tensor = round_to_trellis(weight, TrellisScheme(bits, codebook))
+        tensor = kind_of(TrellisScheme(bits, codebook)).round(
+            weight, torch.float16, name="the weight"
+        )
         name = f"{codebook}-{bits}"
         stored |= Exl3Format().pack(name, tensor)
         stored[f"{name}.dense"] = tensor.dequantize().contiguous()

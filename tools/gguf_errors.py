@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.container import TYPE_NUMBERS
+from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS
 from llmopt.quant.model.checkpoint import Checkpoint
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from llmopt.quant.kinds.base.incoherence import cosine_factor
+from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.tensors.e8p import E8pTensor
-from llmopt.quant.tensors.trellis import TrellisTensor
-from llmopt.quant.trellis.hadamard import cosine_factor
 
 from tools.triton_launches import BF16
 

@@ -17,16 +17,16 @@ from llmopt.engine.kernels.linear.triton_packed_weight import (
     stack_packed_weights,
 )
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.grids.codebook_grid import round_to_codebook
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
+from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.gguf import GgufTensor
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 E4M3 = torch.float8_e4m3fn

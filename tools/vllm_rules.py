@@ -25,9 +25,10 @@ from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.compressed_tensors import CompressedTensorsFormat
 from llmopt.quant.formats.modelopt import ALGORITHMS, ModelOptFormat, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.base.kind import storage_of
+from llmopt.quant.kinds.base.loading import RankMatrix
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.plan.vllm_rules import Matrix
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "owners" / "rules_vllm.py"
 MODULES = {
@@ -52,7 +53,7 @@ def matrices() -> Iterator[tuple[dict[str, Any], str | None]]:
             if (group > 0 and inner % group) or split % ranks or (name == "gptq" and not symmetric):
                 continue  # refused before a loader sees it
             scheme = IntScheme(bits, group, symmetric)
-            matrix = Matrix(module, scheme, [out], inner, ranks)
+            matrix = RankMatrix.of(module, [out], inner, ranks)
             question = {
                 "format": name,
                 "bits": bits,
@@ -63,7 +64,7 @@ def matrices() -> Iterator[tuple[dict[str, Any], str | None]]:
                 "experts": experts,
                 "down": matrix.row_parallel,
             }
-            loads, text = matrix.kernel(name)
+            loads, text = storage_of(scheme).rules.vllm_kernel(scheme, matrix, name)
             kernel = text.split(maxsplit=1)[0].rstrip(",") if loads else None
             if experts and kernel != "Marlin":
                 kernel = None  # only Marlin's rule is a function that can be asked

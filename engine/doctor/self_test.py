@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...quant.base.scheme import Scheme
-from ...quant.convert.requantize import round_weight
+from ...quant.kinds.base.kind import kind_of
 from ..cache.step_inputs import Run, step_inputs
 from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.attention.paged_attention import AttentionKernel, AttentionRule
@@ -266,7 +266,7 @@ def _quantized_linear(
 ) -> Check:
     out, row = sizes.out, sizes.row
     floats = random(out, row).float().cpu()
-    weight: Any = round_weight("weight", floats, scheme, torch.float32).to(device)
+    weight: Any = kind_of(scheme).round(floats, torch.float32).to(device)
     inputs = [random(count, row) for count in sizes.tokens]
 
     def compute(make: Callable[[Any, torch.dtype], Any]) -> list[torch.Tensor]:

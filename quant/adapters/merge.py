@@ -21,9 +21,9 @@ import torch
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
+from ..convert.convert import write_shards
 from ..convert.read import quantized_modules, read_quantized, tensor_names
-from ..convert.shards import write_shards
-from ..formats.base import KV_SCALES
+from ..kinds.base.format import KV_SCALES
 from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import to_json
 from ..model.checkpoint import Checkpoint

@@ -102,6 +102,11 @@ class Scheme(ABC):
         """Weights of a row of `in_features` that have one range."""
         return in_features
 
+    @property
+    def ggml_type(self) -> str | None:
+        """ggml's block type that stores such weights without loss; None: there is none."""
+        return None
+
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
         """Schemes of this kind that a weight of another is requantized to, each with a rank, the least first.

@@ -1,23 +1,24 @@
-"""Conversion of a quantized checkpoint to another format, without the original model."""
+"""Writing of a checkpoint's shards one at a time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..base.atomic_io import atomic_folder, write_atomically
+from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme
-from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat, config_of
 from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
+from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat, config_of
+from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
@@ -29,10 +30,43 @@ from ..plan.loaders import loaders, loads_in
 from ..plan.unquantized import model_parameters, unquantized_modules
 from ..request.names import check_format
 from ..request.selection import Shapes
-from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .requantize import Requantized, requantize
-from .shards import write_shards
+
+SHARD_BYTES = 2**30
+
+
+def write_shards(
+    folder: Path, parts: Iterable[Mapping[str, torch.Tensor]], release: Callable[[], None]
+) -> None:
+    """Write tensors as they come in shards of 1 GiB, of which one is in memory, and their index.
+
+    Args:
+        release: called after each shard, to let go of what was read for it.
+    """
+    weight_map: dict[str, str] = {}
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        write_tensors(folder / name, held, layout_of(held))
+        weight_map.update(dict.fromkeys(held, name))
+        held.clear()
+        release()
+
+    for tensors in parts:
+        held |= tensors
+        added = sum(tensor.nbytes for tensor in tensors.values())
+        size, total = size + added, total + added
+        if size >= SHARD_BYTES:
+            write()
+            size = 0
+    if held:
+        write()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(folder / INDEX_NAME, to_json(index))
+
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay

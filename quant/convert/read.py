@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..formats.base import WeightFormat
 from ..formats.registry import format_of
+from ..kinds.base.format import WeightFormat
+from ..kinds.base.tensor import QuantizedTensor
 from ..model.checkpoint import Checkpoint
-from ..tensors.base import QuantizedTensor
 
 _CODES = ("I8", "U8", "F8_E4M3")  # dtypes that only quantized weights have
 

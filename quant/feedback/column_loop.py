@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..grids.base import Columns, Grid, Parameters, group_of, joined
+from ..kinds.base.grid import Columns, Grid, Parameters, group_of, joined
 from .error_feedback import Feedback
 
 _SPAN = 256

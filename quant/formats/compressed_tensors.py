@@ -1,32 +1,30 @@
 """compressed-tensors format, read by transformers, vLLM and this engine.
 
-Its layouts are in `ct_layouts`, its config in `ct_config`. Modules of one model may have several schemes;
-then every config group lists its modules, and where the layouts differ too, the model's layout is
-`mixed-precision`.
+Each kind that it holds has layouts of its own (`CompressedLayouts`, in the `formats.py` of the kind); here
+are the `config_groups`, by which every module finds its layout and scheme. Modules of one model may have
+several schemes; then every config group lists its modules, and where the layouts differ too, the model's
+layout is `mixed-precision`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
-from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.fp4 import Fp4Tensor
-from ..tensors.fp8 import Fp8Tensor
-from ..tensors.integer import IntTensor
-from .base import Config, TensorSource, check_groups
-from .ct_config import FLOAT, INT8, MIXED, CtScheme, find_group, group_of, layout_of, read_group
-from .ct_fp4 import check_blocks, pack_fp4, unpack_fp4
-from .ct_layouts import pack_codes, pack_float, pack_int8, unpack_codes, unpack_float, unpack_int8
+from ..kinds.base.containers import CompressedLayouts, unsupported
+from ..kinds.base.format import Config, TensorSource, WeightFormat, matches
+from ..kinds.base.kind import storage_of
+from ..kinds.base.raw import Entries, Raw
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.registry import SCHEMES
 
+MIXED = "mixed-precision"
+_NAIVE = "naive-quantized"  # an older name of the two layouts with a `weight` tensor
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 # `kv_cache_scheme`: static per-tensor fp8 scales, the only kind that vLLM reads besides those per head.
 _KV_CACHE = {
@@ -38,10 +36,100 @@ _KV_CACHE = {
 }
 
 
-class CompressedTensorsFormat:
+def _parts() -> Iterator[CompressedLayouts]:
+    """The layouts of all kinds that the format holds."""
+    parts = (storage_of(scheme).compressed_tensors for scheme in SCHEMES)
+    return (part for part in parts if part is not None)
+
+
+def _part(scheme: Scheme) -> CompressedLayouts:
+    """The layouts of a scheme's kind."""
+    part = storage_of(scheme).compressed_tensors
+    if part is None:
+        raise BadInput(f"format compressed-tensors cannot hold {scheme.label} weights")
+    return part
+
+
+def layout_of(scheme: Scheme) -> str:
+    """The compressed-tensors layout for a scheme.
+
+    Raises:
+        BadInput: no layout stores it.
+    """
+    layout = _part(scheme).layout_of(scheme)
+    if layout is None:
+        why = " (its library dropped permuted groups)" if scheme.permuted else ""
+        raise BadInput(f"format compressed-tensors cannot hold {scheme.label} weights{why}")
+    return layout
+
+
+def group_of(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """One entry of `config_groups`. The library rejects unknown keys."""
+    part, activations = _part(scheme), scheme.activations
+    return {
+        "targets": targets,
+        "weights": {"num_bits": scheme.bits, "dynamic": False} | part.weights(scheme),
+        "input_activations": None if activations is None else part.inputs(activations),
+        "output_activations": None,
+    }
+
+
+def find_group(config: Config, module: str) -> tuple[str, Config]:
+    """Layout and `config_groups` entry of a module: by name, by `re:` pattern, or as class `Linear`.
+
+    Raises:
+        BadInput: there is none.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise unsupported("no config_groups")
+    entries: list[Mapping[str, Any]] = list(groups.values())
+    found = (
+        next((e for e in entries if module in _targets(e)), None)
+        or next((e for e in entries if _by_pattern(e, module)), None)
+        or next((e for e in entries if "Linear" in _targets(e)), None)
+        or (entries[0] if len(entries) == 1 else None)
+    )
+    if found is None:
+        raise BadInput(f"no entry of config_groups is for {module}")
+    return str(found.get("format") or config.get("format")), found
+
+
+def _targets(group: Config) -> list[str]:
+    return group.get("targets") or []
+
+
+def _by_pattern(group: Config, module: str) -> bool:
+    patterns = (target[3:] for target in _targets(group) if target.startswith("re:"))
+    return any(matches(pattern, module) for pattern in patterns)
+
+
+def read_group(layout: str, group: Config) -> tuple[str, Scheme]:
+    """Layout (never the naive name) and scheme of an entry of `config_groups`.
+
+    Raises:
+        BadInput: an unsupported kind of weights or activations.
+    """
+    parts = list(_parts())
+    if layout == _NAIVE:
+        weights = group.get("weights") or {}
+        naive = next((p.naive for p in parts if p.naive and p.describes(weights)), None)
+        layout = naive or layout
+    part = next((part for part in parts if layout in part.layouts), None)
+    if part is None:
+        *names, last = (name for part in parts for name in part.layouts)
+        raise BadInput(
+            f"quant_method compressed-tensors with format {layout!r} is not supported: "
+            f"only {', '.join(names)} and {last}"
+        )
+    return layout, part.scheme(layout, group)
+
+
+class CompressedTensorsFormat(WeightFormat):
     """compressed-tensors: integers of 2 to 8 bits, int8, fp8, NVFP4 and MXFP4 with or without activations."""
 
     name = "compressed-tensors"
+    keeps_scale_dtypes = True
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (
         ".weight_packed",
@@ -56,20 +144,11 @@ class CompressedTensorsFormat:
         ".input_zero_point",
     )
 
-    def _scheme(self, scheme: Scheme) -> CtScheme:
-        if not isinstance(scheme, CtScheme):
-            raise BadInput(f"format {self.name} cannot hold {scheme.label} weights")
-        return scheme
-
     def check_scheme(self, scheme: Scheme) -> None:
-        layout_of(self._scheme(scheme))
+        layout_of(scheme)
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        # Rows are padded to whole words, so any width packs; only group sizes must divide.
-        if isinstance(scheme, IntScheme):
-            check_groups(module, in_features, scheme)
-        elif isinstance(scheme, Fp4Scheme):
-            check_blocks(module, in_features, scheme)
+        _part(scheme).check(module, in_features, scheme)
         activations = scheme.activations
         if activations is not None and activations.granularity == "group128" and in_features % 128:
             raise BadInput(
@@ -81,22 +160,11 @@ class CompressedTensorsFormat:
         return weights
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        if isinstance(tensor, Fp8Tensor):
-            return pack_float(module, tensor)
-        if isinstance(tensor, Fp4Tensor):
-            return pack_fp4(module, tensor)
-        assert isinstance(tensor, IntTensor)
-        return (pack_int8 if layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
+        return _part(tensor.scheme).pack(module, tensor)
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         layout, scheme = read_group(*find_group(config, module))
-        if isinstance(scheme, Fp4Scheme):
-            return unpack_fp4(module, source, scheme)
-        if layout == FLOAT:
-            assert isinstance(scheme, FloatScheme)
-            return unpack_float(module, source, scheme)
-        assert isinstance(scheme, IntScheme)
-        return (unpack_int8 if layout == INT8 else unpack_codes)(module, source, scheme)
+        return _part(scheme).unpack(module, source, layout, scheme)
 
     def config(
         self,
@@ -112,9 +180,9 @@ class CompressedTensorsFormat:
             kv_cache: `fp8` where `k_scale` and `v_scale` are stored beside the attention layers.
             kv_cache_strategy: `tensor`, or `attn_head` where each KV head has its own.
         """
-        members: dict[CtScheme, list[str]] = {}
+        members: dict[Scheme, list[str]] = {}
         for module, scheme in schemes.items():
-            members.setdefault(self._scheme(scheme), []).append(module)
+            members.setdefault(scheme, []).append(module)
         layouts = {scheme: layout_of(scheme) for scheme in members}
         mixed = len(set(layouts.values())) > 1
         groups = {}
@@ -138,7 +206,7 @@ class CompressedTensorsFormat:
         """The name itself."""
         return name
 
-    def scheme(self, config: Config, module: str) -> CtScheme:
+    def scheme(self, config: Config, module: str) -> Scheme:
         return read_group(*find_group(config, module))[1]
 
 
@@ -150,3 +218,19 @@ def _with_pattern_of_experts(modules: Sequence[str]) -> list[str]:
 def _inside_experts(ignore: Sequence[str]) -> list[str]:
     """Patterns for the linears in fused experts, whose schemes vLLM looks up by the names they would have."""
     return [f"re:{re.escape(name)}\\..*" for name in ignore if name.endswith(".experts")]
+
+
+def read_compressed_tensors(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """Read a module a second time: its group of the config, then its kind's layout, with numpy alone."""
+
+    def rank(group: dict[str, Any]) -> int:
+        targets = group.get("targets") or []
+        if module in targets:
+            return 0
+        if any(name.startswith("re:") and re.match(name[3:], module) for name in targets):
+            return 1
+        return 2 if "Linear" in targets else 3
+
+    group = min(config["config_groups"].values(), key=rank)
+    part = next(part for part in _parts() if part.describes(group["weights"]))
+    return part.read_raw(entries, module, group.get("format") or config.get("format"), group)

@@ -19,50 +19,54 @@ Source: `modelopt/torch/export` of NVIDIA's TensorRT-Model-Optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Activations, Scheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.fp4 import Fp4Tensor
-from ..tensors.fp8 import Fp8Tensor
-from .base import (
-    SCALE_DTYPES,
+from ..base.scheme import Scheme
+from ..kinds.base.containers import ModelOptAlgorithms
+from ..kinds.base.format import (
     Config,
     TensorSource,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
-    pack_nibbles,
-    unpack_nibbles,
+    WeightFormat,
 )
-from .ct_fp4 import block_scales, check_blocks, one_number
+from ..kinds.base.kind import storage_of
+from ..kinds.base.raw import Entries, Raw
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.registry import SCHEMES
 
-ModelOptScheme = FloatScheme | Fp4Scheme
-ALGORITHMS: dict[str, ModelOptScheme] = {
-    "FP8": FloatScheme("tensor", Activations("fp8", "tensor", dynamic=False)),
-    "FP8_PER_CHANNEL_PER_TOKEN": FloatScheme("channel", Activations("fp8")),
-    "FP8_PB_WO": FloatScheme("block"),
-    "NVFP4": Fp4Scheme("nvfp4", Activations("nvfp4", "group16", dynamic=False)),
-    "W4A16_NVFP4": Fp4Scheme("nvfp4"),
+
+def _parts() -> Iterator[ModelOptAlgorithms]:
+    """The algorithms of all kinds that the format holds."""
+    parts = (storage_of(scheme).modelopt for scheme in SCHEMES)
+    return (part for part in parts if part is not None)
+
+
+def _part(scheme: Scheme) -> ModelOptAlgorithms:
+    """The algorithms of a scheme's kind."""
+    part = storage_of(scheme).modelopt
+    assert part is not None, "its algorithm was looked up before"
+    return part
+
+
+ALGORITHMS: dict[str, Scheme] = {
+    name: scheme for part in _parts() for name, scheme in part.algorithms.items()
 }
-"""What each `quant_algo` stores; vLLM and TensorRT-LLM quantize the inputs of FP8_PB_WO too, in groups."""
+"""What each `quant_algo` stores."""
 
 MIXED = "MIXED_PRECISION"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _LATENT = ("kv_a_proj_with_mqa", "kv_a_proj")
 
 
-class ModelOptFormat:
+class ModelOptFormat(WeightFormat):
     """ModelOpt's unified checkpoints: FP8 and NVFP4."""
 
     name = "modelopt"
+    inverts_global_scales = True
     markers: tuple[str, ...] = (".weight_scale",)
     suffixes: tuple[str, ...] = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale")
 
@@ -71,59 +75,17 @@ class ModelOptFormat:
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
         self.check_scheme(scheme)
-        if isinstance(scheme, Fp4Scheme):
-            check_blocks(module, in_features, scheme)
+        _part(scheme).check(module, in_features, scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float32
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        if isinstance(tensor, Fp4Tensor):
-            assert tensor.global_scale is not None
-            stored = {
-                f"{module}.weight": pack_nibbles(tensor.codes),
-                f"{module}.weight_scale": tensor.scales.contiguous(),
-                f"{module}.weight_scale_2": (1 / tensor.global_scale).reshape(()),
-            }
-            if tensor.input_scale is not None:
-                stored[f"{module}.input_scale"] = (1 / tensor.input_scale).reshape(())
-            return stored
-        assert isinstance(tensor, Fp8Tensor)
-        scales = tensor.scales.contiguous()
-        if tensor.scheme.granularity == "block":
-            scales = scales[:, None, :, None]
-        else:
-            scales = (
-                scales.flatten() if tensor.scheme.granularity == "channel" else scales.reshape(())
-            )
-        stored = {f"{module}.weight": tensor.values, f"{module}.weight_scale": scales}
-        if tensor.input_scale is not None:
-            stored[f"{module}.input_scale"] = tensor.input_scale.reshape(())
-        return stored
+        return _part(tensor.scheme).pack(module, tensor)
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         scheme = self.scheme(config, module)
-        name, scale_name = f"{module}.weight", f"{module}.weight_scale"
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        input_scale = one_number(f"{module}.input_scale", source) if static else None
-        if isinstance(scheme, Fp4Scheme):
-            codes = unpack_nibbles(expect_matrix(name, source.tensor(name), torch.uint8))
-            return Fp4Tensor(
-                codes,
-                block_scales(scale_name, source, codes, scheme),
-                scheme,
-                1 / one_number(f"{module}.weight_scale_2", source),
-                None if input_scale is None else 1 / input_scale,
-            )
-        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
-        scales = expect_dtype(scale_name, source.tensor(scale_name), *SCALE_DTYPES)
-        shape = scheme.scale_shape(*values.shape)
-        if scheme.granularity == "block":
-            scales = scales.flatten(2).flatten(0, 1) if scales.dim() == 4 else scales
-        elif scales.dim() < 2:
-            scales = scales.reshape(-1, 1)
-        expect_shape(scale_name, scales, shape)
-        return Fp8Tensor(values, scales.contiguous(), scheme, input_scale)
+        return _part(scheme).unpack(module, source, scheme)
 
     def config(
         self,
@@ -166,7 +128,7 @@ class ModelOptFormat:
             config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         return config
 
-    def scheme(self, config: Config, module: str) -> ModelOptScheme:
+    def scheme(self, config: Config, module: str) -> Scheme:
         fields: Config = config.get("quantization", config)
         algorithm = str(fields.get("quant_algo")).upper()
         if algorithm == MIXED:
@@ -179,10 +141,11 @@ class ModelOptFormat:
             )
         scheme = ALGORITHMS[algorithm]
         size = fields.get("group_size")
-        if isinstance(scheme, Fp4Scheme) and size not in (None, scheme.block_size):
+        held = _group_size(scheme).get("group_size")
+        if held is not None and size not in (None, held):
             raise BadInput(
                 f"quant_method modelopt with {algorithm} in groups of {size} is not supported: only "
-                f"{scheme.block_size}"
+                f"{held}"
             )
         if algorithm == "NVFP4" and _without_inputs(config):
             return ALGORITHMS["W4A16_NVFP4"]
@@ -192,6 +155,9 @@ class ModelOptFormat:
         """The name on disk of a `self_attn.k_scale` or `self_attn.v_scale`."""
         parent, _, leaf = name.rpartition(".")
         return f"{parent}.{leaf[0]}_proj.{leaf}"
+
+    def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {HF_QUANT_CONFIG: hf_quant_config(config)}
 
 
 def hf_quant_config(config: Config) -> dict[str, Any]:
@@ -218,11 +184,11 @@ def _algorithm(scheme: Scheme) -> str:
     raise BadInput(f"format modelopt cannot hold {scheme.label} weights: only {labels}")
 
 
-def _group_size(scheme: ModelOptScheme) -> dict[str, int]:
-    return {"group_size": scheme.block_size} if isinstance(scheme, Fp4Scheme) else {}
+def _group_size(scheme: Scheme) -> dict[str, int]:
+    return _part(scheme).group_size(scheme)
 
 
-def _group(scheme: ModelOptScheme) -> dict[str, Any]:
+def _group(scheme: Scheme) -> dict[str, Any]:
     """An entry of `config_groups`, without which vLLM takes NVFP4 inputs as quantized."""
     fields = {"dynamic": False, "num_bits": scheme.bits, "type": "float"} | _group_size(scheme)
     inputs = None if scheme.activations is None else dict(fields)
@@ -245,3 +211,12 @@ def _without_inputs(config: Config) -> bool:
     """Whether every group leaves its inputs in 16 bits, which vLLM reads as W4A16_NVFP4."""
     groups = config.get("config_groups")
     return bool(groups) and all(not group.get("input_activations") for group in groups.values())
+
+
+def read_modelopt(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """Read a module a second time, with numpy alone; the dtype of its weight says which kind it is."""
+    dtype = entries[f"{module}.weight"].dtype
+    part = next((part for part in _parts() if part.raw_dtype == dtype), None)
+    if part is None:
+        raise ValueError(f"{dtype} where codes belong")
+    return part.read_raw(entries, module, config)

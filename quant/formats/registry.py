@@ -1,4 +1,4 @@
-"""Registry of weight formats."""
+"""Weight formats and their second readers, by name: those of single kinds, and those that hold several."""
 
 from __future__ import annotations
 
@@ -6,49 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
-from .awq import AwqFormat
-from .base import WeightFormat
-from .bitsandbytes import BitsAndBytesFormat
-from .compressed_tensors import CompressedTensorsFormat
-from .exl3 import CONFIG_FILE, Exl3Format, with_stored_tensors
-from .fp8 import Fp8Format
-from .gguf import GgufFormat
-from .gptq import GptqFormat
-from .modelopt import HF_QUANT_CONFIG, ModelOptFormat, hf_quant_config
-from .quip import QUANT_METHOD as QUIP_METHOD
-from .quip import QuipFormat
-from .squeezellm import SqueezeLlmFormat
+from ..kinds.base.format import WeightFormat
+from ..kinds.base.kind import Reader, storage_of
+from ..kinds.registry import SCHEMES
+from .bitsandbytes import BitsAndBytesFormat, read_bitsandbytes
+from .compressed_tensors import CompressedTensorsFormat, read_compressed_tensors
+from .modelopt import ModelOptFormat, read_modelopt
 
-_ALL: tuple[WeightFormat, ...] = (
-    AwqFormat(),
+_STORAGES = [storage_of(scheme) for scheme in SCHEMES]
+_ALL: list[WeightFormat] = [
     BitsAndBytesFormat(),
     CompressedTensorsFormat(),
-    Exl3Format(),
-    Fp8Format(),
-    GgufFormat(),
-    GptqFormat(),
     ModelOptFormat(),
-    QuipFormat(),
-    SqueezeLlmFormat(),
-)
-FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight_format in _ALL}
-
-
-def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """JSON files that a format has beside `config.json`, by name."""
-    method = quantization_config.get("quant_method")
-    if method in (Exl3Format.name, QUIP_METHOD):
-        return {CONFIG_FILE: quantization_config}
-    if method != ModelOptFormat.name:
-        return {}
-    return {HF_QUANT_CONFIG: hf_quant_config(quantization_config)}
-
-
-def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A `quantization_config` with what it says of the shards in its folder, for formats that list them."""
-    if quantization_config.get("quant_method") == Exl3Format.name:
-        return with_stored_tensors(quantization_config, folder)
-    return quantization_config
+    *(weight_format for storage in _STORAGES for weight_format in storage.formats),
+]
+FORMATS: dict[str, WeightFormat] = {
+    weight_format.name: weight_format for weight_format in sorted(_ALL, key=lambda one: one.name)
+}
+READERS: dict[str, Reader] = {
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+}
+for _storage in _STORAGES:
+    READERS |= _storage.readers
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
@@ -58,9 +39,19 @@ def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
         BadInput: an unknown `quant_method`.
     """
     method = quantization_config.get("quant_method")
-    name = QuipFormat.name if method == QUIP_METHOD else method
-    if name not in FORMATS:
+    found = next((one for one in FORMATS.values() if one.quant_method == method), None)
+    if found is None:
         raise BadInput(
             f"quant_method {method!r} is not supported: this reads {', '.join(sorted(FORMATS))}"
         )
-    return FORMATS[name]
+    return found
+
+
+def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """JSON files that a format has beside `config.json`, by name."""
+    return format_of(quantization_config).config_files(quantization_config)
+
+
+def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A `quantization_config` with what it says of the shards in its folder, for formats that list them."""
+    return format_of(quantization_config).completed_config(quantization_config, folder)

@@ -11,9 +11,8 @@ from safetensors import safe_open
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..formats.gguf import BLOCKS_SUFFIX
-from ..formats.gguf_integer import block_type_of
-from ..ggml.blocks import quantize_blocks
+from ..kinds.ggml.blocks import quantize_blocks
+from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS
 from ..model.checkpoint import Checkpoint
 from .architecture import (
@@ -145,7 +144,7 @@ class _Writer:
         target = _gguf_tensor_name(name, self._rules.architecture)
         module = name.removesuffix(BLOCKS_SUFFIX)
         if module != name:
-            block = block_type_of(self._schemes[module])
+            block = self._schemes[module].ggml_type
             assert block is not None
             width, block_bytes = GGUF_BLOCKS[block]
             logical = shape[0], shape[1] // block_bytes * width

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 
 from ..base.errors import BadInput
-from ..formats.gguf import BLOCKS_SUFFIX
-from ..ggml.blocks import dequantize_blocks
+from ..kinds.ggml.blocks import dequantize_blocks
+from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
+from ..kinds.ggml.tensor import GgufTensor
 from ..model.checkpoint import Checkpoint
-from ..tensors.gguf import GgufTensor
 from .architecture import ROPE_FACTORS, gguf_rules, permuted_heads, stored_config
 from .container import ALIGNMENT, GgufFile, TensorInfo
 from .mix import GGUF_TYPES, mix_of

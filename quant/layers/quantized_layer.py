@@ -12,16 +12,16 @@ import torch
 from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
 from ..families.layer_map import LayerMap
-from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat
+from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.fp8.kind import Fp8Tensor
+from ..kinds.integer.kind import IntTensor
 from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
 from ..methods.rounding import round_plain
 from ..plan.plan import Plan
 from ..request.selection import HEAD, TORCH_DTYPES
 from ..stream.kv_scales import KvRanges
-from ..tensors.base import QuantizedTensor
-from ..tensors.fp8 import Fp8Tensor
-from ..tensors.integer import IntTensor
 from ..tuning.block import Block
 
 HEAD_FAMILY = LayerMap(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))

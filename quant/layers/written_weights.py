@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..formats.base import WeightFormat
+from ..kinds.base.format import WeightFormat
 
 
 class WrittenWeights(Mapping[str, torch.Tensor]):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..calibration.calibration import Calibration
+from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..methods.base import MethodOptions, ModuleReport
 from ..methods.solvers import solver_name
@@ -18,7 +19,6 @@ from ..plan.contents import stored
 from ..plan.loaders import loaders, loads_in
 from ..plan.plan import Plan, QuantizeRequest
 from ..plan.unquantized import by_kind
-from ..tensors.base import QuantizedTensor
 from .journal import sha256_of, sha256_of_file
 
 MANIFEST_NAME = "llmopt_quantization.json"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from ..base.memory import temporaries_kept
 from ..base.scheme import Scheme
-from ..grids.grids import refuses_solver
+from ..kinds.base.kind import kind_of
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.integer import IntTensor
 from ..tuning.block import Block
 from ..tuning.grid_rounding import GridRounding
 from ..tuning.int_rounding import IntRounding
@@ -65,8 +65,10 @@ def _tuned(
     """The tuned linears, from `plain`, those rounded to nearest, and why the others are not."""
     if problem.block is None:
         return {}, _NO_BLOCK
-    refusals = {refuses_solver(scheme) for scheme in problem.schemes.values()} - {None}
-    names = [name for name, scheme in problem.schemes.items() if refuses_solver(scheme) is None]
+    refusals = {kind_of(scheme).refuses_solver for scheme in problem.schemes.values()} - {None}
+    names = [
+        name for name, scheme in problem.schemes.items() if kind_of(scheme).refuses_solver is None
+    ]
     roundings = {name: _rounding(problem, name, plain[name]) for name in names}
     if not roundings:
         return {}, str(refusals.pop())

@@ -22,12 +22,12 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.layer_map import Fold
-from ..grids.input_statistics import relative
+from ..feedback.input_statistics import relative
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups
-from .awq_scales import run_length, scale_candidates
+from .awq_scales import scale_candidates
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .folding import (
     can_fold,
@@ -229,7 +229,7 @@ class _Work:
             # A router reads every token, an expert only those routed to it.
             problem.statistics[(pair.routers or targets)[0]].mean_abs,
             [problem.weights[target] for target in targets],
-            run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
+            problem.schemes[targets[0]].run_length(problem.weights[targets[0]].shape[1]),
         ):
             rows, norm = tied_scales(fold, wanted), None
             if fold.source in problem.norms:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..grids.input_statistics import quadratic_form
-from ..grids.int_grid import range_grid
+from ..feedback.input_statistics import quadratic_form
+from ..kinds.integer.kind import range_grid
 from ..kinds.integer.scheme import IntScheme
 
 _STEPS = 20

@@ -6,23 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..base.scheme import Scheme
-from ..kinds.codebook.scheme import CodebookScheme
-from ..kinds.ggml.scheme import GgufScheme
-from ..kinds.integer.scheme import IntScheme
-
 GRID = 20
 _ROWS = 256  # small enough to stay in a core's cache
-
-
-def run_length(scheme: Scheme, in_features: int) -> int:
-    """Number of weights of a row that share a scale."""
-    if isinstance(scheme, IntScheme):
-        return in_features // scheme.num_groups(in_features)
-    if isinstance(scheme, GgufScheme):
-        return 32
-    size = scheme.block_size if isinstance(scheme, CodebookScheme) else in_features
-    return size if in_features % size == 0 else in_features
 
 
 def scale_candidates(

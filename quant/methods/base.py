@@ -10,8 +10,8 @@ import torch
 
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
-from ..grids.input_statistics import InputStatistics, relative
-from ..tensors.base import QuantizedTensor
+from ..feedback.input_statistics import InputStatistics, relative
+from ..kinds.base.tensor import QuantizedTensor
 from ..tuning.block import Block
 from .settings import MethodOptions, SchemeOptions
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..families.layer_map import Fold
-from ..grids.input_statistics import InputStatistics
+from ..feedback.input_statistics import InputStatistics
 from .base import LayerProblem
 
 

@@ -19,10 +19,10 @@ from ..base.workers import spread
 from ..families.layer_map import LayerMap
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
-from ..grids.grids import refuses_solver
+from ..kinds.base.kind import kind_of
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .expert_statistics import WORSE_EXPERT, gram_of, own_gram, routers_of, too_few, worse_expert
 from .options import choose_bits, refuse_options
@@ -141,7 +141,7 @@ class StageWork:
         gram = gram_of(problem, linears[0])
         factors: dict[tuple[str, int, int], Feedback | None] = {}
         for names in self._alike(linears):
-            if refusal := refuses_solver(problem.schemes[names[0]]):
+            if refusal := kind_of(problem.schemes[names[0]]).refuses_solver:
                 self._round(names, refusal, weighted=True)
                 continue
             grid = linear_grid(problem, names[0], problem.weights[names[0]])
@@ -168,7 +168,7 @@ class StageWork:
     def _solve(self, names: list[str], factor: Feedback) -> None:
         problem, options = self.problem, self.problem.options
         scheme = problem.schemes[names[0]]
-        permuted = isinstance(scheme, IntScheme) and scheme.permuted
+        permuted = scheme.permuted
         weights = [problem.weights[name] for name in names]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         cross = problem.statistics[names[0]].cross

@@ -18,10 +18,9 @@ from __future__ import annotations
 import torch
 
 from ..base.scheme import Scheme
-from ..grids.int_grid import round_to_nearest
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite, round_plain

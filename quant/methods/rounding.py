@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.layer_map import fused_name
-from ..grids.base import Grid
-from ..grids.block_grid import round_to_blocks
-from ..grids.codebook_grid import round_to_codebook
-from ..grids.e8p_grid import round_to_e8p
-from ..grids.float_grid import round_to_fp8
-from ..grids.fp4_grid import global_scale_of, round_to_fp4
-from ..grids.grids import grid_of
-from ..grids.int_grid import round_to_nearest
-from ..grids.lookup_grid import round_to_uniform_tables
-from ..grids.trellis_grid import round_to_trellis
-from ..grids.vectorwise_grid import round_to_rows
-from ..kinds.codebook.scheme import CodebookScheme
-from ..kinds.e8p.scheme import E8pScheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
-from ..kinds.ggml.scheme import GgufScheme
-from ..kinds.integer.scheme import IntScheme
-from ..kinds.lookup.scheme import LookupScheme
-from ..kinds.trellis.scheme import TrellisScheme
-from ..kinds.vectorwise.scheme import VectorwiseScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.fp8 import E4M3_MAX
+from ..kinds.base.grid import Grid
+from ..kinds.base.kind import kind_of
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.fp4.kind import global_scale_of
+from ..kinds.fp8.kind import E4M3_MAX
 from .base import LayerProblem, LayerResult
 from .expert_statistics import WORSE_EXPERT, squares_of, too_few, worse_expert
 
 _LEAST_IMPORTANCE = 1e-4  # of the mean
-# Schemes whose owners leave the ranges open; bitsandbytes' absmax is the largest magnitude.
-_SEARCHED = (IntScheme, GgufScheme)
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -55,15 +34,19 @@ def round_weight(
         BadInput: NaN or infinite weights, or scales beyond their dtype.
     """
     weights = None
-    if problem.options.ranges == "weighted" and isinstance(problem.schemes[linear], _SEARCHED):
+    if problem.options.ranges == "weighted" and problem.schemes[linear].searches_ranges:
         weights = importance(problem, linear, columns)
     if weights is None:
         return round_plain(problem, linear, weight)
-    module, scheme = module_name(problem, linear), problem.schemes[linear]
+    module = module_name(problem, linear)
     require_finite(weight, module)
-    if isinstance(scheme, GgufScheme):
-        return round_to_blocks(weight, scheme, weights, name=module)
-    tensor = linear_grid(problem, linear, weight).nearest(weight, weights)
+    tensor = kind_of(problem.schemes[linear]).round(
+        weight,
+        problem.scale_dtypes[linear],
+        name=module,
+        input_scale=input_scale(problem, linear),
+        importance=weights,
+    )
     require_scales(tensor, module)
     return tensor
 
@@ -95,47 +78,25 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
     Raises:
         BadInput: NaN or infinite weights, or scales beyond their dtype.
     """
-    scheme, module = problem.schemes[linear], module_name(problem, linear)
-    dtype = problem.scale_dtypes[linear]
-    if isinstance(scheme, IntScheme):  # checks for non-finite values itself
-        codes = round_to_nearest(weight, scheme, dtype, name=module)
-        return replace(codes, input_scale=input_scale(problem, linear))
+    module = module_name(problem, linear)
     require_finite(weight, module)
-    if isinstance(scheme, FloatScheme):
-        scale = input_scale(problem, linear)
-        return round_to_fp8(weight, scheme, dtype, input_scale=scale, name=module)
-    if isinstance(scheme, CodebookScheme):
-        return round_to_codebook(weight, scheme)
-    if isinstance(scheme, Fp4Scheme):
-        return round_to_fp4(
-            weight,
-            scheme,
-            largest=fused_largest(problem, linear, weight),
-            input_scale=input_scale(problem, linear),
-            name=module,
-        )
-    if isinstance(scheme, VectorwiseScheme):
-        return round_to_rows(weight, scheme, name=module)
-    if isinstance(scheme, LookupScheme):
-        return round_to_uniform_tables(weight, scheme, name=module)
-    if isinstance(scheme, TrellisScheme):
-        return round_to_trellis(weight, scheme, name=module)
-    if isinstance(scheme, E8pScheme):
-        return round_to_e8p(weight, scheme, name=module)
-    assert isinstance(scheme, GgufScheme)
-    return round_to_blocks(weight, scheme, None, name=module)
+    return kind_of(problem.schemes[linear]).round(
+        weight,
+        problem.scale_dtypes[linear],
+        name=module,
+        input_scale=input_scale(problem, linear),
+        largest=fused_largest(problem, linear, weight),
+    )
 
 
 def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Grid:
     """The grid of a linear's scheme, for its weight `[out, in]` or that of several joined along `out`."""
-    fused = isinstance(problem.schemes[linear], Fp4Scheme)
-    return grid_of(
-        problem.schemes[linear],
+    return kind_of(problem.schemes[linear]).grid(
         weight.shape,
         problem.scale_dtypes[linear],
         input_scale=input_scale(problem, linear),
         mse=problem.options.ranges == "mse",
-        largest=fused_largest(problem, linear, weight) if fused else None,
+        largest=fused_largest(problem, linear, weight),
     )
 
 
@@ -186,17 +147,19 @@ def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
     return torch.where(scale > 0, scale, 1.0).to(torch.float32).view(1)
 
 
-def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of `weight` and of the FP4 linears that servers fuse with it.
+def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude of `weight` and of the linears that servers fuse with it, if they share a scale.
 
     vLLM, SGLang and TensorRT-LLM hold q/k/v and gate/up as one matrix with one global scale.
     """
+    if not problem.schemes[linear].fuses_scales:
+        return None
     fused = [
         other
         for name, other in problem.weights.items()
         if name != linear
         and fused_name(name) == fused_name(linear)
-        and isinstance(problem.schemes[name], Fp4Scheme)
+        and problem.schemes[name].fuses_scales
     ]
     return torch.stack([each.abs().max() for each in (weight, *fused)]).max()
 

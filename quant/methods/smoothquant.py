@@ -22,8 +22,8 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, Activations, Scheme
 from ..families.layer_map import Fold
+from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
 from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
 from .gptq import Gptq

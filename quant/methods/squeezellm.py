@@ -19,11 +19,16 @@ from __future__ import annotations
 import torch
 
 from ..base.scheme import Scheme
-from ..grids.lookup_grid import assign, largest_weights, uniform_tables
-from ..grids.lookup_kmeans import fit_tables, sort_rows
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.lookup.kind import (
+    LookupTensor,
+    assign,
+    fit_tables,
+    largest_weights,
+    sort_rows,
+    uniform_tables,
+)
 from ..kinds.lookup.scheme import LookupScheme
-from ..tensors.base import QuantizedTensor
-from ..tensors.lookup import LookupTensor
 from .base import InputStatistics, LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite

@@ -22,13 +22,11 @@ from ..base.memory import temporaries_kept
 from ..base.scheme import Scheme
 from ..feedback.column_loop import solve
 from ..feedback.error_feedback import asymmetric_shift, feedback, rounding_order
-from ..grids.e8p_grid import E8pGrid
-from ..grids.transformed_grid import TransformedGrid
-from ..grids.trellis_grid import TrellisGrid
+from ..kinds.base.incoherence import fitted_scales
+from ..kinds.base.kind import kind_of
+from ..kinds.base.transformed import TransformedGrid, TransformedKind, TransformedTensor
 from ..kinds.e8p.scheme import E8pScheme
 from ..kinds.trellis.scheme import TrellisScheme
-from ..tensors.transformed import TransformedTensor
-from ..trellis.scale_fit import fitted_scales
 from ..tuning.sign_descent import tune
 from ..tuning.transform_scales import TunedScales
 from .base import LayerProblem, LayerResult, SchemeOptions
@@ -88,7 +86,9 @@ class _Work(StageWork):
     def _quantize(self, name: str, gram: torch.Tensor | None, reason: str | None) -> None:
         weight, module = self.problem.weights[name], module_name(self.problem, name)
         require_finite(weight, module)
-        grid = _grid(weight, self.problem.schemes[name], module)
+        kind = kind_of(self.problem.schemes[name])
+        assert isinstance(kind, TransformedKind)
+        grid = kind.grid_of(weight, module)
         solved = None if gram is None else self._solved(name, grid, gram)
         tensor, damp = solved or (grid.nearest(weight), None)
         require_scales(tensor, module)
@@ -125,13 +125,6 @@ class _Work(StageWork):
         tensor = grid.tensor(solved.values, solved.parameters)
         fitted = fitted_scales(sides, tensor.inner(), weight, gram, damp)
         return tensor.with_scales(fitted.inputs, fitted.outputs), factor.damp
-
-
-def _grid(weight: torch.Tensor, scheme: Scheme, module: str) -> TransformedGrid[Any, Any]:
-    if isinstance(scheme, E8pScheme):
-        return E8pGrid.of(weight, scheme, module)
-    assert isinstance(scheme, TrellisScheme)
-    return TrellisGrid.of(weight, scheme, module)
 
 
 def _finetuned(problem: LayerProblem, result: LayerResult) -> LayerResult:

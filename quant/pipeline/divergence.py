@@ -14,8 +14,7 @@ from torch.nn import functional
 from ..base.progress import Progress
 from ..base.scheme import Scheme
 from ..calibration.image_inputs import Images
-from ..grids.trellis_noise import noisy
-from ..kinds.trellis.scheme import TrellisScheme
+from ..kinds.base.kind import kind_of
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
@@ -31,8 +30,8 @@ _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
 def rounded(plan: Plan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
     """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
     trellis codes, whose search takes too long to try widths."""
-    if isinstance(scheme, TrellisScheme):
-        return noisy(weight, scheme, module)
+    if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
+        return noisy
     problem = LayerProblem(
         prefix=module,
         family=HEAD_FAMILY,

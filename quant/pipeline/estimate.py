@@ -7,16 +7,13 @@ from dataclasses import dataclass, fields, replace
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
-from ..e8p.search import search_operations as e8p_operations
 from ..families.layer_map import LayerMap
-from ..kinds.e8p.scheme import E8pScheme
-from ..kinds.trellis.scheme import TrellisScheme
+from ..kinds.base.kind import kind_of
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..plan.plan import Plan
 from ..request.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
-from ..trellis.viterbi import search_operations as trellis_operations
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
@@ -298,11 +295,7 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
     total = searches = 0.0
     for module, (out_features, in_features) in plan.modules.items():
         square = in_features**2
-        scheme = plan.schemes[module]
-        if isinstance(scheme, TrellisScheme):
-            searches += trellis_operations(scheme.bits) * out_features * in_features
-        if isinstance(scheme, E8pScheme):  # with feedback, and without it for the report
-            searches += 2 * e8p_operations(scheme.bits) * out_features * in_features
+        searches += kind_of(plan.schemes[module]).search_operations * out_features * in_features
         total += passes * 2 * tokens * out_features * in_features  # the layer itself
         total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
         total += 4 * out_features * square  # the errors in the report

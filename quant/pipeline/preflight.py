@@ -13,13 +13,13 @@ import torch
 from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
 from ..calibration.calibration import Calibration
-from ..formats.base import WeightFormat
+from ..kinds.base.format import WeightFormat
+from ..kinds.base.kind import kind_of
 from ..plan.contents import stored
 from ..plan.loaders import Loader, loaders, loads_in
 from ..plan.parts import TEXT, parts_of
 from ..plan.plan import Plan
 from ..request.selection import TORCH_DTYPES
-from ..tensors.blank import blank_tensor
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
 from .session import Session
 
@@ -169,7 +169,7 @@ def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
         stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
         key = scheme, shape, weight_format.scale_dtype(stored, scheme)
         if key not in known:
-            packed = weight_format.pack(module, blank_tensor(scheme, *shape, key[2]))
+            packed = weight_format.pack(module, kind_of(scheme).blank(*shape, key[2]))
             known[key] = sum(tensor.nbytes for tensor in packed.values())
         sizes[module] = known[key]
     return sizes

@@ -11,9 +11,9 @@ import torch
 from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
-from ..formats.base import WeightFormat, config_of
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
+from ..kinds.base.format import WeightFormat, config_of
 from ..manifest.journal import Journal, sha256_of_file
 from ..manifest.manifest import (
     CARD_NAME,

@@ -13,15 +13,13 @@ from ..base.errors import BadInput
 from ..base.kv_cache import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
-from ..formats.base import HoldsKvScales, WeightFormat, config_of
-from ..formats.gguf_integer import block_type_of
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
 from ..gguf.mix_rules import shape_of
-from ..kinds.integer.scheme import IntScheme
+from ..kinds.base.format import HoldsKvScales, WeightFormat, config_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import SMOOTHING, solver_of
 from ..methods.registry import METHODS
@@ -347,7 +345,7 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
     """The GGUF type name for integer weights."""
     if all(weight_format.name != "gguf" for weight_format in formats):
         return ""
-    return max((block_type_of(scheme) or "" for scheme in schemes.values()), default="")
+    return max((scheme.ggml_type or "" for scheme in schemes.values()), default="")
 
 
 def check_plan(plan: Plan) -> None:
@@ -368,7 +366,7 @@ def check_plan(plan: Plan) -> None:
 def plan_notes(plan: Plan) -> list[str]:
     """Notes and warnings about a valid plan."""
     notes = [*plan.checkpoint.notes, *plan.architecture.notes]
-    asymmetric = any(isinstance(s, IntScheme) and not s.symmetric for s in plan.schemes.values())
+    asymmetric = any(scheme.asymmetric for scheme in plan.schemes.values())
     if asymmetric and any(f.name == "compressed-tensors" for f in plan.formats):
         notes.append(
             "note: transformers loads asymmetric compressed-tensors checkpoints only with "

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..base.scheme import Scheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
-from ..kinds.integer.scheme import IntScheme
+from ..kinds.base.kind import storage_of
 from ..model.parameters import Loaded
 from .contents import CheckpointContents
 from .unquantized import by_kind
@@ -84,24 +82,12 @@ def _merged(stored: CheckpointContents, name: str, loaded: Mapping[str, Loaded])
     if len(set(quantized.values())) > 1:
         return f"it merges {by_kind(quantized)[0]}, which differ in scheme"
     scheme = next(iter((quantized or stored.schemes).values()))
-    if quantized and not _is_merged_right(scheme):
+    if quantized and not storage_of(scheme).rules.merged_right(scheme):
         return f"it merges {by_kind(quantized)[0]}, and reads {scheme.label} codes of such wrongly"
-    if len(quantized) < len(merged) and not isinstance(scheme, FloatScheme):
+    if len(quantized) < len(merged) and not storage_of(scheme).rules.merges_without_codes:
         plain = [tensor for tensor in merged if tensor not in quantized]
         return f"it loses {by_kind(plain)[0]}, which it merges and which have no codes"
     return None
-
-
-def _is_merged_right(scheme: Scheme) -> bool:
-    """Whether transformers dequantizes a weight of such a scheme before it merges it.
-
-    Of NVFP4 it leaves the global scale out.
-    """
-    if isinstance(scheme, Fp4Scheme):
-        return scheme.kind == "mxfp4" and scheme.activations is None
-    if isinstance(scheme, FloatScheme):
-        return scheme.granularity != "block"
-    return isinstance(scheme, IntScheme) and scheme.activations is None and scheme.symmetric
 
 
 def _compressed_tensors(
@@ -115,15 +101,12 @@ def _compressed_tensors(
         unloadable: why a model of its modules of codes cannot be initialised.
     """
     need = _NEEDS["compressed-tensors"]
-    integers = [s for s in schemes if isinstance(s, IntScheme) and s.activations is None]
-    asymmetric = not all(scheme.symmetric for scheme in integers)
+    asymmetric = any(s.asymmetric and s.activations is None for s in schemes)
     if asymmetric or unloadable:
         if len(dense) > 1:
             reason = unloadable or "asymmetric codes are only dequantized while it loads"
             return False, f"{reason}, which it does by one scheme, not {len(dense)}"
         need += f" and {_DEQUANTIZE}"
-    if any(isinstance(scheme, Fp4Scheme) for scheme in schemes):
-        need += " and dtype=torch.bfloat16, to which it decompresses 4-bit floats"
-    if any(scheme.bits in (2, 5, 6) for scheme in integers):
-        need += f"; {_NOT_TRIED} with such widths"
-    return True, need
+    # Those that begin with a semicolon sort behind the others, which go on with the sentence.
+    needs = {storage_of(scheme).rules.transformers_needs(scheme) for scheme in schemes}
+    return True, need + "".join(sorted(needs))

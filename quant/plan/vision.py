@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..formats.base import WeightFormat, config_of
+from ..kinds.base.format import WeightFormat, config_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.vision_units import vision_architecture

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..grids.base import Grid
-from ..tensors.base import QuantizedTensor
+from ..kinds.base.grid import Grid
+from ..kinds.base.tensor import QuantizedTensor
 
 
 class GridRounding:

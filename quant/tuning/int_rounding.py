@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..grids.int_grid import sequential_groups
+from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
-from ..tensors.integer import IntTensor
 
 _VALUES = 2**16  # weights at a time: small enough to stay in a core's cache
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..tensors.transformed import TransformedTensor
+from ..kinds.base.transformed import TransformedTensor
 
 _DECAYS = (0.9, 0.95)
 _TINY = 1e-30

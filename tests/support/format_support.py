@@ -11,24 +11,24 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.grids.codebook_grid import round_to_codebook
-from llmopt.quant.grids.e8p_grid import round_to_e8p
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
-from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
+from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
+from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.integer import IntTensor
-from llmopt.quant.tensors.lookup import LookupTensor
-from llmopt.quant.tensors.trellis import TrellisTensor
 from safetensors.torch import save_file
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -125,7 +125,9 @@ def make(
         return _lookup(scheme, out, inner, generator)
     if isinstance(scheme, E8pScheme):
         out, inner = -(-out // 8) * 8, -(-inner // 32) * 32
-        return round_to_e8p(random_weight(out, inner, seed), scheme)
+        return kind_of(scheme).round(
+            random_weight(out, inner, seed), torch.float16, name="the weight"
+        )
     if isinstance(scheme, TrellisScheme):
         out, inner = (-(-width // 128) * 128 for width in (out, inner))  # blocks of the transforms
         return trellis_tensor(scheme, out, inner, generator)

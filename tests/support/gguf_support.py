@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.formats.gguf import GgufFormat
-from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.gguf.architecture import architecture_of
 from llmopt.quant.gguf.assemble import assemble, gguf_name
 from llmopt.quant.gguf.mix import mix
 from llmopt.quant.gguf.mix_rules import shape_of
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.ggml.formats import GgufFormat
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

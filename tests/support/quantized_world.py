@@ -11,21 +11,21 @@ from typing import Any
 import torch
 import transformers
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.grids.codebook_grid import round_to_codebook
-from llmopt.quant.grids.e8p_grid import round_to_e8p
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.fp4_grid import round_to_fp4
-from llmopt.quant.grids.int_grid import round_to_nearest
-from llmopt.quant.grids.lookup_grid import round_to_uniform_tables
-from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
+from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.fp4.kind import round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.kind import round_to_uniform_tables
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.tensors.base import QuantizedTensor
+from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file
 
@@ -75,7 +75,7 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme)
     if isinstance(scheme, E8pScheme):
-        return round_to_e8p(weight, scheme)
+        return kind_of(scheme).round(weight, torch.float16, name="the weight")
     if isinstance(scheme, TrellisScheme):  # random: a search takes minutes
         out, inner = weight.shape
         return trellis_tensor(scheme, out, inner, torch.Generator().manual_seed(inner))

@@ -19,7 +19,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
 )
 from llmopt.engine.kernels.linear.trial import linear_trial
-from llmopt.quant.convert.requantize import round_weight
+from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ..gpu_figures.sections import World
@@ -92,7 +92,7 @@ def _calls(world: World) -> Iterator[tuple[str, Callable[[], object]]]:
     out, inputs = SIZES["small" if is_small else "whole"]
     scheme = IntScheme(4, 128, True)
     floats = torch.randn(out, inputs, generator=torch.Generator().manual_seed(0))
-    weight: Any = round_weight("weight", floats, scheme, torch.float32).to(device)
+    weight: Any = kind_of(scheme).round(floats, torch.float32).to(device)
     of_weight = linear_trial(weight, dtype, 16)
     assert of_weight.calls is not None
     linear = QuantizedLinearKernelQuery(world.device, dtype, out, inputs, scheme)

@@ -14,9 +14,9 @@ from llmopt.engine.doctor.self_test import ONE_LAUNCH, WHOLE, Sizes
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from safetensors.torch import load_file, save_file
 

@@ -11,11 +11,10 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import Activations, Scheme
-from ....quant.grids.fp4_grid import block_scales, e2m1_codes
+from ....quant.kinds.fp4.kind import block_scales, e2m1_codes, e2m1_table, fp4_factors
 from ....quant.kinds.fp4.scheme import Fp4Scheme
+from ....quant.kinds.fp8.kind import E4M3_MAX
 from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ....quant.tensors.fp4 import e2m1_table, fp4_factors
-from ....quant.tensors.fp8 import E4M3_MAX
 
 RUN = 128
 """Group size of the granularity `group128`, in input channels; the last group may be shorter."""

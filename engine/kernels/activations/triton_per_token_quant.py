@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.tensors.fp8 import E4M3_MAX
+from ....quant.kinds.fp8.kind import E4M3_MAX
 from ..common.runtime import power_of_two
 from .fake_quantize import RUN
 from .quantized_activations import ActivationQuant, QuantizedActivations

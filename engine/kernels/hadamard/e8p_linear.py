@@ -13,11 +13,17 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from ....quant.e8p.codebook import CPU, DIM, SIGN_BITS, patterns, residual_points
-from ....quant.e8p.search import RESIDUAL_STEPS
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.e8p.codebook import (
+    CPU,
+    DIM,
+    RESIDUAL_STEPS,
+    SIGN_BITS,
+    patterns,
+    residual_points,
+)
+from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.native.build import Native, native
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.e8p import E8pTensor
 from .native_hadamard import FLOAT_BITS, NativeHadamardLinear
 
 UNIT = 0.25

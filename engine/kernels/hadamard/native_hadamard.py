@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.native.build import Native
-from ....quant.tensors.base import QuantizedTensor
 from ..common.launch import launch
 
 FLOAT_BITS = 32

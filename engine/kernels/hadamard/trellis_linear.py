@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from ....quant.kinds.base.incoherence import hadamard_blocks
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
+from ....quant.kinds.trellis.viterbi import TILE
 from ....quant.native.build import Native, native
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.trellis import TrellisTensor
-from ....quant.trellis.incoherence import hadamard_blocks
-from ....quant.trellis.tiles import TILE
 from .native_hadamard import FLOAT_BITS, NativeHadamardLinear
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....quant.base.scheme import Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.scheme import E8pScheme
 from ....quant.kinds.trellis.scheme import TrellisScheme
-from ....quant.tensors.base import QuantizedTensor
 from ..common.runtime import refuses_rows
 
 if TYPE_CHECKING:

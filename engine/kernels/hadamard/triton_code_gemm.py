@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ....quant.e8p.search import RESIDUAL_STEPS
-from ....quant.tensors.e8p import E8pTensor
-from ....quant.tensors.trellis import TrellisTensor
-from ....quant.trellis.tiles import TILE
+from ....quant.kinds.e8p.codebook import RESIDUAL_STEPS
+from ....quant.kinds.e8p.kind import E8pTensor
+from ....quant.kinds.trellis.kind import TrellisTensor
+from ....quant.kinds.trellis.viterbi import TILE
 from ..common.gpu_limits import gpu_limits
 from ..common.runtime import MAGIC, power_of_two
 from ..common.triton_split import DECODE_SLOTS, FEW_ROWS, FEW_TOKENS, RESERVED, split_runs

@@ -7,7 +7,7 @@ A piece is one input of each lane: `[ROWS, LANES]` values, decoded by shifts tha
 compiled, so that a tile of codes never changes the thread that decodes it.
 
 Trellis: a state is a window of 16 bits, cut from two neighbouring words, and a multiplication makes it a
-value (`quant/trellis/codebook.py`). E8P: a code becomes a word of eight nibbles `u`, `(2u - 15) / 4` the
+value (`quant/kinds/trellis/viterbi.py`). E8P: a code becomes a word of eight nibbles `u`, `(2u - 15) / 4` the
 values: the pattern's from a table, turned over by signs that are spread over nibbles. Its numbers are exact
 in 16 bits, and scaled afterwards.
 """
@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.e8p.codebook import DIM, SIGN_BITS, patterns, residual_points
-from ....quant.trellis.codebook import MULTIPLIERS
+from ....quant.kinds.e8p.codebook import DIM, SIGN_BITS, patterns, residual_points
+from ....quant.kinds.trellis.viterbi import MULTIPLIERS
 
 ROWS = 64
 """Rows of a word tensor: the least that Hopper's matrix instruction takes from registers."""

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.e8p import E8pTensor
-from ....quant.tensors.trellis import TrellisTensor
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.e8p.kind import E8pTensor
+from ....quant.kinds.trellis.kind import TrellisTensor
 from ..common.triton_crossover import TOKENS, crossover_tokens
 from .triton_code_gemm import RUN, code_gemm, dequantize_codes, e8p_tiles, trellis_tiles
 from .triton_transform import TransformedRows, stages_of

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.trellis.hadamard import (
+from ....quant.kinds.base.incoherence import (
     BLOCK,
     HadamardBlocks,
     HadamardTransform,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ....quant.base.scheme import Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.fp8.scheme import FloatScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
 from ..common.backends import package, refuses_device
 

@@ -12,23 +12,22 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL, Scheme
-from ....quant.ggml.codes import block_codes
-from ....quant.ggml.k_blocks import affine_scales, signed_scales
-from ....quant.ggml.k_small_blocks import q3_scales
-from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
-from ....quant.ggml.table_blocks import table as iq4_table
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.codebook.kind import CodebookTensor, codebook
 from ....quant.kinds.codebook.scheme import CodebookScheme
 from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.fp4.kind import Fp4Tensor, e2m1_table
+from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
+from ....quant.kinds.ggml.blocks import block_codes
+from ....quant.kinds.ggml.k_blocks import affine_scales, q3_scales, signed_scales
 from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
+from ....quant.kinds.ggml.small_blocks import table as iq4_table
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.lookup.scheme import LookupScheme
 from ....quant.kinds.trellis.scheme import TrellisScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.codebook import CodebookTensor, codebook
-from ....quant.tensors.fp4 import Fp4Tensor, e2m1_table
-from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ....quant.base.scheme import Activations
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.integer.kind import IntTensor
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..activations.fake_quantize import int8_inputs, split_outliers
 
 

@@ -8,9 +8,8 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from ....quant.ggml.lattice_blocks import lattice_fields
-from ....quant.ggml.lattice_tables import LATTICES, points
-from ....quant.tensors.gguf import GgufTensor
+from ....quant.kinds.ggml.lattice import LATTICES, lattice_fields, points
+from ....quant.kinds.ggml.tensor import GgufTensor
 
 PANEL, CHUNK = 32, 32
 BASE = 128

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.integer.scheme import IntScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.integer import IntTensor
 from ..common.backends import hub_kernel, refuses_device
 
 REPOSITORY = "kernels-community/quantization"

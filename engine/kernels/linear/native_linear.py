@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
+from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.native.build import Native, native
-from ....quant.tensors.lookup import LookupTensor
 from ..activations.quantized_activations import QuantizedActivations
 from ..common.launch import launch
 from .grid import Grid, with_whole_groups, with_whole_table

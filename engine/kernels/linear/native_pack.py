@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL
-from ....quant.ggml.codes import Blocks, blocks_of
+from ....quant.kinds.ggml.blocks import Blocks, blocks_of
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.native.build import native
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.lookup import LookupTensor
 from .grid import Grid, bytes_of
 from .lattice_grid import BASE, LatticeGrid
 from .packed_scales import SCALE_KINDS, SCALE_ODD, SCALE_TABLE, packed_scales

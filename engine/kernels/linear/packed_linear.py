@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from ....quant.base.scheme import Activations, Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.fp4.kind import Fp4Tensor
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.lookup.kind import LookupTensor
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.fp4 import Fp4Tensor
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.lookup import LookupTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
 from .grid import Grid

@@ -15,22 +15,22 @@ from torch.nn import functional
 
 from ....quant.base.errors import BadInput
 from ....quant.base.scheme import PER_CHANNEL, Scheme
-from ....quant.formats.base import pack_words, unpack_words
-from ....quant.ggml.lattice_tables import LATTICES
+from ....quant.kinds.base.format import pack_words, unpack_words
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.codebook.kind import CodebookTensor
 from ....quant.kinds.e8p.scheme import E8pScheme
+from ....quant.kinds.fp4.kind import Fp4Tensor
 from ....quant.kinds.fp4.scheme import Fp4Scheme
 from ....quant.kinds.fp8.scheme import FloatScheme
+from ....quant.kinds.ggml.lattice import LATTICES
 from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.lookup.scheme import LookupScheme
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.codebook import CodebookTensor
-from ....quant.tensors.fp4 import Fp4Tensor
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.lookup import LookupTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.runtime import refuses_fp8, refuses_rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ....quant.tensors.base import QuantizedTensor
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ..common.verdicts import Trial, tolerance
 from .linear import LinearKernel
 

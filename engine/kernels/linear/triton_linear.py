@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ....quant.tensors.base import QuantizedTensor
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
 from ..activations.triton_per_token_quant import round_rows

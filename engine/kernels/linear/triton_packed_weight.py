@@ -18,16 +18,16 @@ import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.codebook.scheme import CodebookScheme
 from ....quant.kinds.fp4.scheme import Fp4Scheme
+from ....quant.kinds.fp8.kind import BLOCK
 from ....quant.kinds.fp8.scheme import FloatScheme
 from ....quant.kinds.ggml.scheme import GgufScheme
 from ....quant.kinds.integer.scheme import IntScheme
+from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.lookup.scheme import LookupScheme
 from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.fp8 import BLOCK
-from ....quant.tensors.lookup import LookupTensor
 from .grid import Grid, grid_of, refuses_grid
 
 OUTPUTS = 64

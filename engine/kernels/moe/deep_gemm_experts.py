@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....quant.tensors.fp8 import BLOCK
+from ....quant.kinds.fp8.kind import BLOCK
 from ..activations.quantized_activations import QuantizedActivations, Rows
 from ..activations.triton_per_token_quant import round_rows
 from ..common.backends import package

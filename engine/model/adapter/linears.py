@@ -12,11 +12,11 @@ from transformers.utils import logging as transformers_logging
 
 from ....quant.base.errors import BadInput, first_line
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
+from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
 from ....quant.model.experts_apart import LEAVES, experts_of, fused
 from ....quant.model.parameters import ModelParameters
-from ....quant.tensors.base import QuantizedTensor
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection, SlotMask
 from .packed import latent_projections
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from ....quant.families.shapes import Experts
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.fp4 import Fp4Tensor
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.fp4.kind import Fp4Tensor
 from ...kernels.common.dispatch import Candidate
 from ...kernels.linear.deep_gemm import DeepGemmLinear
 from ...kernels.moe.dispatch import EXPERTS, LOOP

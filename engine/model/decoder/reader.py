@@ -9,10 +9,10 @@ import torch
 
 from ....quant.base.errors import BadInput
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
-from ....quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ....quant.gguf.checkpoint import GgufCheckpoint
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
-from ....quant.tensors.base import QuantizedTensor
 from ...kernels.elementwise.dispatch import RowKernelQuery
 from ...kernels.linear.lookup import LooksUpRows, native_lookup
 from ...kernels.moe.dispatch import ExpertsKernelQuery

@@ -15,18 +15,18 @@ from torch import distributed
 
 from ....quant.base.errors import BadInput, Failure
 from ....quant.families.shapes import Latent, ModelShape
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.codebook import CodebookTensor
-from ....quant.tensors.e8p import E8pTensor
-from ....quant.tensors.fp4 import Fp4Tensor
-from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.lookup import LookupTensor
-from ....quant.tensors.trellis import TrellisTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
-from ....quant.trellis.hadamard import BLOCK as TRANSFORMED
-from ....quant.trellis.tiles import TILE
+from ....quant.kinds.base.incoherence import BLOCK as TRANSFORMED
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.codebook.kind import CodebookTensor
+from ....quant.kinds.e8p.kind import E8pTensor
+from ....quant.kinds.fp4.kind import Fp4Tensor
+from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.integer.kind import IntTensor
+from ....quant.kinds.lookup.kind import LookupTensor
+from ....quant.kinds.trellis.kind import TrellisTensor
+from ....quant.kinds.trellis.viterbi import TILE
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ...config.compatibility import refuse
 from ...kernels.common.launch import call_or_capture
 from ..spec.spec import ModelSpec

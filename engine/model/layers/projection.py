@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.codebook import CodebookTensor
-from ....quant.tensors.fp4 import Fp4Tensor
-from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
-from ....quant.tensors.gguf import GgufTensor
-from ....quant.tensors.integer import IntTensor
-from ....quant.tensors.vectorwise import VectorwiseTensor
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.codebook.kind import CodebookTensor
+from ....quant.kinds.fp4.kind import Fp4Tensor
+from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
+from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.integer.kind import IntTensor
+from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ...kernels.activations.quantized_activations import (
     ActivationQuant,
     QuantizedActivations,

@@ -43,6 +43,10 @@ class Fp4Scheme(Scheme):
         return FP4_BLOCKS[self.kind]
 
     @property
+    def ggml_type(self) -> str | None:
+        return "MXFP4" if self.kind == "mxfp4" and self.activations is None else None
+
+    @property
     def scale_group(self) -> int:
         return self.block_size
 

@@ -69,6 +69,10 @@ class GgufScheme(Scheme):
         return num_bytes * 8 / weights
 
     @property
+    def ggml_type(self) -> str:
+        return self.type
+
+    @property
     def scale_group(self) -> int:
         return 16 if self.type in ("Q2_K", "Q3_K", "Q6_K") else 32
 

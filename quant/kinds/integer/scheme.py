@@ -10,6 +10,8 @@ from ...base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS, Activations, Scheme
 
 _GROUPS = (128, 64, 32, PER_CHANNEL)
+_GGML_TYPES = {4: "Q4_0", 8: "Q8_0"}
+_GGML_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,14 @@ class IntScheme(Scheme):
             raise BadInput(f"group size {self.group_size} does not divide {in_features} inputs")
         return 1 if self.group_size == PER_CHANNEL else in_features // self.group_size
 
+    def check_groups(self, module: str, in_features: int) -> None:
+        """Raises BadInput naming the module whose rows the group size does not divide."""
+        if not self.divides(in_features):
+            raise BadInput(
+                f"group size {self.group_size} does not divide the {in_features} inputs of {module}: "
+                "choose one that does, or leave --group-size out"
+            )
+
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         """Bits of codes, 16-bit scales and zero codes over the number of weights."""
         zero_bits = 0 if self.symmetric else self.bits
@@ -81,6 +91,12 @@ class IntScheme(Scheme):
 
     def run_length(self, in_features: int) -> int:
         return in_features // self.num_groups(in_features)
+
+    @property
+    def ggml_type(self) -> str | None:
+        whole = self.group_size == PER_CHANNEL or self.group_size % _GGML_BLOCK == 0
+        plain = self.symmetric and not self.permuted and self.activations is None
+        return _GGML_TYPES.get(self.bits) if plain and whole else None
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:

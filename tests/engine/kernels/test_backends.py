@@ -26,9 +26,9 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
 )
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.triton_world import DEVICE

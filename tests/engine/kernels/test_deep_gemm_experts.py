@@ -17,7 +17,7 @@ from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.decoder import expert_loader
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 
 from ...support.triton_world import DEVICE

@@ -14,7 +14,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QuantizedLinearKernelQuery,
 )
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
 

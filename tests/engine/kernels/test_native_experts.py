@@ -16,13 +16,13 @@ from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
-from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.native.processor import VARIABLE
-from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

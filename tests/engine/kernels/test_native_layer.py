@@ -33,7 +33,7 @@ from llmopt.engine.kernels.elementwise.native_layer import (
 from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.native.processor import VARIABLE
 from torch.nn import functional

@@ -29,23 +29,22 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.ggml.codes import LAYOUTS, block_codes_torch
-from llmopt.quant.ggml.lattice_tables import LATTICES
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.blocks import LAYOUTS, block_codes_torch, quantize_blocks
+from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.kind import VectorwiseTensor
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.native.build import Native
 from llmopt.quant.native.processor import VARIABLE
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.gguf import GgufTensor
-from llmopt.quant.tensors.integer import IntTensor
-from llmopt.quant.tensors.lookup import LookupTensor
-from llmopt.quant.tensors.vectorwise import VectorwiseTensor
 from torch.nn import functional
 
 from ...support.native_paths import native_paths

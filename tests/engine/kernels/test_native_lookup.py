@@ -10,12 +10,12 @@ from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_o
 from llmopt.engine.kernels.linear.lookup import native_lookup
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
 from llmopt.quant.base.scheme import Scheme
-from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.native.processor import VARIABLE
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

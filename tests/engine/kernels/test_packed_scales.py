@@ -13,18 +13,18 @@ from llmopt.engine.kernels.linear.packed_scales import SCALE_KINDS, PackedScales
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.ggml.blocks import quantize_blocks
-from llmopt.quant.ggml.lattice_tables import LATTICES
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.native.processor import VARIABLE
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

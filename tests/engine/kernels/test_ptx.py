@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
 from llmopt.engine.kernels.common.ptx import LOOKUP_REGISTERS, lookup_ptx, nibble_ptx
-from llmopt.quant.ggml.table_blocks import MXFP4_VALUES
-from llmopt.quant.tensors.codebook import codebook
+from llmopt.quant.kinds.codebook.kind import codebook
+from llmopt.quant.kinds.ggml.small_blocks import MXFP4_VALUES
 
 WORD = 0xFFFFFFFF
 

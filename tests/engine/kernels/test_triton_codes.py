@@ -14,11 +14,11 @@ from llmopt.engine.kernels.hadamard.triton_linear import TritonTransformedLinear
 from llmopt.engine.kernels.hadamard.triton_transform import TransformedRows, stages_of
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Scheme
+from llmopt.quant.kinds.base.incoherence import HadamardBlocks, whole_width
+from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
+from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
-from llmopt.quant.tensors.e8p import E8pTensor
-from llmopt.quant.tensors.trellis import TrellisTensor
-from llmopt.quant.trellis.hadamard import HadamardBlocks, whole_width
 
 from ...support.format_support import trellis_tensor
 from ...support.triton_world import DEVICE

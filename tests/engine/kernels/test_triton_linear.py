@@ -20,17 +20,17 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.kind import Fp8Tensor
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.fp8 import Fp8Tensor
-from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.quantized_world import quantized
 from ...support.triton_world import DEVICE

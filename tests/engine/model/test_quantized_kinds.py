@@ -22,8 +22,8 @@ from llmopt.engine.kernels.activations.fake_quantize import (
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.grids.fp4_grid import global_scale_of
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.kind import global_scale_of
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme

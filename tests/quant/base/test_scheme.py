@@ -7,16 +7,15 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
+from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.registry import read_scheme, scheme_record
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.tensors.integer import IntTensor
 
 # A scheme of each kind, its label, and its bits per weight in a [128, 256] linear, counted by hand.
 SCHEMES: list[tuple[Scheme, str, float]] = [

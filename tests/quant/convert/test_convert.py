@@ -15,17 +15,17 @@ from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.read import read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.manifest.conversion import Conversion
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.model.checkpoint import Checkpoint, read_json
 from llmopt.quant.open import open_checkpoint
-from llmopt.quant.tensors.base import QuantizedTensor
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.format_support import MODULE, make, write_checkpoint
 from ...support.quant_support import QUICK
@@ -179,7 +179,7 @@ def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_p
 def test_large_results_are_written_in_shards(
     quantized: Callable[..., Conversion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmopt.quant.convert.shards.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("llmopt.quant.convert.convert.SHARD_BYTES", 300_000)
     source = Checkpoint(quantized(method="rtn", **QUICK).output)
     (tmp_path / "result.partial").mkdir()  # an unfinished `quantize`
     convert(source, "gptq", tmp_path / "result")

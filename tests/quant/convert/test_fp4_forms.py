@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.convert.fp4_forms import MXFP4, NVFP4, fp4_forms
 from llmopt.quant.convert.requantize import requantize
-from llmopt.quant.formats.gguf_fp4 import fp4_to_gguf, gguf_to_fp4
 from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.kinds.fp4.kind import MXFP4, NVFP4, Fp4Tensor, fp4_forms
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.tensors.fp4 import Fp4Tensor
+from llmopt.quant.kinds.ggml.tensor import fp4_to_gguf, gguf_to_fp4
 
 from ...support.format_support import make
 

@@ -11,12 +11,12 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
+from llmopt.quant.formats.registry import READERS
+from llmopt.quant.kinds.base.raw import read_headers
+from llmopt.quant.kinds.ggml.raw import read_gguf_headers
 from llmopt.quant.manifest.manifest import MANIFEST_NAME, tensor_bytes
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult
-from llmopt.quant.raw.container import read_headers
-from llmopt.quant.raw.gguf import read_gguf_headers
-from llmopt.quant.raw.readers import READERS
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 

@@ -6,8 +6,17 @@ import hashlib
 
 import pytest
 import torch
-from llmopt.quant.e8p.codebook import DIM, patterns, points, residual_points
-from llmopt.quant.e8p.search import RESIDUAL_STEPS, Codes, nearest, nearest_codes, values_of
+from llmopt.quant.kinds.e8p.codebook import (
+    DIM,
+    RESIDUAL_STEPS,
+    Codes,
+    nearest,
+    nearest_codes,
+    patterns,
+    points,
+    residual_points,
+    values_of,
+)
 
 # SHA-256 of four times the points, and of twice the residual's, as int8: of the tables that QuIP-for-all's
 # `get_full_grid` and `get_e81bgrid` make.

@@ -16,18 +16,18 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.grids.codebook_grid import round_to_codebook
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
-from llmopt.quant.grids.int_grid import round_to_nearest
-from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.base.tensor import QuantizedTensor
+from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.tensors.base import QuantizedTensor
 from safetensors.torch import load_file, save_file
 
 from ...support.format_support import (

@@ -13,18 +13,17 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.convert.verify import UNPROVEN, verify
-from llmopt.quant.formats.base import pack_words, unpack_words
-from llmopt.quant.formats.registry import FORMATS, format_of
+from llmopt.quant.formats.registry import FORMATS, READERS, format_of
+from llmopt.quant.kinds.base.format import pack_words, unpack_words
+from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.manifest.manifest import tensor_bytes
-from llmopt.quant.raw.container import read_headers
-from llmopt.quant.raw.readers import READERS
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.format_support import (
     CASES,

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.grids.codebook_grid import dynamic_map, round_to_codebook
-from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.codebook.kind import codebook, dynamic_map, round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.tensors.codebook import codebook
 
 from ...support.make_bitsandbytes_golden import GOLDEN, golden_weight
 

@@ -11,18 +11,17 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.model_check import skipped_by
 from llmopt.quant.convert.read import read_quantized
-from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.convert.verify import PROVEN, skipped_by, verify
 from llmopt.quant.formats.modelopt import ALGORITHMS, HF_QUANT_CONFIG, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp4.kind import Fp4Tensor
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import QuantizeRequest
-from llmopt.quant.tensors.fp4 import Fp4Tensor
 from llmopt.recipes import MODELS
 
 from ...support.format_support import MODULE, assert_same, make, stored, write_checkpoint

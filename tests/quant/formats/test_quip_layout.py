@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.e8p.codebook import points, residual_points
 from llmopt.quant.formats.registry import FORMATS, config_files, format_of
-from llmopt.quant.grids.e8p_grid import round_to_e8p
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.e8p.codebook import points, residual_points
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 
 from ...support.format_support import MODULE, Tensors, random_weight, stored
@@ -44,7 +44,7 @@ def decoded(tensors: Tensors, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_bytes_are_those_that_the_layouts_decoder_reads(bits: int) -> None:
     weight = random_weight(OUT, INNER, bits)
-    tensor = round_to_e8p(weight, E8pScheme(bits))
+    tensor = kind_of(E8pScheme(bits)).round(weight, torch.float16, name="the weight")
     tensors, config = stored("quip", tensor)
     assert torch.allclose(decoded(tensors, bits).float(), tensor.dequantize(), atol=1e-5)
     names = {2: "E8P12", 3: "E8P12RVQ3B", 4: "E8P12RVQ4B"}
@@ -61,7 +61,10 @@ def test_bytes_are_those_that_the_layouts_decoder_reads(bits: int) -> None:
 
 
 def test_a_scale_of_each_row_and_a_scalar_one_are_read() -> None:
-    tensors, config = stored("quip", round_to_e8p(random_weight(OUT, INNER, 0), E8pScheme(3)))
+    tensors, config = stored(
+        "quip",
+        kind_of(E8pScheme(3)).round(random_weight(OUT, INNER, 0), torch.float16, name="the weight"),
+    )
     scales = torch.rand(OUT) + 0.5
     tensors[f"{MODULE}.Wscale"] = scales
     read = FORMATS["quip"].unpack(MODULE, tensors, config)
@@ -88,7 +91,10 @@ def test_a_scale_of_each_row_and_a_scalar_one_are_read() -> None:
 def test_what_contradicts_the_layout_is_refused(
     change: tuple[str, torch.Tensor | None], message: str
 ) -> None:
-    tensors, config = stored("quip", round_to_e8p(random_weight(OUT, INNER, 0), E8pScheme(2)))
+    tensors, config = stored(
+        "quip",
+        kind_of(E8pScheme(2)).round(random_weight(OUT, INNER, 0), torch.float16, name="the weight"),
+    )
     name, part = change
     del tensors[f"{MODULE}.{name}"]
     if part is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.ggml.codes import LAYOUTS, block_codes, block_codes_torch, native_codes
+from llmopt.quant.kinds.ggml.blocks import LAYOUTS, block_codes, block_codes_torch, native_codes
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS
 from llmopt.quant.native.processor import VARIABLE
 

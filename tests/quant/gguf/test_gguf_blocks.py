@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.formats.gguf_integer import block_type_of, gguf_to_int, int_to_gguf
-from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
-from llmopt.quant.ggml.k_blocks import pack_affine
-from llmopt.quant.grids.block_grid import round_to_blocks
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
+from llmopt.quant.kinds.ggml.k_blocks import pack_affine
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, gguf_to_int, int_to_gguf
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.rounding import round_plain, round_weight
-from llmopt.quant.tensors.gguf import GgufTensor
 
 from ...support.layer_problems import one_linear
 
@@ -188,7 +187,7 @@ def test_ggmls_own_blocks_as_integers(type_name):
 
 def test_what_does_not_fit_is_refused():
     for scheme in (IntScheme(4, 32, False), IntScheme(3, 32, True), IntScheme(4, 16, True)):
-        assert block_type_of(scheme) is None
+        assert scheme.ggml_type is None
         with pytest.raises(BadInput, match=r"v_proj.*fit no GGUF type"):
             int_to_gguf(round_to_nearest(sample(), scheme, torch.float16), name="v_proj")
     with pytest.raises(BadInput, match="not exact"):
@@ -217,5 +216,7 @@ def test_rounding_takes_its_importance_from_the_inputs(name: str):
     scaled: Any = round_weight(problem, "linear", weight * columns, columns)
     squares = record.gram.diagonal() / columns.square()
     importance = (squares / squares.mean()).clamp(min=1e-4)
-    expected = round_to_blocks(weight * columns, GgufScheme(name), importance, name="q")
-    assert torch.equal(scaled.data, expected.data)
+    expected = kind_of(GgufScheme(name)).round(
+        weight * columns, torch.float16, importance=importance, name="q"
+    )
+    assert torch.equal(scaled.data, expected.parts()["data"])

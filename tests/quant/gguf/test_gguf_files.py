@@ -16,14 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.formats.gguf import BLOCKS_SUFFIX, GgufFormat
-from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.architecture import architecture_keys, config_of, gguf_families, rope_factors
 from llmopt.quant.gguf.assemble import assemble, check_source
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
+from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
+from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -331,7 +331,7 @@ def test_tokenizers(tmp_path):
 
 
 def test_integer_codes_become_blocks(tmp_path):
-    from llmopt.quant.grids.int_grid import round_to_nearest
+    from llmopt.quant.kinds.integer.kind import round_to_nearest
     from safetensors.torch import save_file
 
     source, scheme = Checkpoint(STORIES), IntScheme(4, 64, True)

@@ -9,17 +9,19 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.grids.fp4_grid import (
+from llmopt.quant.kinds.fp4.kind import (
     Fp4Grid,
+    Fp4Tensor,
     block_scales,
     e2m1_codes,
+    e2m1_table,
+    fp4_factors,
     global_scale_of,
     round_to_fp4,
 )
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.rounding import round_weight
-from llmopt.quant.tensors.fp4 import Fp4Tensor, e2m1_table, fp4_factors
 
 from ...support.format_support import same_bits
 from ...support.layer_problems import heavy_weight, one_linear

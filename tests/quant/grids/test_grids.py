@@ -7,17 +7,17 @@ import torch
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.feedback.column_loop import solve
 from llmopt.quant.feedback.error_feedback import feedback
-from llmopt.quant.grids.base import Grid, Parameters, group_of
-from llmopt.quant.grids.grids import grid_of
+from llmopt.quant.kinds.base.grid import Grid, Parameters, group_of
+from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.format_support import same_bits
 from ...support.layer_problems import correlated_inputs, heavy_weight, one_linear, statistics_of
@@ -50,7 +50,7 @@ SHAPE = 136, 512
 def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
     weight[3, :256] = 0
-    grid = grid_of(scheme, SHAPE, torch.float32, largest=weight.abs().max())
+    grid = kind_of(scheme).grid(SHAPE, torch.float32, largest=weight.abs().max())
     grouped = weight.unflatten(1, (-1, grid.group))
     for importance in (None, torch.rand(grouped.shape[1:]) + 0.1):
         parameters = grid.fit(grouped, importance)
@@ -70,7 +70,7 @@ def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme:
 def test_a_tall_weight_is_fitted_as_its_rows_are(name: str) -> None:
     """The search goes through blocks in chunks, whose ends are no rows' ends."""
     weight = heavy_weight(350, 512).unflatten(1, (2, 256))
-    grid = grid_of(GgufScheme(name), (350, 512), torch.float32)
+    grid = kind_of(GgufScheme(name)).grid((350, 512), torch.float32)
     importance = torch.rand(2, 256) + 0.1
     whole = grid.fit(weight, importance)
     parts = [grid.fit(rows, importance) for rows in weight.split(100)]
@@ -81,7 +81,7 @@ def test_a_tall_weight_is_fitted_as_its_rows_are(name: str) -> None:
 @EACH
 def test_columns_are_rounded_as_the_whole_weight_is(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
-    grid = grid_of(scheme, SHAPE, torch.float32, largest=weight.abs().max())
+    grid = kind_of(scheme).grid(SHAPE, torch.float32, largest=weight.abs().max())
     grouped = weight.unflatten(1, (-1, grid.group))
     parameters = grid.fit(grouped)
     points = grid.round(grouped, parameters)

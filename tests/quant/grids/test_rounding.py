@@ -11,20 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.grids.codebook_grid import nearest, round_to_codebook
-from llmopt.quant.grids.float_grid import round_to_fp8
-from llmopt.quant.grids.lookup_grid import largest_weights, round_to_uniform_tables
-from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.kinds.codebook.kind import codebook, nearest, round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
+from llmopt.quant.kinds.fp8.kind import Fp8Tensor, round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
+from llmopt.quant.kinds.lookup.kind import largest_weights, round_to_uniform_tables
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.rounding import input_scale, round_layer, round_weight
-from llmopt.quant.tensors.codebook import codebook
-from llmopt.quant.tensors.fp8 import Fp8Tensor
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.layer_problems import heavy_weight, one_linear, statistics_of
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.grids.trellis_grid import round_to_trellis
-from llmopt.quant.grids.trellis_noise import noisy
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.trellis.kind import noisy
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
 from ...support.layer_problems import heavy_weight
@@ -14,7 +14,7 @@ def test_the_noise_is_as_large_as_the_error_of_the_nearest_paths(bits: int) -> N
     """At 7 and 8 bits the error is mostly of the few values beyond the codebook, of which weights differ."""
     weight, scheme = heavy_weight(128, 128), TrellisScheme(bits)
     noise = noisy(weight, scheme, "a") - weight
-    error = round_to_trellis(weight, scheme, name="a").dequantize() - weight
+    error = kind_of(scheme).round(weight, torch.float16, name="a").dequantize() - weight
     assert float(noise.square().sum() / error.square().sum()) == pytest.approx(
         1, abs=0.06 if bits < 7 else 0.4
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import awq
 from llmopt.quant.methods.awq import Awq

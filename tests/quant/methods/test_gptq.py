@@ -12,8 +12,8 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
-from llmopt.quant.grids.int_grid import group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.kind import IntTensor, group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.base import (
@@ -25,7 +25,6 @@ from llmopt.quant.methods.base import (
 )
 from llmopt.quant.methods.gptq import Gptq
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.hand_kept_maps import map_of
 

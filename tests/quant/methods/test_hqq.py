@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.hqq import Hqq, fit_grid
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.tensors.integer import IntTensor
 
 from ...support.layer_problems import heavy_weight, llama_layer, one_linear
 

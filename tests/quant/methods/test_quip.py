@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmopt.engine.planner.model.weights import stored_recipe
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.grids.e8p_grid import round_to_e8p
+from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.methods.base import SchemeOptions
 from llmopt.quant.methods.transformed import QUIP
@@ -44,7 +44,9 @@ def test_feedback_beats_the_nearest_points(bits: int) -> None:
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
     result = QUIP.quantize_layer(problem)
     report = result.reports[0]
-    nearest = round_to_e8p(weight, scheme, name="model.layers.0.linear").dequantize()
+    nearest = (
+        kind_of(scheme).round(weight, torch.float16, name="model.layers.0.linear").dequantize()
+    )
     assert report.error is not None
     assert report.rtn_error == pytest.approx(problem.error("linear", nearest))
     assert report.error < 0.7 * problem.error("linear", nearest)

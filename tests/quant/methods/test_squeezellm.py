@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.grids.lookup_kmeans import fit_tables, sort_rows
+from llmopt.quant.kinds.lookup.kind import fit_tables, sort_rows
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.methods.base import InputStatistics
 from llmopt.quant.methods.squeezellm import SqueezeLlm, fit_lookup, input_sensitivity

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.grids.int_grid import round_to_nearest
-from llmopt.quant.grids.trellis_grid import round_to_trellis
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.methods.base import InputStatistics, SchemeOptions
@@ -26,7 +26,9 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     weight, scheme = heavy_weight(128, 256), TrellisScheme(2)
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
     result = TRELLIS.quantize_layer(problem)
-    nearest = round_to_trellis(weight, scheme, name="model.layers.0.linear").dequantize()
+    nearest = (
+        kind_of(scheme).round(weight, torch.float16, name="model.layers.0.linear").dequantize()
+    )
     report = result.reports[0]
     assert report.error is not None and report.rtn_error is not None
     assert report.error < 0.7 * problem.error("linear", nearest)
@@ -58,10 +60,10 @@ def test_a_linear_that_no_token_reached_has_the_nearest_path() -> None:
     problem = replace(problem, statistics={"linear": InputStatistics(128)})
     result = TRELLIS.quantize_layer(problem)
     assert result.reports[0].fallback == "no calibration token reached it"
-    expected = round_to_trellis(
-        problem.weights["linear"], TrellisScheme(3), name="model.layers.0.linear"
+    expected = kind_of(TrellisScheme(3)).round(
+        problem.weights["linear"], torch.float16, name="model.layers.0.linear"
     )
-    assert torch.equal(result.weights["linear"].parts()["trellis"], expected.trellis)
+    assert torch.equal(result.weights["linear"].parts()["trellis"], expected.parts()["trellis"])
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ KERNELS = {
     "engine.kernels.linear.native_linear": ["native_linear"],
     "engine.kernels.moe.native_experts": ["native_experts"],
     "engine.kernels.sampling.argmax": ["native_argmax"],
-    "quant.ggml.codes": ["native_codes"],
-    "quant.trellis.viterbi": ["native_viterbi"],
+    "quant.kinds.ggml.blocks": ["native_codes"],
+    "quant.kinds.trellis.viterbi": ["native_viterbi"],
 }
 
 

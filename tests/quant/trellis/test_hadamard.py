@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.trellis.hadamard import cosine_factor, sylvester, whole_width
-from llmopt.quant.trellis.incoherence import spread_evenly
+from llmopt.quant.kinds.base.incoherence import cosine_factor, spread_evenly, sylvester, whole_width
 
 from ...support.layer_problems import heavy_weight
 

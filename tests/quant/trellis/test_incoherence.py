@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from llmopt.quant.trellis.incoherence import hadamard_blocks, incoherence
-from llmopt.quant.trellis.scale_fit import fitted_scales
+from llmopt.quant.kinds.base.incoherence import fitted_scales, hadamard_blocks, incoherence
 
 from ...support.layer_problems import correlated_inputs, heavy_weight
 

@@ -6,9 +6,9 @@ import struct
 
 import pytest
 import torch
-from llmopt.quant.trellis.codebook import codebook
-from llmopt.quant.trellis.tiles import (
+from llmopt.quant.kinds.trellis.viterbi import (
     ORDER,
+    codebook,
     from_sequences,
     pack_states,
     to_sequences,

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from llmopt.quant.kinds.trellis import viterbi
+from llmopt.quant.kinds.trellis.viterbi import (
+    codebook,
+    native_viterbi,
+    nearest_states,
+    torch_search,
+    values_of,
+)
 from llmopt.quant.native.processor import VARIABLE
-from llmopt.quant.trellis import viterbi
-from llmopt.quant.trellis.codebook import codebook
-from llmopt.quant.trellis.viterbi import native_viterbi, nearest_states, torch_search, values_of
 
 from ...support.native_paths import native_paths
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import PER_CHANNEL
-from llmopt.quant.grids.grids import grid_of
-from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tuning.int_rounding import IntRounding
 
 from ...support.layer_problems import heavy_weight
@@ -98,7 +97,7 @@ def test_the_descent_begins_in_the_ranges_of_rounding_to_nearest(symmetric: bool
     """Those that a search narrowed; an end that it moved beyond the weights' stays at theirs."""
     scheme, weight = IntScheme(3, 32, symmetric), heavy_weight(64, 64)
     weight[5] = 0
-    grid = grid_of(scheme, weight.shape, torch.float32)
+    grid = kind_of(scheme).grid(weight.shape, torch.float32)
     start = grid.nearest(weight, torch.rand(64) + 0.1)
     assert isinstance(start, IntTensor)
     begun = IntRounding(weight, scheme, torch.float32, start).tensor()

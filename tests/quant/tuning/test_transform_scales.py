@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.grids.e8p_grid import round_to_e8p
-from llmopt.quant.grids.trellis_grid import round_to_trellis
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.transformed import TransformedTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.tensors.transformed import TransformedTensor
 from llmopt.quant.tuning.transform_scales import TunedScales
 
 from ...support.layer_problems import correlated_inputs, heavy_weight
@@ -18,9 +17,9 @@ each_kind = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme
 
 
 def rounded(weight: torch.Tensor, scheme: TrellisScheme | E8pScheme) -> TransformedTensor:
-    if isinstance(scheme, TrellisScheme):
-        return round_to_trellis(weight, scheme)
-    return round_to_e8p(weight, scheme)
+    tensor = kind_of(scheme).round(weight, torch.float16, name="the weight")
+    assert isinstance(tensor, TransformedTensor)
+    return tensor
 
 
 def tuned(scheme: TrellisScheme | E8pScheme) -> tuple[torch.Tensor, TunedScales]:

@@ -1,1 +1,0 @@
-"""ggml's block quantization types: bit-exact quantization and dequantization."""

@@ -1,1 +1,0 @@
-"""Quantization grids: integer, float, codebook, lookup and block, and rounding to them."""

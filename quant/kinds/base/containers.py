@@ -1,0 +1,235 @@
+"""What a kind answers to the formats that hold several kinds: compressed-tensors, ModelOpt and bitsandbytes.
+
+Each class is a kind's part of one of them; the format itself (`quant/formats`) finds the part by scheme,
+by layout or by algorithm, and knows what all parts share. Below are the fields and tensors that several parts
+have in common.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import Activations, Scheme
+from .format import SCALE_DTYPES, Config, TensorSource, expect_dtype, expect_shape
+from .raw import Entries, Raw
+from .tensor import QuantizedTensor
+
+
+class CompressedLayouts(ABC):
+    """The layouts of a kind in compressed-tensors.
+
+    Attributes:
+        layouts: their names.
+        naive: the one that files of `naive-quantized`, an older name, have; None: none has.
+    """
+
+    layouts: tuple[str, ...]
+    naive: str | None = None
+
+    @abstractmethod
+    def describes(self, weights: Config) -> bool:
+        """Whether the `weights` of an entry of `config_groups` are of this kind."""
+
+    @abstractmethod
+    def layout_of(self, scheme: Any) -> str | None:
+        """The layout for a scheme; None: none stores it."""
+
+    @abstractmethod
+    def weights(self, scheme: Any) -> dict[str, Any]:
+        """The fields of `weights` in an entry of `config_groups`, but for the bits."""
+
+    def inputs(self, activations: Activations) -> dict[str, Any]:
+        """The `input_activations` of such an entry; here those of 8 bits."""
+        return input_record(activations)
+
+    @abstractmethod
+    def scheme(self, layout: str, group: Config) -> Scheme:
+        """The scheme of an entry; BadInput where it is not supported."""
+
+    def check(self, module: str, in_features: int, scheme: Any) -> None:
+        """Raises BadInput naming the module whose rows do not fit; here all do."""
+        return
+
+    @abstractmethod
+    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
+        """Pack one module; tensors by full name."""
+
+    @abstractmethod
+    def unpack(
+        self, module: str, source: TensorSource, layout: str, scheme: Any
+    ) -> QuantizedTensor:
+        """Unpack one module."""
+
+    @abstractmethod
+    def read_raw(self, entries: Entries, module: str, layout: str | None, group: Any) -> Raw:
+        """Read one module a second time, with numpy alone."""
+
+
+class ModelOptAlgorithms(ABC):
+    """The algorithms of a kind in ModelOpt's checkpoints.
+
+    Attributes:
+        algorithms: what each `quant_algo` stores.
+        raw_dtype: of its `weight`, as safetensors spells it.
+    """
+
+    algorithms: Mapping[str, Scheme]
+    raw_dtype: str
+
+    def group_size(self, scheme: Any) -> dict[str, int]:
+        """The field `group_size`, where the kind has it."""
+        return {}
+
+    def check(self, module: str, in_features: int, scheme: Any) -> None:
+        """Raises BadInput naming the module whose rows do not fit; here all do."""
+        return
+
+    @abstractmethod
+    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
+        """Pack one module; tensors by full name."""
+
+    @abstractmethod
+    def unpack(self, module: str, source: TensorSource, scheme: Any) -> QuantizedTensor:
+        """Unpack one module."""
+
+    @abstractmethod
+    def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """Read one module a second time, with numpy alone."""
+
+
+class BitsAndBytesCodes(ABC):
+    """The codes of a kind in bitsandbytes' checkpoints.
+
+    Attributes:
+        bits: 4 or 8, by which the config tells them.
+        marker: ending of the tensor that marks a module of them.
+        suffixes: of all the tensors that such a module may have.
+    """
+
+    bits: int
+    marker: str
+    suffixes: tuple[str, ...]
+
+    @abstractmethod
+    def fields(self, scheme: Any) -> dict[str, Any]:
+        """The fields of the `quantization_config` that depend on the scheme."""
+
+    @abstractmethod
+    def scheme(self, config: Config) -> Scheme:
+        """The scheme of a `quantization_config`; BadInput where it is not supported."""
+
+    def check(self, module: str, out_features: int, in_features: int) -> None:
+        """Raises BadInput naming the module whose shape does not pack; here all do."""
+        return
+
+    @abstractmethod
+    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
+        """Pack one module; tensors by full name."""
+
+    @abstractmethod
+    def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
+        """Unpack one module."""
+
+    @abstractmethod
+    def read_raw(self, entries: Entries, module: str) -> Raw:
+        """Read one module a second time, with numpy alone."""
+
+
+def unsupported(what: str) -> BadInput:
+    """The error for an unsupported compressed-tensors checkpoint."""
+    return BadInput(f"quant_method compressed-tensors with {what} is not supported")
+
+
+def read_weights(
+    layout: str, group: Config, type_name: str, widths: Collection[int]
+) -> tuple[Config, str, Activations | None]:
+    """The weights, their strategy and the 8-bit inputs of an entry of compressed-tensors' `config_groups`.
+
+    Raises:
+        BadInput: weights of another type or width, or activations that are not supported.
+    """
+    weights = group.get("weights") or {}
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if kind != type_name or bits not in widths:
+        raise unsupported(f"{bits}-bit {kind} weights in the layout {layout}")
+    if group.get("output_activations"):
+        raise unsupported("quantized outputs")
+    activations = _read_activations(group.get("input_activations"))
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    return weights, strategy, activations
+
+
+def _read_activations(record: Config | None) -> Activations | None:
+    if not record:
+        return None
+    kind = "int8" if record.get("type", "int") == "int" else "fp8"
+    if record.get("num_bits", 8) != 8 or not record.get("symmetric", True):
+        raise unsupported("activations that are not 8 bits and symmetric")
+    strategy, dynamic = record.get("strategy") or "tensor", record.get("dynamic", False)
+    if strategy == "group" and record.get("group_size") == 128:
+        return Activations(kind, "group128", bool(dynamic))
+    if strategy not in ("token", "tensor"):
+        raise unsupported(f"activations with the {strategy!r} strategy")
+    return Activations(kind, strategy, bool(dynamic))
+
+
+def input_record(activations: Activations) -> dict[str, Any]:
+    """The `input_activations` of 8-bit inputs in compressed-tensors."""
+    grouped = activations.granularity == "group128"
+    return {
+        "num_bits": 8,
+        "type": "int" if activations.kind == "int8" else "float",
+        "symmetric": True,
+        "strategy": "group" if grouped else activations.granularity,
+        "dynamic": activations.dynamic,
+    } | ({"group_size": 128} if grouped else {})
+
+
+def read_scales(module: str, source: TensorSource, shape: tuple[int, int]) -> torch.Tensor:
+    """The scales of rows in groups or blocks, as compressed-tensors names them."""
+    name = f"{module}.weight_scale"
+    return spread_over_rows(name, expect_dtype(name, source.tensor(name), *SCALE_DTYPES), shape)
+
+
+def spread_over_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Expand a scalar or a vector of rows to a matrix of `shape`."""
+    if tensor.numel() == 1:
+        return tensor.reshape(1, 1).expand(shape).contiguous()
+    if tensor.shape == (shape[0],) and shape[1] == 1:
+        return tensor.reshape(shape)
+    return expect_shape(name, tensor, shape)
+
+
+def input_scale_part(module: str, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The tensor that stores the scale of static activations, where there is one."""
+    return {} if scale is None else {f"{module}.input_scale": scale.reshape(1)}
+
+
+def read_input_scale(
+    module: str, source: TensorSource, activations: Activations | None
+) -> torch.Tensor | None:
+    """The scale of static activations, float32 `[1]`."""
+    if activations is None or activations.dynamic:
+        return None
+    name = f"{module}.input_scale"
+    scale = source.tensor(name)
+    if scale.numel() != 1:
+        raise BadInput(
+            f"{name} has shape {tuple(scale.shape)}: only a per-tensor scale is supported"
+        )
+    return expect_dtype(name, scale, *SCALE_DTYPES).to(torch.float32).reshape(1)
+
+
+def one_number(name: str, source: TensorSource) -> torch.Tensor:
+    """A scale of a whole tensor, float32 `[1]`; BadInput where it is no positive number."""
+    scale = expect_dtype(name, source.tensor(name), torch.float32)
+    if scale.numel() != 1:
+        raise BadInput(f"{name} has shape {tuple(scale.shape)}: only one scale is supported")
+    if not float(scale) > 0 or not bool(torch.isfinite(scale)):
+        raise BadInput(f"{name} is {float(scale):g}, and a scale is a positive number")
+    return scale.reshape(1)

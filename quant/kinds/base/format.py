@@ -1,0 +1,273 @@
+"""The `WeightFormat` protocol, and bit packing and checks shared by the formats."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import Scheme
+from .tensor import QuantizedTensor
+
+SchemeT = TypeVar("SchemeT", bound=Scheme)
+Config = Mapping[str, Any]
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+COMPUTE_DTYPE = "bfloat16"
+"""Of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
+KV_SCALES = (".k_scale", ".v_scale")
+"""Endings of the names of a quantized KV cache's scales."""
+_STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
+
+
+class TensorSource(Protocol):
+    """A lookup of tensors by name: a `Checkpoint` or a stand-in."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor; BadInput where there is none of that name."""
+        ...
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+
+class WeightFormat(ABC):
+    """One on-disk format: its tensors, its `quantization_config`, and its limits.
+
+    Attributes:
+        name: as in `--format`.
+        markers: suffixes of tensor names whose presence marks a quantized module.
+        suffixes: of all the tensors that a quantized module may have (without the bias).
+        keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
+        inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    keeps_scale_dtypes: bool = False
+    inverts_global_scales: bool = False
+
+    @property
+    def quant_method(self) -> str:
+        """Its name in a `quantization_config`."""
+        return self.name
+
+    @abstractmethod
+    def check_scheme(self, scheme: Scheme) -> None:
+        """Raises BadInput where the format cannot store such a scheme."""
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        """Raises BadInput naming the module whose shape the format cannot pack."""
+        self.check_scheme(scheme)
+
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
+        """The dtype of stored scales for a model whose weights have dtype `weights`."""
+        return torch.float16
+
+    def held(self, module: str, tensor: QuantizedTensor) -> QuantizedTensor:
+        """A weight that the format can hold, as the kind that it stores; itself, but for ggml's blocks."""
+        return tensor
+
+    @abstractmethod
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        """Pack one module; tensors by full name."""
+
+    @abstractmethod
+    def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
+        """Unpack one module; BadInput where the tensors contradict the `quantization_config`."""
+
+    @abstractmethod
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of `config.json`.
+
+        Args:
+            schemes: of every quantized module, by full name.
+            ignore: the unquantized linears.
+
+        Raises:
+            BadInput: the format cannot mix such schemes in one model.
+        """
+
+    @abstractmethod
+    def scheme(self, config: Config, module: str) -> Scheme:
+        """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
+
+    def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """JSON files beside `config.json`, by name, from the `quantization_config`."""
+        return {}
+
+    def completed_config(self, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """The `quantization_config` with what it says of the shards in their folder, if it lists them."""
+        return config
+
+
+@runtime_checkable
+class HoldsKvScales(Protocol):
+    """A format that also stores the scales of a quantized KV cache."""
+
+    def config(
+        self,
+        schemes: Mapping[str, Scheme],
+        ignore: Sequence[str],
+        *,
+        kv_cache: str | None = None,
+        kv_cache_strategy: str = "tensor",
+    ) -> dict[str, Any]:
+        """The `quantization_config`, which says in `kv_cache` what the scales are for.
+
+        Raises:
+            BadInput: a strategy (`tensor`, `attn_head`) that the format has no place for.
+        """
+        ...
+
+    def kv_scale_name(self, name: str) -> str:
+        """The name on disk of `self_attn.k_scale` or `self_attn.v_scale`."""
+        ...
+
+
+def config_of(
+    weight_format: WeightFormat,
+    schemes: Mapping[str, Scheme],
+    ignore: Sequence[str],
+    kv_cache: str | None,
+    kv_cache_strategy: str = "tensor",
+) -> dict[str, Any]:
+    """The `quantization_config` of a format, with the KV cache's dtype if the format stores its scales."""
+
+    def of_holder(holder: HoldsKvScales) -> dict[str, Any]:
+        return holder.config(
+            schemes, ignore, kv_cache=kv_cache, kv_cache_strategy=kv_cache_strategy
+        )
+
+    if isinstance(weight_format, HoldsKvScales):
+        return of_holder(weight_format)
+    return weight_format.config(schemes, ignore)
+
+
+def held_scheme(name: str, scheme: Scheme, held: type[SchemeT], rest: str = "") -> SchemeT:
+    """The scheme itself, or BadInput where format `name` holds schemes of class `held` only."""
+    if not isinstance(scheme, held):
+        raise BadInput(f"format {name} cannot hold {scheme.label} weights{rest}")
+    return scheme
+
+
+def only_scheme(name: str, schemes: Mapping[str, Scheme]) -> Scheme:
+    """The one scheme of all modules, or BadInput where format `name` cannot mix several."""
+    kinds = list(dict.fromkeys(schemes.values()))
+    if len(kinds) != 1:
+        labels = ", ".join(scheme.label for scheme in kinds)
+        raise BadInput(f"format {name} holds one scheme for all modules, not {labels}")
+    return kinds[0]
+
+
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack the last axis into int32 words as one bit stream, least significant bits first.
+
+    Widths that do not divide 32 are packed densely: a code may straddle two words.
+
+    Args:
+        codes: uint8 `[..., n]`, each below `2**bits`.
+
+    Returns:
+        int32 `[..., ceil(n * bits / 32)]`; the last word is padded with zeros.
+    """
+    num_words = -(-codes.shape[-1] * bits // 32)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
+    if 8 % bits == 0:  # whole codes per byte, and words are consecutive bytes
+        per_byte = 8 // bits
+        packed = padded[..., 0::per_byte].clone(memory_format=torch.contiguous_format)
+        for index in range(1, per_byte):
+            packed |= padded[..., index::per_byte] << (bits * index)
+        return packed.view(torch.int32)[..., :num_words].contiguous()
+    planes = padded.unflatten(-1, (-1, _STREAM)).movedim(-1, 0).contiguous()
+    words = torch.zeros((bits, *planes.shape[1:]), dtype=torch.int32, device=codes.device)
+    for index in range(_STREAM):
+        word, shift = divmod(index * bits, 32)
+        fields = planes[index].to(torch.int32)
+        words[word] |= fields << shift
+        if shift + bits > 32:
+            words[word + 1] |= fields >> (32 - shift)
+    return words.movedim(0, -1).flatten(-2)[..., :num_words].contiguous()
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of `pack_words`: uint8 `[..., n]`, the whole codes in int32 `[..., words]`."""
+    if 8 % bits == 0:
+        # Flat first: strides of an axis of length 1 may be anything, and `view` depends on them.
+        packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+        codes = torch.empty(*packed.shape, 8 // bits, dtype=torch.uint8, device=words.device)
+        for index in range(8 // bits):
+            torch.bitwise_right_shift(packed, index * bits, out=codes[..., index])
+        return codes.bitwise_and_(2**bits - 1).flatten(-2)
+    count = words.shape[-1] * 32 // bits
+    stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
+    planes = stream.unflatten(-1, (-1, bits)).movedim(-1, 0).contiguous()
+    codes = torch.empty((_STREAM, *planes.shape[1:]), dtype=torch.uint8, device=words.device)
+    for index in range(_STREAM):
+        word, shift = divmod(index * bits, 32)
+        # A right shift extends the sign: only the lowest `32 - shift` bits are valid.
+        fields = (planes[word] >> shift) & (2 ** min(bits, 32 - shift) - 1)
+        if shift + bits > 32:
+            fields |= planes[word + 1] << (32 - shift)
+        codes[index] = fields & (2**bits - 1)
+    return codes.movedim(0, -1).flatten(-2)[..., :count].contiguous()
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit codes uint8 `[out, in]` two per byte, the even column in the low nibble."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_nibbles`: uint8 `[out, 2 * bytes]`."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
+def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor itself, or BadInput when its shape is not the one that the config implies."""
+    if tuple(tensor.shape) != shape:
+        raise BadInput(
+            f"{name} has shape {tuple(tensor.shape)}, but its quantization_config implies {shape}"
+        )
+    return tensor
+
+
+def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or BadInput when its dtype is none of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
+        raise BadInput(
+            f"{name} holds {dtype_name(tensor.dtype)}, but the format has {wanted} there"
+        )
+    return tensor
+
+
+def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or BadInput when it is no matrix of one of `dtypes`."""
+    if tensor.dim() != 2:
+        raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
+    return expect_dtype(name, tensor, *dtypes)
+
+
+def floats_of(name: str, source: TensorSource, count: int) -> torch.Tensor:
+    """A stored vector of `count` float32 numbers."""
+    return expect_dtype(name, expect_shape(name, source.tensor(name), (count,)), torch.float32)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of a config matches a module's name (`re.match`)."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise BadInput(
+            f"the quantization_config has {pattern!r}, which is no regular expression: {error}"
+        ) from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype in config files and messages: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

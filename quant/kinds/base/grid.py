@@ -1,0 +1,362 @@
+"""`Grid`: the points that a scheme can store, as a solver sees them: fit a group, round its columns.
+
+A *solver* (nearest, GPTQ's error feedback, signed gradient descent) decides which point each weight takes;
+a *grid* knows the points. A weight `[out, in]` is divided into groups of consecutive input channels. A group
+is fitted as a whole (an integer group, 16 or 32 weights of FP4, the 256 of a K-quant with its sub-blocks, the
+row of an e4m3 channel), which gives *parameters*: scales, zero codes, absmax values, as they are stored. Its
+columns are then rounded one by one, or `vector` at a time where the grid is one of vectors (a lattice, a
+trellis).
+
+Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a trellis,
+whose states cannot be told from their values, and whose grid belongs to one weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+
+from .tensor import QuantizedTensor
+
+Parameters = tuple[torch.Tensor, ...]
+"""What was fitted to groups: each `[out, groups, ...]`; of a grid with one group any shape."""
+
+
+class Columns(Protocol):
+    """The points of one fitted group, laid out for rounding its columns one after another."""
+
+    def errors(
+        self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
+    ) -> None:
+        """Write `weights` less the nearest points to `targets` into `out`, all float32 `[vector, out]`.
+
+        The two differ by what earlier columns' errors added to the targets.
+
+        Args:
+            first: the channel of the group that the first of these columns is.
+        """
+        ...
+
+
+class Grid(ABC):
+    """The grid of one weight `[out, in]`.
+
+    Attributes:
+        group: consecutive input channels that are fitted together; it divides `in`.
+        vector: consecutive columns that are rounded together; it divides `group`. 1: a scalar grid.
+        rows_alone: whether no parameter is shared by rows, so that weights with one input can be
+            concatenated along `out` and solved as one.
+    """
+
+    group: int
+    vector: int = 1
+    rows_alone: bool = True
+
+    @abstractmethod
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        """Parameters of groups, for least squared error.
+
+        Args:
+            values: float32 `[out, groups, group]`: all groups of the weight, or some.
+            importance: float32 `[groups, group]`, weight of each channel's squared error, not negative;
+                None: the plain range, minimum to maximum, or what the format's owner does without data.
+        """
+
+    @abstractmethod
+    def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """The nearest points to `values` `[out, groups, group]`, of the same shape: dequantized weights."""
+
+    @abstractmethod
+    def columns(self, parameters: Parameters) -> Columns:
+        """The points of one group, whose parameters are `[out, 1, ...]`."""
+
+    @abstractmethod
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> QuantizedTensor:
+        """The quantized weight.
+
+        Args:
+            values: float32 `[out, in]`: points of the grid, up to the last places of a float.
+            parameters: of all groups.
+        """
+
+    def nearest(
+        self, weight: torch.Tensor, importance: torch.Tensor | None = None
+    ) -> QuantizedTensor:
+        """Round a weight `[out, in]` to nearest; `importance` `[in]` as in `fit`.
+
+        Raises:
+            BadInput: weights beyond what the scales can hold.
+        """
+        grouped = weight.unflatten(1, (-1, self.group))
+        spread = None if importance is None else importance.view(-1, self.group)
+        parameters = self.fit(grouped, spread)
+        return self.tensor(self.round(grouped, parameters).flatten(1), parameters)
+
+
+def joined(fitted: Sequence[Parameters]) -> Parameters:
+    """The parameters of consecutive groups as one."""
+    if len(fitted) == 1:
+        return fitted[0]
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*fitted, strict=True))
+
+
+def group_of(parameters: Parameters, index: int) -> Parameters:
+    """The parameters of one group, `[out, 1, ...]`."""
+    return tuple(part[:, index : index + 1] for part in parameters)
+
+
+def where(mask: torch.Tensor, first: Parameters, second: Parameters) -> Parameters:
+    """`first` where the mask `[out, groups]` (or with more dimensions) is set, `second` elsewhere."""
+    return tuple(
+        torch.where(mask.view(*mask.shape, *(1,) * (one.dim() - mask.dim())), one, other)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+Edge = torch.Tensor | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Steps and offsets of runs of weights, and the range of their levels; float32, broadcast to the weights.
+
+    Attributes:
+        step: not zero.
+        offset: None: 0.
+        low, high: the least and the largest level; None: those of the grid's table.
+    """
+
+    step: torch.Tensor
+    offset: torch.Tensor | None = None
+    low: Edge = None
+    high: Edge = None
+
+
+class ScalarGrid(Grid):
+    """A grid whose columns are rounded one by one."""
+
+    @abstractmethod
+    def affine(self, parameters: Parameters) -> Affine:
+        """Steps and offsets, each `[out, groups, runs]`: a group is divided into `runs` of equal length."""
+
+    @abstractmethod
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        """Replace weights in units of the step, less the offset, by the nearest levels."""
+
+    def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        affine, runs = self._by_run(values, parameters)
+        points = self.scaled_levels(runs, affine).mul_(affine.step)
+        if affine.offset is not None:
+            points.add_(affine.offset)
+        return points.view(values.shape)
+
+    def lost(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """The errors of rounding, `values - round(values)`, in fewer passes over them."""
+        affine, runs = self._by_run(values, parameters)
+        levels = self.scaled_levels(runs, affine)
+        errors = torch.addcmul(runs, levels, affine.step, value=-1, out=levels)
+        if affine.offset is not None:
+            errors.sub_(affine.offset)
+        return errors.view(values.shape)
+
+    def columns(self, parameters: Parameters) -> ScalarColumns:
+        return ScalarColumns(self, self.affine(parameters))
+
+    def scaled_levels(
+        self, values: torch.Tensor, affine: Affine, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The levels of the nearest points to `values`, to which the affine's tensors are broadcast."""
+        if affine.offset is None:
+            scaled = torch.div(values, affine.step, out=out)
+        else:
+            scaled = torch.sub(values, affine.offset, out=out).div_(affine.step)
+        self.snap(scaled, affine)
+        return scaled
+
+    def levels(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """The levels of the nearest points, float32, to values `[out, in]` or `[out, groups, group]`."""
+        affine, runs = self._by_run(values, parameters)
+        return self.scaled_levels(runs, affine).view(values.shape)
+
+    def _by_run(self, values: torch.Tensor, parameters: Parameters) -> tuple[Affine, torch.Tensor]:
+        """The affine `[out, groups, runs, 1]`, and the values `[out, groups, runs, length]`."""
+        affine = _mapped(self.affine(parameters), lambda part: part.unsqueeze(-1))
+        return affine, values.reshape(values.shape[0], *affine.step.shape[1:3], -1)
+
+
+class ScalarColumns:
+    """The points of one group of a scalar grid, its steps `[out]` contiguous for each run."""
+
+    def __init__(self, grid: ScalarGrid, affine: Affine):
+        self._grid = grid
+        num_runs = affine.step.shape[-1]
+        transposed = _mapped(affine, lambda part: part.flatten(0, 1).T.contiguous())
+        self._runs = [_mapped(transposed, itemgetter(run)) for run in range(num_runs)]
+        self._length = grid.group // num_runs
+
+    def errors(
+        self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
+    ) -> None:
+        """See `Columns.errors`."""
+        affine = self._runs[first // self._length]
+        self._grid.scaled_levels(targets, affine, out=out)
+        torch.addcmul(weights, out, affine.step, value=-1, out=out)
+        if affine.offset is not None:
+            out.sub_(affine.offset)
+
+
+def _mapped(affine: Affine, change: Callable[[torch.Tensor], torch.Tensor]) -> Affine:
+    """The affine with its tensors changed."""
+
+    def changed(part: Edge) -> Edge:
+        return change(part) if isinstance(part, torch.Tensor) else part
+
+    offset = None if affine.offset is None else change(affine.offset)
+    return Affine(change(affine.step), offset, changed(affine.low), changed(affine.high))
+
+
+def snap_to_integers(scaled: torch.Tensor, affine: Affine) -> None:
+    """Round to integers between the affine's `low` and `high`."""
+    scaled.round_()
+    if isinstance(affine.low, torch.Tensor) and isinstance(affine.high, torch.Tensor):
+        # One broadcast operand at a time, or the loop is not vectorized.
+        torch.maximum(scaled, affine.low, out=scaled)
+        torch.minimum(scaled, affine.high, out=scaled)
+    else:
+        scaled.clamp_(affine.low, affine.high)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+class Table:
+    """Levels from a table.
+
+    Args:
+        values: float32 `[levels]`, ascending.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self._middles = (values[1:] + values[:-1]) / 2
+
+    def snap(self, scaled: torch.Tensor) -> None:
+        """Replace by the nearest levels, NaN by the last; of two equally near by the lower."""
+        scaled.copy_(self.values[torch.bucketize(scaled, self._middles, out_int32=True)])
+
+
+_TOGETHER = tuple(1.1 - 0.05 * step for step in range(15))  # 1.1 .. 0.4
+_ALONE = (1.1, 1.2, 0.9, 0.8, 0.7, 0.6)
+_REFITS = 3
+_VALUES = 2**17  # weights per chunk: small enough to stay in a core's cache
+
+
+class RangedGrid(ScalarGrid):
+    """A scalar grid with one range for each group of a row.
+
+    Attributes:
+        two_ends: whether the least and the largest weight can be clipped apart.
+    """
+
+    two_ends: bool = False
+
+    @abstractmethod
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
+        """Parameters that span `low` to `high`, float32 `[..., out, groups]`."""
+
+    @abstractmethod
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        """The parameters of least squared error for the codes that these give, where there are such."""
+
+    def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
+        """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""
+        at_once = max(1, _VALUES // values[0].numel())
+        fitted = [_Search(self, rows, importance).run() for rows in values.split(at_once)]
+        return tuple(torch.cat(parts) for parts in zip(*fitted, strict=True))
+
+
+class _Search:
+    """The search of some rows `[rows, groups, group]`."""
+
+    def __init__(self, grid: RangedGrid, values: torch.Tensor, importance: torch.Tensor):
+        self.grid, self.values, self.importance = grid, values, importance
+        low, high = values.aminmax(dim=-1)
+        self.low, self.high = low, high
+        self.best = grid.ranges(low, high)
+        self.least = self.error(self.best)
+        self.ends = torch.ones_like(low), torch.ones_like(high)
+
+    def _shares(self, values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, device="cpu").view(-1, 1, 1).to(self.values.device)
+
+    def run(self) -> Parameters:
+        shares = self._shares(_TOGETHER)
+        self.try_ends(shares, shares)
+        if self.grid.two_ends:
+            shares = self._shares(_ALONE)
+            self.try_ends(self.ends[0] * shares, self.ends[1])
+            self.try_ends(self.ends[0], self.ends[1] * shares)
+        for _ in range(_REFITS):
+            self.take(self.grid.refitted(self.values, self.importance, self.best))
+        return self.best
+
+    def try_ends(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        """Try shares of the two ends, several `[tries, ...]` for each group."""
+        low, high = (
+            part.expand(-1, *self.low.shape) for part in torch.broadcast_tensors(low, high)
+        )
+        tried = self.grid.ranges(self.low * low, self.high * high)
+        errors = [self.error(parts) for parts in zip(*tried, strict=True)]
+        error, index = torch.stack(errors).min(dim=0)
+        better, index = error < self.least, index.unsqueeze(0)
+        self.least = torch.where(better, error, self.least)
+        best = tuple(part.gather(0, index).squeeze(0) for part in tried)
+        self.best = where(better, best, self.best)
+        ends = (part.gather(0, index).squeeze(0) for part in (low, high))
+        first, second = (torch.where(better, *pair) for pair in zip(ends, self.ends, strict=True))
+        self.ends = first, second
+
+    def take(self, candidate: Parameters) -> None:
+        """Keep a candidate where it is better."""
+        error = self.error(candidate)
+        better = error < self.least
+        self.least = torch.where(better, error, self.least)
+        self.best = where(better, candidate, self.best)
+
+    def error(self, parameters: Parameters) -> torch.Tensor:
+        """Weighted squared error of each group `[rows, groups]`."""
+        lost = self.grid.lost(self.values, parameters)
+        lost.mul_(lost)
+        if self.importance.shape[0] == 1:  # of a single group: one product with a vector
+            return lost.flatten(0, 1).mv(self.importance[0]).unsqueeze(1)
+        return lost.mul_(self.importance).sum(dim=-1)
+
+
+def fitted_steps(
+    values: torch.Tensor, levels: torch.Tensor, importance: torch.Tensor, steps: torch.Tensor
+) -> torch.Tensor:
+    """Steps `[out, groups]` of least error for levels `[out, groups, group]`; `steps` where there is none."""
+    weighted = levels * importance
+    fitted = (weighted * values).sum(dim=-1) / (weighted * levels).sum(dim=-1)
+    return torch.where(torch.isfinite(fitted) & (fitted != 0), fitted, steps)
+
+
+def fitted_line(
+    values: torch.Tensor,
+    levels: torch.Tensor,
+    importance: torch.Tensor,
+    steps: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with offsets: a line through values against levels."""
+    total = importance.sum(dim=-1)
+    level = (levels * importance).sum(dim=-1) / total
+    value = (values * importance).sum(dim=-1) / total
+    centred = values - value.unsqueeze(-1), levels - level.unsqueeze(-1)
+    steps = fitted_steps(*centred, importance, steps)
+    shifted = value - level * steps
+    return steps, torch.where(torch.isfinite(shifted), shifted, offsets)

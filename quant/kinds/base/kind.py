@@ -1,0 +1,133 @@
+"""`Kind` and `Storage`: everything that a scheme's folder answers beside the scheme itself.
+
+A caller asks `kind_of(scheme)` for grids, rounding and blank weights, and `storage_of(scheme)` for formats,
+raw readers and the loaders' rules; no caller names a kind. The two are found beside the scheme's class: the
+`KIND` of `kind.py` and the `STORAGE` of `formats.py` in its folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ...base.scheme import Scheme
+from .containers import BitsAndBytesCodes, CompressedLayouts, ModelOptAlgorithms
+from .format import WeightFormat
+from .grid import Grid
+from .loading import LoaderRules
+from .raw import Entries, Raw
+from .tensor import QuantizedTensor
+
+SchemeT = TypeVar("SchemeT", bound=Scheme)
+Reader = Callable[[Entries, str, dict[str, Any]], Raw]
+"""A second reader of a format, numpy alone: of headers, a module's name and the `quantization_config`."""
+
+
+class Kind(ABC, Generic[SchemeT]):
+    """The codes of one scheme: how weights are rounded to them, by a solver or to nearest."""
+
+    def __init__(self, scheme: SchemeT):
+        self.scheme = scheme
+
+    @property
+    def search_operations(self) -> float:
+        """Operations that finding the code of one weight takes, where they count."""
+        return 0.0
+
+    @abstractmethod
+    def blank(
+        self, out_features: int, in_features: int, scale_dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """A weight whose every code is 0, to measure the packed size of a format."""
+
+    @abstractmethod
+    def round(
+        self,
+        weight: torch.Tensor,
+        scale_dtype: torch.dtype,
+        *,
+        name: str = "weight",
+        input_scale: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Round a finite weight `[out, in]` to nearest (RTN).
+
+        Args:
+            scale_dtype: the dtype that the format stores scales in, if the kind leaves it open.
+            name: the weight's name in error messages.
+            input_scale: float32 `[1]`, for a scheme with static activations.
+            largest: the largest magnitude that one scale of the whole weight must cover, where the scheme
+                fuses scales; None: that of the weight.
+            importance: float32 `[in]`, of each channel's squared error, where the scheme searches ranges.
+
+        Raises:
+            BadInput: the weight does not fit into the scheme.
+        """
+
+    def grid(
+        self,
+        shape: tuple[int, ...],
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        mse: bool = False,
+        largest: torch.Tensor | None = None,
+    ) -> Grid:
+        """The grid of any weight of a shape `(out, in)`, for a solver.
+
+        Args:
+            scale_dtype, input_scale, largest: as for `round`; a scheme that fuses scales needs `largest`.
+            mse: whether integer ranges are searched for the least `sum |w - w'|**2.4`.
+        """
+        raise NotImplementedError(f"{self.scheme.label} weights have no grid apart from a weight")
+
+    @property
+    def refuses_solver(self) -> str | None:
+        """Why no solver but nearest goes to the scheme; None: it has a `Grid`."""
+        return None
+
+    def noisy(self, weight: torch.Tensor, name: str) -> torch.Tensor | None:
+        """The weight with noise like that of its rounding; None: rounding is cheap enough to do it."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How the weights of a kind are stored, and who loads them.
+
+    Attributes:
+        formats: that hold this kind alone; the shared ones ask the next three.
+        readers: second readers of `formats`, by name.
+        compressed_tensors, modelopt, bitsandbytes: the kind's part of these formats; None: not held.
+        rules: what vLLM and transformers take of it.
+    """
+
+    formats: Sequence[WeightFormat] = ()
+    readers: Mapping[str, Reader] = field(default_factory=dict)
+    compressed_tensors: CompressedLayouts | None = None
+    modelopt: ModelOptAlgorithms | None = None
+    bitsandbytes: BitsAndBytesCodes | None = None
+    rules: LoaderRules = field(default_factory=LoaderRules)
+
+
+def kind_of(scheme: Scheme) -> Kind[Any]:
+    """The kind of a scheme, bound to it."""
+    return _beside(type(scheme), "kind").KIND(scheme)
+
+
+def storage_of(scheme: Scheme | type[Scheme]) -> Storage:
+    """How a scheme's kind is stored."""
+    return _beside(scheme if isinstance(scheme, type) else type(scheme), "formats").STORAGE
+
+
+@cache
+def _beside(scheme_class: type[Scheme], module: str) -> Any:
+    """A module of the folder that a scheme's class lies in, which only now is loaded."""
+    return import_module(f".{module}", scheme_class.__module__.rpartition(".")[0])

@@ -1,0 +1,99 @@
+"""`QuantizedTensor`: the interface of all quantized weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, Self, TypeVar
+
+import torch
+
+from ...base.errors import BadInput
+
+
+class QuantizedTensor(ABC):
+    """The weight of one linear layer, `[out, in]`, as codes; a frozen dataclass with tensors as fields."""
+
+    __slots__ = ()
+    scheme: Any
+    """The `Scheme` of this kind of tensor."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """`(out_features, in_features)`."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The dequantized weight `[out, in]`, computed in float32."""
+
+    @abstractmethod
+    def rows(self, rows: slice) -> Self:
+        """The weight of some output channels; `rows` starts at a multiple of 128."""
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    def forms(self) -> Iterator[QuantizedTensor]:
+        """The weight and its exact equivalents on other grids, the simplest first."""
+        yield self
+
+    def without_activations(self) -> Self:
+        """The same weight with 16-bit activations, where inputs are quantized apart from the weight."""
+        named: Any = self
+        held = {field.name for field in fields(self.scheme)}
+        if "activations" not in held or self.scheme.activations is None:
+            return self
+        scheme = replace(self.scheme, activations=None)
+        return replace(named, scheme=scheme, input_scale=None)
+
+    def stored_as(
+        self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
+    ) -> Self:
+        """The weight with its scales as a format stores them; BadInput where that changes one.
+
+        Args:
+            dtype_of: the stored dtype of scales that have a dtype; None: any dtype is stored.
+            inverts: whether the reciprocals of scales of whole weights are stored.
+        """
+        return self
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """All component tensors by name; a reader must restore them bit-identically."""
+        named: Any = self
+        values = {field.name: getattr(named, field.name) for field in fields(named)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts in memory."""
+        return sum(part.nbytes for part in self.parts().values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same weight on another device."""
+        named: Any = self
+        return replace(named, **{name: part.to(device) for name, part in self.parts().items()})
+
+
+TensorT = TypeVar("TensorT", bound=QuantizedTensor)
+
+
+def with_scale_dtype(
+    tensor: TensorT, scales: torch.Tensor, dtype_of: Callable[[torch.dtype], torch.dtype] | None
+) -> TensorT:
+    """A weight with its `scales` in another dtype; BadInput where that changes one."""
+    if dtype_of is None:
+        return tensor
+    dtype = dtype_of(scales.dtype)
+    cast = scales.to(dtype)
+    if not torch.equal(cast.to(torch.float32), scales.to(torch.float32)):
+        theirs, ours = (str(kind).removeprefix("torch.") for kind in (scales.dtype, dtype))
+        raise BadInput(f"its {theirs} scales are not exact in the format's {ours}")
+    named: Any = tensor
+    return replace(named, scales=cast)

@@ -1,0 +1,275 @@
+"""4-bit codebook weights: bitsandbytes' nf4 and fp4 (Dettmers et al., QLoRA, 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch.nn import functional
+
+from ...base.device import HOST
+from ..base.grid import Affine, Parameters, RangedGrid, Table, fitted_steps
+from ..base.kind import Kind
+from ..base.tensor import QuantizedTensor
+from .scheme import CodebookScheme
+
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: bitsandbytes' float32 values.
+NF4_TABLE = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+# Sign, then three bits of magnitude over a largest value of 12.
+_FP4_MAGNITUDES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
+FP4_TABLE = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
+_TABLES = {"nf4": NF4_TABLE, "fp4": FP4_TABLE}
+
+NESTED_BLOCK = 256
+
+
+def codebook(kind: str) -> torch.Tensor:
+    """The codebook's 16 values, float32 `[16]`, by code."""
+    return torch.tensor(_TABLES[kind], dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CodebookTensor(QuantizedTensor):
+    """`w = table[code] * absmax`, one absmax per `block_size` weights in row-major order.
+
+    Attributes:
+        codes: uint8 `[out, in]`, 0..15.
+        absmax: `[blocks]`: float32, or with double quantization uint8 codes into `nested_map`.
+        scheme: table, block size, single or double.
+        nested_absmax: float32 `[ceil(blocks / 256)]`, double quantization only.
+        nested_map: float32 `[256]`, double quantization only.
+        nested_offset: float32 `[1]`, the mean subtracted from the absmax values, double quantization only.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    scheme: CodebookScheme
+    nested_absmax: torch.Tensor | None = None
+    nested_map: torch.Tensor | None = None
+    nested_offset: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def magnitudes(self) -> torch.Tensor:
+        """The absmax values, dequantized to float32 `[blocks]`."""
+        if self.nested_absmax is None:
+            return self.absmax
+        assert self.nested_map is not None and self.nested_offset is not None
+        values = self.nested_map[self.absmax.long()]
+        outer = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: values.numel()]
+        return values * outer + self.nested_offset
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        table = codebook(self.scheme.kind).to(self.codes.device)
+        values = table.index_select(0, self.codes.flatten().to(torch.int32))
+        magnitudes, size = self.magnitudes(), self.scheme.block_size
+        whole = values.numel() // size
+        values[: whole * size].view(whole, size).mul_(magnitudes[:whole].unsqueeze(1))
+        if whole < magnitudes.numel():
+            values[whole * size :].mul_(magnitudes[-1])
+        return values.view(self.shape).to(dtype)
+
+    def rows(self, rows: slice) -> CodebookTensor:
+        start, stop, _ = rows.indices(self.out_features)
+        size = self.scheme.block_size
+        if start * self.in_features % size or (
+            stop * self.in_features % size and stop < self.out_features
+        ):
+            raise ValueError("rows of a codebook tensor begin and end with a block")
+        blocks = slice(start * self.in_features // size, -(-stop * self.in_features // size))
+        plain = replace(self.scheme, double_quant=False)
+        return CodebookTensor(self.codes[rows], self.magnitudes()[blocks], plain)
+
+
+_PIECE = 2**18
+
+
+class CodebookGrid(RangedGrid):
+    """A table of 16 values times the absmax of a block (nf4, fp4).
+
+    Its parameter is the absmax, float32 `[out, groups]`. Blocks that do not divide a row run over its end,
+    and doubly quantized absmax values depend on each other: then the weight is one group, and its parameters
+    are the dequantized absmax of all blocks and the tensors they are stored in.
+    """
+
+    def __init__(self, scheme: CodebookScheme, out_features: int, in_features: int):
+        self.scheme, self._shape = scheme, (out_features, in_features)
+        self._blocks_alone = in_features % scheme.block_size == 0 and not scheme.double_quant
+        self.group = scheme.block_size if self._blocks_alone else in_features
+        self.rows_alone = self._blocks_alone
+        self._table = Table(codebook(scheme.kind).unique())
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        if self._blocks_alone:
+            if importance is not None:
+                return self.searched(values, importance)
+            return self.ranges(*values.aminmax(dim=-1))
+        absmax = _normalized(values.flatten(), self.scheme.block_size)[1]
+        if not self.scheme.double_quant:
+            return (absmax,)
+        codes, *nested = _nested(absmax)
+        stored = CodebookTensor(codes.view(1, -1), codes, self.scheme, *nested)
+        return (stored.magnitudes(), codes, *nested)
+
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
+        return (torch.maximum(-low, high),)
+
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        levels = self.levels(values, parameters)
+        return (fitted_steps(values, levels, importance, parameters[0]),)
+
+    def affine(self, parameters: Parameters) -> Affine:
+        step = parameters[0].unsqueeze(-1)
+        if not self._blocks_alone:
+            out_features, in_features = self._shape
+            step = parameters[0].repeat_interleave(self.scheme.block_size)
+            step = step[: out_features * in_features].view(out_features, 1, in_features)
+        return Affine(torch.where(step == 0, 1.0, step))
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        self._table.snap(scaled)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> CodebookTensor:
+        codes = nearest(self.levels(values, parameters), codebook(self.scheme.kind))
+        if not self.scheme.double_quant:
+            return CodebookTensor(codes, parameters[0].flatten(), self.scheme)
+        _, *nested = parameters
+        return CodebookTensor(codes, nested[0], self.scheme, *nested[1:])
+
+
+def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
+    """Data-free quantization of a weight `[out, in]`.
+
+    Blocks of `block_size` weights in row-major order are divided by their absmax, and each weight takes
+    the code of the nearest table value. A block of zeros gets code 0 and absmax 0, as in bitsandbytes.
+    (Its fp4 on a CPU compares with a table of four digits, so a weight within 5e-5 of a midpoint may get
+    the neighbour there; here, as on a GPU, the table is that of the reader. The GPU writes small negative
+    weights as -0, here, as on a CPU, they are 0.)
+    """
+    blocks, absmax = _normalized(weight.flatten(), scheme.block_size)
+    codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
+    if not scheme.double_quant:
+        return CodebookTensor(codes, absmax, scheme)
+    stored, *nested = _nested(absmax)
+    return CodebookTensor(codes, stored, scheme, *nested)
+
+
+def _nested(absmax: torch.Tensor) -> Parameters:
+    """Codes of doubly quantized absmax `[blocks]`, and the absmax, map and offset that they go with."""
+    offset = absmax.mean()
+    nested_map = dynamic_map(absmax.device)
+    nested, nested_absmax = _normalized(absmax - offset, NESTED_BLOCK)
+    codes = nearest(nested, nested_map).flatten()[: absmax.numel()]
+    return codes, nested_absmax, nested_map.clone(), offset.view(1)
+
+
+def _normalized(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks `[blocks, block_size]` within -1..1, the last one padded, and their absmax.
+
+    A block of zeros becomes NaN, 0 times an infinite reciprocal.
+    """
+    blocks = functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
+    absmax = blocks.abs().amax(dim=1)
+    return (blocks * (1 / absmax).unsqueeze(1)).clamp_(-1, 1), absmax
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8) of the nearest table values; of two equally near, the lower code; 0 for NaN."""
+    ordered, codes = table.sort(stable=True)
+    first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+    ordered, codes = ordered[first], codes[first].to(torch.uint8)  # fp4 has two zeros
+    chosen = torch.empty(values.numel(), dtype=torch.uint8)
+    # In chunks, because the intermediate indices take several times the memory of the values.
+    for piece, out in zip(values.flatten().split(_PIECE), chosen.split(_PIECE), strict=True):
+        above = torch.searchsorted(ordered, piece).clamp_(1, ordered.numel() - 1)
+        below = above - 1
+        to_above, to_below = (ordered[above] - piece).abs_(), (piece - ordered[below]).abs_()
+        upper, lower = codes[above], codes[below]
+        take_upper = (to_above < to_below) | ((to_above == to_below) & (upper < lower))
+        out.copy_(torch.where(take_upper, upper, lower).masked_fill_(piece.isnan(), 0))
+    return chosen.view(values.shape)
+
+
+@cache
+def dynamic_map(device: torch.device = HOST) -> torch.Tensor:
+    """The 256 values of bitsandbytes' signed "dynamic" 8-bit type, ascending, float32.
+
+    For each of seven decades `10**-6 .. 1`, the means of 1, 2, .. 64 equal steps from 0.1 to 1, with both
+    signs, and 0 and 1. The least value is -1, to which bitsandbytes' CPU code moves it before use.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device=HOST)
+        means = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += means + [-mean for mean in means]
+    ordered = torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    ordered[0] = -1
+    return ordered
+
+
+class CodebookKind(Kind[CodebookScheme]):
+    """Fixed tables of 16 values."""
+
+    def blank(
+        self, out_features: int, in_features: int, scale_dtype: torch.dtype
+    ) -> CodebookTensor:
+        codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
+        blocks = -(-codes.numel() // self.scheme.block_size)
+        if not self.scheme.double_quant:
+            return CodebookTensor(codes, torch.ones(blocks), self.scheme)
+        return CodebookTensor(
+            codes,
+            torch.zeros(blocks, dtype=torch.uint8),
+            self.scheme,
+            nested_absmax=torch.ones(-(-blocks // NESTED_BLOCK)),
+            nested_map=torch.zeros(256),
+            nested_offset=torch.zeros(1),
+        )
+
+    def round(
+        self,
+        weight: torch.Tensor,
+        scale_dtype: torch.dtype,
+        *,
+        name: str = "weight",
+        input_scale: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> CodebookTensor:
+        return round_to_codebook(weight, self.scheme)
+
+    def grid(
+        self,
+        shape: tuple[int, ...],
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        mse: bool = False,
+        largest: torch.Tensor | None = None,
+    ) -> CodebookGrid:
+        return CodebookGrid(self.scheme, *shape)
+
+
+KIND = CodebookKind

@@ -1,0 +1,318 @@
+"""How e4m3 weights are stored: in DeepSeek-V3's block-wise format, compressed-tensors and ModelOpt.
+
+`quant_method: fp8`, read by transformers, vLLM and this engine; per linear `P`, as it is written here:
+
+    P.weight            float8_e4m3fn  [out, in]
+    P.weight_scale_inv  float32        [ceil(out/128), ceil(in/128)]   multiplier
+
+Activations are quantized dynamically in groups of 128 channels. Only this form is read alike by all readers.
+Per-tensor and per-channel scales are read under both names, `weight_scale` (vLLM) and `weight_scale_inv`
+(transformers), with `input_scale` or `activation_scale` where activations are static.
+
+compressed-tensors' `float-quantized` holds `P.weight` float8_e4m3fn `[out, in]`, `P.weight_scale` `[1]`,
+`[out, 1]` or one for each 128 × 128 block, and `P.input_scale` `[1]` for static activations. ModelOpt's
+scales are scalars, vectors or `[out/128, 1, in/128, 1]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import Activations, Scheme
+from ..base.containers import (
+    CompressedLayouts,
+    ModelOptAlgorithms,
+    input_scale_part,
+    one_number,
+    read_input_scale,
+    read_scales,
+    read_weights,
+    unsupported,
+)
+from ..base.format import (
+    SCALE_DTYPES,
+    Config,
+    TensorSource,
+    WeightFormat,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    only_scheme,
+)
+from ..base.kind import Storage
+from ..base.loading import EXPERTS, LoaderRules, RankMatrix
+from ..base.raw import Array, Entries, Raw, read_array, read_number, read_numbers
+from ..base.raw import read_input_scale as raw_input_scale
+from ..base.tensor import QuantizedTensor
+from .kind import Fp8Tensor
+from .scheme import BLOCK, FloatScheme
+
+FLOAT = "float-quantized"
+_BLOCK = [128, 128]
+_SCHEME = FloatScheme("block", Activations("fp8", "group128"))
+_SCALES = (".weight_scale_inv", ".weight_scale")
+_INPUT_SCALES = (".input_scale", ".activation_scale")
+
+
+class Fp8Format(WeightFormat):
+    """fp8 in 128 × 128 blocks."""
+
+    name = "fp8"
+    markers: tuple[str, ...] = _SCALES
+    suffixes: tuple[str, ...] = (".weight", *_SCALES, *_INPUT_SCALES)
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        if scheme != _SCHEME:
+            raise BadInput(
+                f"format fp8 holds {_SCHEME.label} weights only, not {scheme.label}: "
+                "use --format compressed-tensors"
+            )
+
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
+        return torch.float32
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, Fp8Tensor)
+        return {
+            f"{module}.weight": tensor.values,
+            f"{module}.weight_scale_inv": tensor.scales.contiguous(),
+        }
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> Fp8Tensor:
+        name = f"{module}.weight"
+        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
+        name = next(
+            (module + ending for ending in _SCALES if module + ending in source),
+            module + _SCALES[0],
+        )
+        scales = expect_dtype(name, source.tensor(name), *SCALE_DTYPES)
+        scheme = self.scheme(config, module)
+        if scheme.granularity == "block":
+            expect_shape(name, scales, scheme.scale_shape(*values.shape))
+        elif scales.numel() == 1:
+            scales = scales.reshape(1, 1)
+        else:  # the config does not tell per-tensor from per-channel scales
+            scales = expect_shape(name, scales.reshape(-1, 1), (values.shape[0], 1))
+            scheme = FloatScheme("channel", scheme.activations)
+        return Fp8Tensor(values, scales, scheme, self._input_scale(module, source, scheme))
+
+    @staticmethod
+    def _input_scale(module: str, source: TensorSource, scheme: FloatScheme) -> torch.Tensor | None:
+        if scheme.activations is None or scheme.activations.dynamic:
+            return None
+        name = next(
+            (module + ending for ending in _INPUT_SCALES if module + ending in source),
+            module + _INPUT_SCALES[0],
+        )
+        scale = expect_dtype(name, source.tensor(name), *SCALE_DTYPES)
+        if scale.numel() != 1:
+            raise BadInput(f"{name} has shape {tuple(scale.shape)}: only one scale is supported")
+        return scale.to(torch.float32).reshape(1)
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        self.check_scheme(only_scheme(self.name, schemes))
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": _BLOCK,
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def scheme(self, config: Config, module: str) -> FloatScheme:
+        block = config.get("weight_block_size")
+        if block is not None and list(block) != _BLOCK:
+            raise BadInput(
+                f"quant_method fp8 with blocks of {block} is not supported: only {_BLOCK}"
+            )
+        static = config.get("activation_scheme", "dynamic") == "static"
+        if block is not None and static:
+            raise BadInput("quant_method fp8 with blocks and static activations is not supported")
+        if block is not None:
+            return _SCHEME
+        granularity = "tensor" if static else "token"
+        return FloatScheme("tensor", Activations("fp8", granularity, dynamic=not static))
+
+
+class FloatLayouts(CompressedLayouts):
+    """e4m3 in compressed-tensors: `float-quantized`."""
+
+    layouts = (FLOAT,)
+    naive = FLOAT
+
+    def describes(self, weights: Config) -> bool:
+        return weights.get("type") == "float" and weights.get("num_bits") != 4
+
+    def layout_of(self, scheme: FloatScheme) -> str | None:
+        return FLOAT if scheme.activations is None or scheme.activations.kind == "fp8" else None
+
+    def weights(self, scheme: FloatScheme) -> dict[str, Any]:
+        fields = {"type": "float", "symmetric": True, "strategy": scheme.granularity}
+        return fields | ({"block_structure": _BLOCK} if scheme.granularity == "block" else {})
+
+    def scheme(self, layout: str, group: Config) -> FloatScheme:
+        weights, strategy, activations = read_weights(layout, group, "float", (8,))
+        if strategy not in ("tensor", "channel", "block"):
+            raise unsupported(f"the {strategy!r} strategy for fp8 weights")
+        if strategy == "block" and weights.get("block_structure") not in (_BLOCK, "128x128"):
+            raise unsupported(f"blocks of {weights.get('block_structure')}: only {_BLOCK}")
+        return FloatScheme(strategy, activations)
+
+    def pack(self, module: str, tensor: Fp8Tensor) -> dict[str, torch.Tensor]:
+        scales = tensor.scales
+        if tensor.scheme.granularity == "tensor":
+            scales = scales.view(1)
+        return {
+            f"{module}.weight": tensor.values,
+            f"{module}.weight_scale": scales.contiguous(),
+        } | input_scale_part(module, tensor.input_scale)
+
+    def unpack(
+        self, module: str, source: TensorSource, layout: str, scheme: FloatScheme
+    ) -> Fp8Tensor:
+        name = f"{module}.weight"
+        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
+        return Fp8Tensor(
+            values=values,
+            scales=read_scales(module, source, scheme.scale_shape(*values.shape)),
+            scheme=scheme,
+            input_scale=read_input_scale(module, source, scheme.activations),
+        )
+
+    def read_raw(
+        self, entries: Entries, module: str, layout: str | None, group: dict[str, Any]
+    ) -> Raw:
+        activations = group.get("input_activations") or {"dynamic": True}
+        extra = {} if activations.get("dynamic") else raw_input_scale(entries, module)
+        return read_float8(entries, module, f"{module}.weight_scale", extra)
+
+
+class Fp8Algorithms(ModelOptAlgorithms):
+    """e4m3 in ModelOpt's checkpoints; vLLM and TensorRT-LLM quantize FP8_PB_WO's inputs too, in groups."""
+
+    algorithms: Mapping[str, Scheme] = {
+        "FP8": FloatScheme("tensor", Activations("fp8", "tensor", dynamic=False)),
+        "FP8_PER_CHANNEL_PER_TOKEN": FloatScheme("channel", Activations("fp8")),
+        "FP8_PB_WO": FloatScheme("block"),
+    }
+    raw_dtype = "F8_E4M3"
+
+    def pack(self, module: str, tensor: Fp8Tensor) -> dict[str, torch.Tensor]:
+        scales = tensor.scales.contiguous()
+        if tensor.scheme.granularity == "block":
+            scales = scales[:, None, :, None]
+        else:
+            scales = (
+                scales.flatten() if tensor.scheme.granularity == "channel" else scales.reshape(())
+            )
+        stored = {f"{module}.weight": tensor.values, f"{module}.weight_scale": scales}
+        if tensor.input_scale is not None:
+            stored[f"{module}.input_scale"] = tensor.input_scale.reshape(())
+        return stored
+
+    def unpack(self, module: str, source: TensorSource, scheme: FloatScheme) -> Fp8Tensor:
+        name, scale_name = f"{module}.weight", f"{module}.weight_scale"
+        static = scheme.activations is not None and not scheme.activations.dynamic
+        input_scale = one_number(f"{module}.input_scale", source) if static else None
+        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
+        scales = expect_dtype(scale_name, source.tensor(scale_name), *SCALE_DTYPES)
+        if scheme.granularity == "block":
+            scales = scales.flatten(2).flatten(0, 1) if scales.dim() == 4 else scales
+        elif scales.dim() < 2:
+            scales = scales.reshape(-1, 1)
+        expect_shape(scale_name, scales, scheme.scale_shape(*values.shape))
+        return Fp8Tensor(values, scales.contiguous(), scheme, input_scale)
+
+    def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        name = f"{module}.input_scale"
+        extra: dict[str, Array] = (
+            {"input_scale": read_number(entries, name)} if name in entries else {}
+        )
+        return read_float8(entries, module, f"{module}.weight_scale", extra)
+
+
+class FloatRules(LoaderRules):
+    """vLLM's fp8 kernels; blocks are split between ranks and merged matrices only at their borders."""
+
+    merges_without_codes = True
+
+    def vllm_kernel(
+        self, scheme: FloatScheme, matrix: RankMatrix, format_name: str
+    ) -> tuple[bool, str]:
+        if scheme.granularity != "block":
+            return True, "CUTLASS W8A8" if scheme.activations else "FP8 Marlin"
+        if format_name == "modelopt" and matrix.in_features % BLOCK:
+            return False, f"FP8_PB_WO needs inputs in multiples of {BLOCK} on a rank"
+        if reason := _block_rule(matrix):
+            return False, reason
+        if format_name == "modelopt":
+            return True, "block W8A8, inputs quantized too"
+        return True, "CUTLASS W8A8" if scheme.activations else "FP8 Marlin"
+
+    def vllm_tried(self, scheme: FloatScheme, format_name: str) -> bool:
+        return format_name == "compressed-tensors" and scheme.granularity == "channel"
+
+    def vllm_tried_with_images(self, scheme: FloatScheme) -> bool:
+        return True
+
+    def merged_right(self, scheme: FloatScheme) -> bool:
+        return scheme.granularity != "block"
+
+
+def _block_rule(matrix: RankMatrix) -> str | None:
+    """Why blocks of fp8 do not fit the splits of a matrix; None: they do."""
+    split = matrix.parts if matrix.ranks > 1 and not matrix.row_parallel else matrix.parts[:-1]
+    if EXPERTS in matrix.module:
+        split = [matrix.in_features] if matrix.row_parallel else matrix.parts
+    if any(out % BLOCK for out in split):
+        return f"fp8 blocks need outputs in multiples of {BLOCK} where they are split or merged"
+    if matrix.ranks > 1 and matrix.row_parallel and matrix.in_features % BLOCK:
+        return f"fp8 blocks need inputs in multiples of {BLOCK} on a rank"
+    return None
+
+
+def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str, Array]) -> Raw:
+    """e4m3 values and their scales: `[1, 1]`, `[out, 1]`, or one for each 128 × 128 block.
+
+    ModelOpt writes block scales as `[blocks, 1, blocks, 1]`.
+    e4m3fn's only NaN has all seven bits below the sign set; there is no infinity.
+    """
+    values = read_array(entries[f"{module}.weight"], "F8_E4M3")
+    stored, scales = read_numbers(entries[scale_name])
+    out_features, in_features = values.shape
+    blocks = (-(-out_features // 128), -(-in_features // 128))
+    if scales.ndim == 4:
+        scales = scales.reshape(scales.shape[0] * scales.shape[1], -1)
+    if scales.size == 1:
+        shape = (1, 1)
+    elif scales.size == out_features and scales.shape != blocks:
+        shape = (out_features, 1)
+    elif scales.shape == blocks:
+        shape = blocks
+    else:
+        raise ValueError(f"scales {scales.shape} do not fit {values.shape} weights")
+    problems = ("has weights that are NaN",) if ((values & 127) == 127).any() else ()
+    parts = {"values": values, "scales": stored.reshape(shape)} | extra
+    return Raw(parts, {"scales": scales.reshape(shape)}, (out_features, in_features), problems)
+
+
+def read_fp8(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """`quant_method: fp8`, with either name of the scales."""
+    names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
+    scale_name = next((name for name in names if name in entries), names[0])
+    static = config.get("activation_scheme") == "static"
+    return read_float8(
+        entries, module, scale_name, raw_input_scale(entries, module) if static else {}
+    )
+
+
+STORAGE = Storage(
+    formats=(Fp8Format(),),
+    readers={"fp8": read_fp8},
+    compressed_tensors=FloatLayouts(),
+    modelopt=Fp8Algorithms(),
+    rules=FloatRules(),
+)

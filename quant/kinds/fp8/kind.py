@@ -1,0 +1,217 @@
+"""fp8 (e4m3) weights with per-tensor, per-channel or block scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from ...base.errors import BadInput
+from ..base.grid import Affine, Parameters, ScalarGrid
+from ..base.kind import Kind
+from ..base.tensor import QuantizedTensor, with_scale_dtype
+from .scheme import FloatScheme
+
+E4M3_MAX = 448.0
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tensor(QuantizedTensor):
+    """`w = value * scale`.
+
+    Attributes:
+        values: float8_e4m3fn `[out, in]`.
+        scales: `[1, 1]`, `[out, 1]` or one for each 128 × 128 block; float32, or the model's dtype,
+            depending on the format.
+        scheme: the granularity.
+        input_scale: float32 `[1]`, where the scheme has static activations.
+
+    Raises:
+        ValueError: shapes or dtypes disagree.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    scheme: FloatScheme
+    input_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"values are float8_e4m3fn, not {self.values.dtype}")
+        expected = self.scheme.scale_shape(*self.shape)
+        if tuple(self.scales.shape) != expected:
+            raise ValueError(f"scales have shape {tuple(self.scales.shape)}, expected {expected}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        scales = self.scales.to(torch.float32)
+        if self.scheme.granularity == "block":
+            scales = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            scales = scales[: self.out_features, : self.in_features]
+        return (self.values.to(torch.float32) * scales).to(dtype)
+
+    def forms(self) -> Iterator[Fp8Tensor]:
+        yield self
+        if self.scheme.granularity == "tensor":
+            for granularity in ("channel", "block"):
+                scheme = replace(self.scheme, granularity=granularity)
+                scales = self.scales.expand(scheme.scale_shape(*self.shape)).contiguous()
+                yield replace(self, scales=scales, scheme=scheme)
+
+    def stored_as(
+        self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
+    ) -> Fp8Tensor:
+        return with_scale_dtype(self, self.scales, dtype_of)
+
+    def rows(self, rows: slice) -> Fp8Tensor:
+        scales = self.scales
+        if self.scheme.granularity == "channel":
+            scales = scales[rows]
+        elif self.scheme.granularity == "block":
+            start, stop, _ = rows.indices(self.out_features)
+            scales = scales[start // BLOCK : -(-stop // BLOCK)]
+        return replace(self, values=self.values[rows], scales=scales)
+
+
+class FloatGrid(ScalarGrid):
+    """e4m3, with a scale for each output channel, tensor or block; its parameters are the scales.
+
+    Blocks of 128 channels are fitted together, of all rows; a row or a tensor is one group, and so is a row
+    that ends in a smaller block.
+
+    Args:
+        input_scale: float32 `[1]`, for a scheme with static activations.
+    """
+
+    def __init__(
+        self,
+        scheme: FloatScheme,
+        out_features: int,
+        in_features: int,
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+    ):
+        self.scheme, self.scale_dtype, self._shape = (
+            scheme,
+            scale_dtype,
+            (out_features, in_features),
+        )
+        whole = scheme.granularity == "block" and in_features % BLOCK == 0
+        self.group = BLOCK if whole else in_features
+        self.rows_alone = scheme.granularity == "channel"
+        self._input_scale = input_scale
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        return (float_scales(values.flatten(1), self.scheme, self.scale_dtype),)
+
+    def affine(self, parameters: Parameters) -> Affine:
+        scales = parameters[0].to(torch.float32)
+        if self.scheme.granularity == "block":
+            out_features, in_features = self._shape
+            scales = scales.repeat_interleave(BLOCK, 0)[:out_features]
+            if self.group != BLOCK:
+                scales = scales.repeat_interleave(BLOCK, 1)[:, :in_features]
+                return Affine(scales.unsqueeze(1))
+        return Affine(scales.unsqueeze(-1))
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        scaled.copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> Fp8Tensor:
+        codes = self.levels(values, parameters).to(torch.float8_e4m3fn)
+        return Fp8Tensor(codes, parameters[0], self.scheme, self._input_scale)
+
+
+def round_to_fp8(
+    weight: torch.Tensor,
+    scheme: FloatScheme,
+    scale_dtype: torch.dtype,
+    *,
+    input_scale: torch.Tensor | None = None,
+    name: str = "weight",
+) -> Fp8Tensor:
+    """Data-free quantization (RTN) of a weight `[out, in]`.
+
+    `scale = max|w| / 448`, rounded to the dtype in which it is stored before the values are derived from
+    it; the scale of all-zero values is 1. e4m3fn has no infinity, and a cast from beyond its range
+    gives NaN, so values are clamped first.
+
+    Args:
+        input_scale: float32 `[1]`, for a scheme with static activations.
+        name: the weight's name in error messages.
+
+    Raises:
+        BadInput: a scale overflows `scale_dtype`.
+    """
+    out_features, in_features = weight.shape
+    scales = float_scales(weight, scheme, scale_dtype)
+    if not bool(torch.isfinite(scales).all()):
+        raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
+    divisors = scales.to(torch.float32)
+    if scheme.granularity == "block":
+        divisors = divisors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        divisors = divisors[:out_features, :in_features]
+    values = (weight / divisors).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return Fp8Tensor(values, scales, scheme, input_scale)
+
+
+def float_scales(
+    weight: torch.Tensor, scheme: FloatScheme, scale_dtype: torch.dtype
+) -> torch.Tensor:
+    """The scales of a weight `[out, in]` as they are stored, in their dtype; infinite where they overflow."""
+    out_features, in_features = weight.shape
+    rows, columns = scheme.scale_shape(out_features, in_features)
+    if scheme.granularity == "block":
+        padding = (0, columns * BLOCK - in_features, 0, rows * BLOCK - out_features)
+        blocks = functional.pad(weight, padding).view(rows, BLOCK, columns, BLOCK)
+        largest = blocks.abs().amax(dim=(1, 3))
+    else:
+        largest = weight.abs().view(rows, -1).amax(dim=1, keepdim=True)
+    scales = (largest / E4M3_MAX).to(scale_dtype)
+    return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+class FloatKind(Kind[FloatScheme]):
+    """e4m3 floats."""
+
+    def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> Fp8Tensor:
+        values = torch.zeros(out_features, in_features).to(torch.float8_e4m3fn)
+        scales = torch.ones(self.scheme.scale_shape(out_features, in_features), dtype=scale_dtype)
+        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
+        return Fp8Tensor(values, scales, self.scheme, torch.ones(1) if static else None)
+
+    def round(
+        self,
+        weight: torch.Tensor,
+        scale_dtype: torch.dtype,
+        *,
+        name: str = "weight",
+        input_scale: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> Fp8Tensor:
+        return round_to_fp8(weight, self.scheme, scale_dtype, input_scale=input_scale, name=name)
+
+    def grid(
+        self,
+        shape: tuple[int, ...],
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        mse: bool = False,
+        largest: torch.Tensor | None = None,
+    ) -> FloatGrid:
+        out_features, in_features = shape
+        return FloatGrid(
+            self.scheme, out_features, in_features, scale_dtype, input_scale=input_scale
+        )
+
+
+KIND = FloatKind

@@ -1,0 +1,314 @@
+"""Least-squares steps and offsets of single runs of weights, over a search of step sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+# Rounds multiples of a step to the values of a grid.
+Nearest = Callable[[torch.Tensor], torch.Tensor]
+
+_VALUES = 2**17  # weights per chunk of a search
+_SCALE_SHIFTS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0)
+
+
+def fit_affine(
+    x: torch.Tensor, weights: torch.Tensor, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step and offset per run, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative.
+
+    Args:
+        x, weights: float32 `[..., runs, width]`.
+        levels: the largest code.
+    """
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    low = low.clamp(max=0)
+    span = high - low
+    best_step = span / levels
+    best_low = low
+    best_error = torch.full_like(span, torch.inf)
+    sum_w, sum_x = weights.sum(dim=-1, keepdim=True), (weights * x).sum(dim=-1, keepdim=True)
+    from_low, inverse_span = x - low, reciprocal(span)
+    for shift in _affine_shifts(levels):
+        codes = (from_low * ((levels + shift) * inverse_span)).round_().clamp_(0, levels)
+        weighted = weights * codes
+        sum_l = weighted.sum(dim=-1, keepdim=True)
+        sum_ll = (weighted * codes).sum(dim=-1, keepdim=True)
+        sum_xl = (weighted * x).sum(dim=-1, keepdim=True)
+        determinant = sum_w * sum_ll - sum_l * sum_l
+        step = (sum_w * sum_xl - sum_x * sum_l) / determinant
+        offset = (sum_ll * sum_x - sum_l * sum_xl) / determinant
+        through_zero = offset > 0
+        step = torch.where(through_zero, sum_xl / sum_ll, step)
+        offset = offset.clamp(max=0)
+        error = (weights * (codes * step + offset - x).square_()).sum(dim=-1, keepdim=True)
+        # A comparison with NaN is false, so runs without two different codes keep their values.
+        better = (error < best_error) & (step > 0)
+        best_error = torch.where(better, error, best_error)
+        best_step = torch.where(better, step, best_step)
+        best_low = torch.where(better, offset, best_low)
+    return best_step.squeeze(-1), -best_low.squeeze(-1)
+
+
+def fit_signed(
+    x: torch.Tensor, weights: torch.Tensor, nearest: Nearest, extremes: tuple[float, ...]
+) -> torch.Tensor:
+    """Step of each run, `[..., runs]`, for `x ≈ step * value`; it may be negative.
+
+    The value of largest magnitude is tried as each of `extremes`.
+    """
+    largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
+    inverse = reciprocal(largest)
+    best_step, best_gain = largest / extremes[len(extremes) // 2], torch.zeros_like(largest)
+    for extreme in extremes:
+        values = nearest(x * (extreme * inverse))
+        weighted = weights * values
+        products = (weighted * x).sum(dim=-1, keepdim=True)
+        squares = (weighted * values).sum(dim=-1, keepdim=True)
+        gain = products * products / squares  # reduction of the error against all zeros
+        better = gain > best_gain
+        best_gain = torch.where(better, gain, best_gain)
+        best_step = torch.where(better, products / squares, best_step)
+    return best_step.squeeze(-1)
+
+
+def fit_positive(
+    values: torch.Tensor, weights: torch.Tensor, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step for a block's runs, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
+    largest = values.amax(dim=-1, keepdim=True)
+    best_step, best_codes = torch.zeros_like(largest), torch.zeros_like(values)
+    best_error = torch.full_like(largest, torch.inf)
+    for shift in _SCALE_SHIFTS:
+        codes = (values * ((levels + shift) * reciprocal(largest))).round().clamp(0, levels)
+        squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
+        products = (weights * values * codes).sum(dim=-1, keepdim=True)
+        step = half(torch.where(squares > 0, products / squares, 0.0))
+        codes = (values * reciprocal(step)).round().clamp(0, levels)
+        error = (weights * (codes * step - values).square()).sum(dim=-1, keepdim=True)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_step = torch.where(better, step, best_step)
+        best_codes = torch.where(better, codes, best_codes)
+    return best_step.squeeze(-1), best_codes
+
+
+def in_chunks(
+    search: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What a search gives for blocks `[n, runs, width]`, as many at a time as a core's cache holds."""
+    at_once = max(1, _VALUES // x[0].numel())
+    chunks = zip(x.split(at_once), weights.split(at_once), strict=True)
+    parts = [search(*chunk) for chunk in chunks]
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def half(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to float16, as float32."""
+    return values.to(torch.float16).to(torch.float32)
+
+
+def reciprocal(values: torch.Tensor) -> torch.Tensor:
+    """`1 / values`, and 0 for 0."""
+    return torch.where(values == 0, 0.0, 1 / values)
+
+
+def _affine_shifts(levels: int) -> tuple[float, ...]:
+    """What is added to the largest code for the steps tried: finer where there are few codes."""
+    size = 20 if levels < 8 else 10
+    return tuple(step / size for step in range(-size, size + 1))
+
+
+def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each squared error of blocks `[n, runs, width]`.
+
+    Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
+    """
+    if importance is None:
+        return x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
+    spread = 2 * x.square().mean(dim=(1, 2), keepdim=True)
+    return importance.view_as(x) * (spread + x.square()).sqrt()
+
+
+def whole(middle: int) -> Nearest:
+    """Whole numbers from `-middle` to `middle - 1`."""
+    return lambda scaled: scaled.round().clamp_(-middle, middle - 1)
+
+
+def extremes_of(middle: int) -> tuple[float, ...]:
+    """The largest weight may take the code `-middle`, so a step may be negative."""
+    return tuple(-(middle + shift / 10) for shift in range(-9, 10))
+
+
+_NEIGHBOURS = tuple(product((0, -1, 1), repeat=2))
+
+
+class AffineCodes(NamedTuple):
+    """`w = d * scale * code - dmin * minimum`.
+
+    Attributes:
+        scales, lows: float32 `[n, runs]`, whole numbers.
+        codes: float32 `[n, runs, width]`, whole numbers.
+        heads: float16 `[n, 2]`: d and dmin.
+    """
+
+    scales: torch.Tensor
+    codes: torch.Tensor
+    lows: torch.Tensor
+    heads: torch.Tensor
+
+
+class SignedCodes(NamedTuple):
+    """`w = d * scale * value`.
+
+    Attributes:
+        scales: float32 `[n, runs]`, whole numbers.
+        values: float32 `[n, runs, width]`, of the grid.
+        head: float16 `[n, 1]`: d.
+    """
+
+    scales: torch.Tensor
+    values: torch.Tensor
+    head: torch.Tensor
+
+
+def search_affine(
+    x: torch.Tensor, weights: torch.Tensor, levels: int, scale_levels: int, rounds: int
+) -> AffineCodes:
+    """Blocks with a scale and a minimum for each run.
+
+    Args:
+        x: float32 `[n, runs, width]`.
+        weights: positive, of the same shape: the weight of each squared error.
+        levels, scale_levels: the largest code, and the largest code of a scale or minimum.
+        rounds: of trying neighbouring scale codes and refitting the heads.
+    """
+    steps, offsets = fit_affine(x, weights, levels)
+    total = weights.sum(dim=-1)
+    scale, scale_codes = fit_positive(steps, total, scale_levels)
+    low, low_codes = fit_positive(offsets, total, scale_levels)
+    heads = torch.stack([scale, low], dim=-1).to(torch.float16)
+
+    def on_grid(
+        heads: torch.Tensor, scale_codes: torch.Tensor, low_codes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes on the stored grid, and each run's weighted error `[n, runs]`."""
+        step, offset = heads.to(torch.float32).unsqueeze(1).unbind(dim=-1)
+        step, offset = (step * scale_codes).unsqueeze(-1), (offset * low_codes).unsqueeze(-1)
+        codes = ((x + offset) * reciprocal(step)).round_().clamp_(0, levels)
+        return codes, (weights * (codes * step - offset - x).square_()).sum(dim=-1)
+
+    codes, errors = on_grid(heads, scale_codes, low_codes)
+    for _ in range(rounds):
+        first = scale_codes, low_codes
+        for up, down in _NEIGHBOURS[1:]:
+            tried = (
+                (first[0] + up).clamp_(0, scale_levels),
+                (first[1] + down).clamp_(0, scale_levels),
+            )
+            other, other_errors = on_grid(heads, *tried)
+            better = other_errors < errors
+            errors = torch.where(better, other_errors, errors)
+            codes = torch.where(better.unsqueeze(-1), other, codes)
+            scale_codes = torch.where(better, tried[0], scale_codes)
+            low_codes = torch.where(better, tried[1], low_codes)
+        refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
+        other, other_errors = on_grid(refitted, scale_codes, low_codes)
+        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        errors = torch.where(better, other_errors, errors)
+        codes = torch.where(better.unsqueeze(-1), other, codes)
+        heads = torch.where(better, refitted, heads)
+    return AffineCodes(scale_codes, codes, low_codes, heads)
+
+
+def search_signed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    nearest: Nearest,
+    extremes: tuple[float, ...],
+    scale_middle: int,
+) -> SignedCodes:
+    """Blocks with a signed scale for each run.
+
+    Args:
+        x, weights: see `search_affine`.
+        nearest: rounds multiples of the step to the grid's values.
+        extremes: values that the largest weight of a run is tried as, beyond the grid too.
+        scale_middle: scales' codes are `-scale_middle .. scale_middle - 1`.
+    """
+    steps = fit_signed(x, weights, nearest, extremes)
+    # An error of the step is multiplied by the codes, which grow with the weights.
+    cost = (weights * x.square()).sum(dim=-1) * reciprocal(steps).square()
+
+    def nearest_scale(values: torch.Tensor) -> torch.Tensor:
+        return values.round().clamp_(-scale_middle, scale_middle - 1)
+
+    wide = tuple(-(scale_middle + shift / 10) for shift in range(-9, 10))
+    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide))
+    scales = nearest_scale(steps * reciprocal(head))
+
+    def on_grid(head: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        step = (head * scales).unsqueeze(-1)
+        values = nearest(x * reciprocal(step))
+        return values, (weights * (values * step - x).square_()).sum(dim=-1)
+
+    return _refine(x, weights, head, scales, on_grid, scale_middle)
+
+
+def _refine(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    head: torch.Tensor,
+    scales: torch.Tensor,
+    on_grid: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    scale_middle: int,
+) -> SignedCodes:
+    """Try neighbouring scale codes, then the least-squares head; twice."""
+    values, errors = on_grid(head, scales)
+    for _ in range(2):
+        first = scales
+        for shift in (-1, 1):
+            tried = (first + shift).clamp_(-scale_middle, scale_middle - 1)
+            other, other_errors = on_grid(head, tried)
+            better = other_errors < errors
+            errors = torch.where(better, other_errors, errors)
+            values = torch.where(better.unsqueeze(-1), other, values)
+            scales = torch.where(better, tried, scales)
+        grid = values * scales.unsqueeze(-1)
+        weighted = weights * grid
+        squares = (weighted * grid).sum(dim=(1, 2))
+        products = (weighted * x).sum(dim=(1, 2))
+        refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))
+        refitted = half(refitted.unsqueeze(-1))
+        other, other_errors = on_grid(refitted, scales)
+        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        errors = torch.where(better, other_errors, errors)
+        values = torch.where(better.unsqueeze(-1), other, values)
+        head = torch.where(better, refitted, head)
+    return SignedCodes(scales, values, head.to(torch.float16))
+
+
+def _refit_affine(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    codes: torch.Tensor,
+    scale_codes: torch.Tensor,
+    low_codes: torch.Tensor,
+    heads: torch.Tensor,
+) -> torch.Tensor:
+    """Least-squares d and dmin for given codes, float16 `[n, 2]`; `heads` where singular."""
+    grid, low = codes * scale_codes.unsqueeze(-1), low_codes.unsqueeze(-1).expand_as(codes)
+    both = (1, 2)
+    weighted_grid, weighted_low = weights * grid, weights * low
+    aa, ab = (weighted_grid * grid).sum(dim=both), (weighted_grid * low).sum(dim=both)
+    bb = (weighted_low * low).sum(dim=both)
+    ax, bx = (weighted_grid * x).sum(dim=both), (weighted_low * x).sum(dim=both)
+    determinant = aa * bb - ab * ab
+    solved = torch.stack([bb * ax - ab * bx, ab * ax - aa * bx], dim=-1) / determinant.unsqueeze(-1)
+    usable = (torch.isfinite(solved) & (solved >= 0)).all(dim=-1, keepdim=True)
+    return torch.where(usable, solved.to(torch.float16), heads)

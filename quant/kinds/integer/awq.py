@@ -1,0 +1,178 @@
+"""AWQ format (AutoAWQ, `quant_method: awq`), read by vLLM, transformers and this engine.
+
+The GEMM layout is AutoAWQ's default and the only one written here.
+
+Per linear `P`, with groups of `g` input channels:
+
+    P.qweight  int32    [in, out/8]     nibble i of word c holds output channel 8c + ORDER[i]
+    P.qzeros   int32    [in/g, out/8]   zero points in the same order, unshifted
+    P.scales   float16  [in/g, out]
+
+The matrix is transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
+that a GPU unpacks one word into four half2 with few instructions.
+
+The GEMV layout, which is read too, is neither transposed nor interleaved; its groups are padded to `w` words:
+
+    P.qweight  int32    [out, in/8]
+    P.qzeros   int32    [out, w]
+    P.scales   float16  [out, 8*w]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import PER_CHANNEL, Scheme
+from ..base.format import (
+    SCALE_DTYPES,
+    Config,
+    TensorSource,
+    WeightFormat,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    held_scheme,
+    only_scheme,
+    pack_words,
+    unpack_words,
+)
+from ..base.tensor import QuantizedTensor
+from .kind import IntTensor
+from .scheme import IntScheme
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_UNDO = tuple(ORDER.index(position) for position in range(8))
+_BITS = 4
+_PER_WORD = 8
+
+
+def _reorder(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    return codes.unflatten(-1, (-1, _PER_WORD))[..., list(order)].flatten(-2)
+
+
+class AwqFormat(WeightFormat):
+    """AutoAWQ's format: 4 bits, asymmetric, float16 scales."""
+
+    name = "awq"
+    markers: tuple[str, ...] = (".qweight",)
+    suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        scheme = held_scheme(self.name, scheme, IntScheme)
+        if scheme.activations is not None or scheme.permuted:
+            raise BadInput(f"format awq cannot hold {scheme.label} weights")
+        if scheme.bits != _BITS:
+            raise BadInput(
+                f"format awq holds 4-bit weights only, not {scheme.bits}-bit: "
+                "use --format compressed-tensors"
+            )
+        if scheme.symmetric:
+            raise BadInput(
+                "format awq has no symmetric form: leave --symmetric out, "
+                "or use --format compressed-tensors"
+            )
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        if out_features % _PER_WORD:
+            raise BadInput(
+                f"format awq cannot pack {module}: its {out_features} outputs are no multiple of "
+                f"{_PER_WORD}; leave it out with --ignore, or use 8 bits with "
+                "--format compressed-tensors"
+            )
+        held_scheme(self.name, scheme, IntScheme).check_groups(module, in_features)
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, IntTensor)
+        return {
+            f"{module}.qweight": pack_words(_reorder(tensor.codes.t(), ORDER), _BITS),
+            f"{module}.qzeros": pack_words(_reorder(tensor.zeros.t(), ORDER), _BITS),
+            f"{module}.scales": tensor.scales.t().contiguous(),
+        }
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
+        scheme = self.scheme(config, module)
+        name = f"{module}.qweight"
+        words = expect_matrix(name, source.tensor(name), torch.int32)
+        if _layout(config) == "gemv":
+            return self._unpack_gemv(module, source, scheme, words)
+        in_features, out_features = words.shape[0], words.shape[1] * _PER_WORD
+        scheme.check_groups(module, in_features)
+        groups = scheme.num_groups(in_features)
+        name = f"{module}.qzeros"
+        zeros = expect_shape(name, source.tensor(name), (groups, out_features // _PER_WORD))
+        zeros = unpack_words(expect_dtype(name, zeros, torch.int32), _BITS)
+        name = f"{module}.scales"
+        scales = expect_shape(name, source.tensor(name), (groups, out_features))
+        return IntTensor(
+            codes=_reorder(unpack_words(words, _BITS), _UNDO).t().contiguous(),
+            scales=expect_dtype(name, scales, *SCALE_DTYPES).t().contiguous(),
+            zeros=_reorder(zeros, _UNDO).t().contiguous(),
+            scheme=scheme,
+        )
+
+    @staticmethod
+    def _unpack_gemv(
+        module: str, source: TensorSource, scheme: IntScheme, words: torch.Tensor
+    ) -> IntTensor:
+        out_features, in_features = words.shape[0], words.shape[1] * _PER_WORD
+        scheme.check_groups(module, in_features)
+        groups = scheme.num_groups(in_features)
+        name = f"{module}.qzeros"
+        zeros = expect_matrix(name, source.tensor(name), torch.int32)
+        expect_shape(name, zeros, (out_features, max(zeros.shape[1], -(-groups // _PER_WORD))))
+        name = f"{module}.scales"
+        scales = expect_shape(name, source.tensor(name), (out_features, zeros.shape[1] * _PER_WORD))
+        return IntTensor(
+            codes=unpack_words(words, _BITS),
+            scales=expect_dtype(name, scales, *SCALE_DTYPES)[:, :groups].contiguous(),
+            zeros=unpack_words(zeros, _BITS)[:, :groups].contiguous(),
+            scheme=scheme,
+        )
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        scheme = held_scheme(self.name, only_scheme(self.name, schemes), IntScheme)
+        _check_parts_of_names(schemes, ignore)
+        config = {
+            "quant_method": "awq",
+            "bits": scheme.bits,
+            "group_size": scheme.group_size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": list(ignore),
+        }
+        # vLLM's key: without it, it makes a float head for the packed one.
+        return config | ({"lm_head": True} if "lm_head" in schemes else {})
+
+    def scheme(self, config: Config, module: str) -> IntScheme:
+        if _layout(config) not in ("gemm", "gemv"):
+            raise BadInput(
+                f"quant_method awq with the {_layout(config)!r} layout is not supported: "
+                "only gemm and gemv"
+            )
+        bits = config.get("bits", config.get("w_bit", _BITS))
+        if bits != _BITS:
+            raise BadInput(f"quant_method awq with {bits} bits is not supported: only 4")
+        if not config.get("zero_point", True):
+            raise BadInput("quant_method awq without zero points is not supported")
+        group_size = int(config.get("group_size", config.get("q_group_size", 128)))
+        return IntScheme(_BITS, PER_CHANNEL if group_size < 1 else group_size, symmetric=False)
+
+
+def _check_parts_of_names(quantized: Iterable[str], ignore: Sequence[str]) -> None:
+    """Raises BadInput where a quantized module would be skipped: readers search for the names as parts."""
+    for name in quantized:
+        for part in ignore:
+            if part in name:
+                raise BadInput(
+                    f"format awq skips modules by parts of their names, and {part}, which is not quantized, "
+                    f"is part of {name}: use --format compressed-tensors"
+                )
+
+
+def _layout(config: Config) -> str:
+    """The layout: key `format` in transformers 5, `version` in AutoAWQ, in either case."""
+    return str(config.get("format") or config.get("version") or "gemm").lower()

@@ -1,0 +1,309 @@
+"""How integers are stored: the formats of their own, their layouts in compressed-tensors, and who loads them.
+
+`pack-quantized`, for `b`-bit codes and `G` groups per row:
+
+    P.weight_packed      int32        [out, ceil(in*b/32)]  one bit stream per row, LSB first
+    P.weight_scale       model dtype  [out, G]
+    P.weight_zero_point  int32        [ceil(out*b/32), G]   asymmetric only; packed along `out`
+    P.weight_shape       int64        [2]                   (out, in)
+    P.weight_g_idx       int32        [in]                  read only: the library dropped it in 2026
+
+`int-quantized` holds `P.weight` int8 `[out, in]`, `P.weight_scale`, int8 `P.weight_zero_point` where
+asymmetric, and `P.input_scale` `[1]` for static activations.
+
+The library's codes are signed, from `-2**(b-1)`, and it adds `2**(b-1)` before packing; ours are unsigned,
+so packed words hold our codes unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS
+from ..base.containers import (
+    CompressedLayouts,
+    input_scale_part,
+    read_input_scale,
+    read_scales,
+    read_weights,
+    spread_over_rows,
+    unsupported,
+)
+from ..base.format import (
+    Config,
+    TensorSource,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    pack_words,
+    unpack_words,
+)
+from ..base.kind import Storage
+from ..base.loading import EXPERTS, LoaderRules, RankMatrix
+from ..base.raw import Entries, Raw
+from .awq import AwqFormat
+from .gptq import GptqFormat
+from .kind import IntTensor
+from .raw import read_awq, read_gptq, read_int_quantized, read_pack_quantized
+from .scheme import IntScheme
+
+PACKED, INT8 = "pack-quantized", "int-quantized"
+_INT8_MIDDLE = 128
+_MARLIN_GROUPS = (-1, 32, 64, 128)
+_TRITON_GROUPS = (*_MARLIN_GROUPS, 256)
+_HUMMING = "Humming (needs the package humming)"
+
+
+class IntegerLayouts(CompressedLayouts):
+    """Integers in compressed-tensors: 2 to 8 bits packed, or int8 with quantized inputs."""
+
+    layouts = (PACKED, INT8)
+    naive = INT8
+
+    def describes(self, weights: Config) -> bool:
+        return weights.get("type", "int") == "int"
+
+    def layout_of(self, scheme: IntScheme) -> str | None:
+        if scheme.activations is None:
+            return None if scheme.permuted else PACKED
+        return INT8 if scheme.bits == 8 and scheme.activations.kind == "int8" else None
+
+    def weights(self, scheme: IntScheme) -> dict[str, Any]:
+        fields = {"type": "int", "symmetric": scheme.symmetric, "strategy": "channel"}
+        if scheme.group_size != PER_CHANNEL:
+            fields |= {"strategy": "group", "group_size": scheme.group_size}
+        return fields
+
+    def scheme(self, layout: str, group: Config) -> IntScheme:
+        widths = SUPPORTED_BITS if layout == PACKED else (8,)
+        weights, strategy, activations = read_weights(layout, group, "int", widths)
+        if strategy not in ("group", "channel") and not (layout == INT8 and strategy == "tensor"):
+            raise unsupported(f"the {strategy!r} strategy")
+        return IntScheme(
+            bits=weights.get("num_bits", 8),
+            group_size=int(weights["group_size"]) if strategy == "group" else PER_CHANNEL,
+            symmetric=bool(weights.get("symmetric", True)),
+            activations=activations,
+            permuted=layout == PACKED and weights.get("actorder") in ("group", "dynamic"),
+        )
+
+    def check(self, module: str, in_features: int, scheme: IntScheme) -> None:
+        # Rows are padded to whole words, so any width packs; only group sizes must divide.
+        scheme.check_groups(module, in_features)
+
+    def pack(self, module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
+        return (pack_int8 if self.layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
+
+    def unpack(
+        self, module: str, source: TensorSource, layout: str, scheme: IntScheme
+    ) -> IntTensor:
+        return (unpack_int8 if layout == INT8 else unpack_codes)(module, source, scheme)
+
+    def read_raw(
+        self, entries: Entries, module: str, layout: str | None, group: dict[str, Any]
+    ) -> Raw:
+        if layout == PACKED:
+            return read_pack_quantized(entries, module, group["weights"])
+        return read_int_quantized(entries, module, group)
+
+
+def pack_codes(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
+    """Write `pack-quantized`."""
+    bits = tensor.scheme.bits
+    packed = {
+        f"{module}.weight_packed": pack_words(tensor.codes, bits),
+        f"{module}.weight_scale": tensor.scales.contiguous(),
+        f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+    }
+    if not tensor.scheme.symmetric:
+        packed[f"{module}.weight_zero_point"] = pack_words(tensor.zeros.t(), bits).t().contiguous()
+    return packed
+
+
+def unpack_codes(module: str, source: TensorSource, scheme: IntScheme) -> IntTensor:
+    """Read `pack-quantized`."""
+    name = f"{module}.weight_shape"
+    shape = expect_shape(name, source.tensor(name), (2,))
+    out_features, in_features = (int(width) for width in shape)
+    scheme.check_groups(module, in_features)
+    groups = scheme.num_groups(in_features)
+    name = f"{module}.weight_packed"
+    words = expect_matrix(name, source.tensor(name), torch.int32)
+    if scheme.symmetric:
+        zeros = torch.full((out_features, groups), scheme.middle, dtype=torch.uint8)
+    else:
+        zero_name = f"{module}.weight_zero_point"
+        packed = expect_matrix(zero_name, source.tensor(zero_name), torch.int32)
+        zeros = _fields(zero_name, packed.t(), (groups, out_features), scheme.bits).t().contiguous()
+    index = None
+    if scheme.permuted:
+        index_name = f"{module}.weight_g_idx"
+        index = expect_shape(index_name, source.tensor(index_name), (in_features,)).to(torch.int32)
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            raise BadInput(f"{index_name} names groups outside 0..{groups - 1}")
+    return IntTensor(
+        codes=_fields(name, words, (out_features, in_features), scheme.bits),
+        scales=read_scales(module, source, (out_features, groups)),
+        zeros=zeros,
+        scheme=scheme,
+        group_index=index,
+    )
+
+
+def _fields(name: str, words: torch.Tensor, shape: tuple[int, int], bits: int) -> torch.Tensor:
+    """Unpack codes of `shape`, packed densely or as the library did before 0.20."""
+    rows, count = shape
+    dense, old = -(-count * bits // 32), -(-count // (32 // bits))
+    if words.shape[1] == old != dense:
+        # Older versions left the rest of each word empty for 3, 5 and 6 bits.
+        codes = unpack_words(words.reshape(-1, 1), bits)[:, : 32 // bits].reshape(
+            words.shape[0], -1
+        )
+    else:
+        expect_shape(name, words, (rows, dense))
+        codes = unpack_words(words, bits)
+    return codes[:, :count].contiguous()
+
+
+def pack_int8(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
+    """Write `int-quantized`."""
+    stored = {
+        f"{module}.weight": _signed(tensor.codes),
+        f"{module}.weight_scale": tensor.scales.contiguous(),
+    }
+    if not tensor.scheme.symmetric:
+        stored[f"{module}.weight_zero_point"] = _signed(tensor.zeros)
+    return stored | input_scale_part(module, tensor.input_scale)
+
+
+def unpack_int8(module: str, source: TensorSource, scheme: IntScheme) -> IntTensor:
+    """Read `int-quantized`; a per-tensor scale is expanded to per-channel."""
+    name = f"{module}.weight"
+    signed = expect_matrix(name, source.tensor(name), torch.int8)
+    out_features, in_features = signed.shape
+    scheme.check_groups(module, in_features)
+    shape = (out_features, scheme.num_groups(in_features))
+    if scheme.symmetric:
+        zeros = torch.full(shape, _INT8_MIDDLE, dtype=torch.uint8)
+    else:
+        name = f"{module}.weight_zero_point"
+        stored_zeros = expect_dtype(name, source.tensor(name), torch.int8)
+        zeros = _unsigned(spread_over_rows(name, stored_zeros, shape))
+    return IntTensor(
+        codes=_unsigned(signed),
+        scales=read_scales(module, source, shape),
+        zeros=zeros,
+        scheme=scheme,
+        input_scale=read_input_scale(module, source, scheme.activations),
+    )
+
+
+def _signed(codes: torch.Tensor) -> torch.Tensor:
+    return (codes ^ _INT8_MIDDLE).view(torch.int8)
+
+
+def _unsigned(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8) ^ _INT8_MIDDLE
+
+
+class IntegerRules(LoaderRules):
+    """vLLM's Marlin, Triton and CUTLASS kernels, and transformers' dequantization."""
+
+    def vllm_kernel(
+        self, scheme: IntScheme, matrix: RankMatrix, format_name: str
+    ) -> tuple[bool, str]:
+        if scheme.activations is not None:
+            return _eight_bit_kernel(matrix, scheme)
+        if format_name == "gptq" and (
+            scheme.bits not in (4, 8) or not scheme.symmetric or scheme.permuted
+        ):
+            return (
+                False,
+                "of this format it reads symmetric 4 and 8 bits, without dynamic act-order",
+            )
+        broken = _group_rule(matrix, scheme) or _marlin_rule(matrix, scheme)
+        if broken is None:
+            return True, "Marlin"
+        return _other_kernel(matrix, format_name, scheme, broken)
+
+    def vllm_tried(self, scheme: IntScheme, format_name: str) -> bool:
+        if scheme.activations is not None:
+            return format_name == "compressed-tensors" and scheme.activations.dynamic
+        if scheme.bits != 4:
+            return False
+        return scheme.symmetric or format_name in ("compressed-tensors", "awq")
+
+    def vllm_tried_with_images(self, scheme: IntScheme) -> bool:
+        return scheme.symmetric and scheme.activations is None
+
+    def merged_right(self, scheme: IntScheme) -> bool:
+        return scheme.activations is None and scheme.symmetric
+
+    def transformers_needs(self, scheme: IntScheme) -> str:
+        rare = scheme.activations is None and scheme.bits in (2, 5, 6)
+        return "; not tried with such widths" if rare else ""
+
+
+def _eight_bit_kernel(matrix: RankMatrix, scheme: IntScheme) -> tuple[bool, str]:
+    if not scheme.symmetric:
+        return False, "with quantized activations it supports symmetric int8 weights only"
+    if matrix.out_features % 16 or matrix.in_features % 16:
+        return True, "the slower Triton W8A8, since CUTLASS needs multiples of 16"
+    return True, "CUTLASS W8A8"
+
+
+def _group_rule(matrix: RankMatrix, scheme: IntScheme) -> str | None:
+    if scheme.group_size > 0 and matrix.in_features % scheme.group_size:
+        return f"it needs whole groups of {scheme.group_size} on every rank"
+    return None
+
+
+def _marlin_rule(matrix: RankMatrix, scheme: IntScheme) -> str | None:
+    """The first of Marlin's rules that it violates."""
+    if scheme.bits not in (4, 8):
+        return f"Marlin has no {scheme.bits}-bit weights"
+    if not scheme.symmetric and scheme.bits != 4:
+        return "Marlin supports zero points with 4 bits only"
+    if scheme.group_size not in _MARLIN_GROUPS:
+        return f"Marlin has no groups of {scheme.group_size}"
+    if EXPERTS not in matrix.module:
+        return None
+    hidden, inner = matrix.in_features, matrix.out_features
+    if matrix.row_parallel:
+        hidden, inner = inner, hidden
+    if hidden % 128:
+        return f"Marlin needs experts on hidden states in multiples of 128, not {hidden}"
+    if scheme.group_size > 0 and inner % scheme.group_size:
+        return f"Marlin needs experts with whole groups of {scheme.group_size} inside, not {inner}"
+    return None
+
+
+def _other_kernel(
+    matrix: RankMatrix, name: str, scheme: IntScheme, broken: str
+) -> tuple[bool, str]:
+    """The kernel in place of Marlin, whose rule is `broken`."""
+    if _group_rule(matrix, scheme) is not None:
+        return False, broken
+    if EXPERTS in matrix.module:
+        if scheme.group_size > 0 and scheme.bits in (4, 8):
+            return True, f"Triton experts, since {broken}"
+    elif name == "awq":
+        return True, f"the slower AWQ GEMM, since {broken}"
+    elif name == "gptq":
+        return False, f"{broken}, and vLLM reads no gptq without it"
+    elif scheme.bits == 4 and scheme.group_size in _TRITON_GROUPS and not matrix.out_features % 8:
+        return True, f"Triton, since {broken}"
+    if name == "compressed-tensors":
+        return True, f"{_HUMMING}, since {broken}"
+    return False, f"{broken}, and the format {name} has no other kernel"
+
+
+STORAGE = Storage(
+    formats=(AwqFormat(), GptqFormat()),
+    readers={"awq": read_awq, "gptq": read_gptq},
+    compressed_tensors=IntegerLayouts(),
+    rules=IntegerRules(),
+)

@@ -1,0 +1,222 @@
+"""GPTQ format (AutoGPTQ, GPTQModel; `quant_method: gptq`), read by vLLM, transformers and this engine.
+
+Per linear `P`, for `b`-bit codes and groups of `g` input channels:
+
+    P.qweight  int32    [in*b/32, out]     one bit stream per column, LSB first
+    P.qzeros   int32    [in/g, out*b/32]   zero points packed along `out`, minus one in v1
+    P.scales   float16  [in/g, out]
+    P.g_idx    int32    [in]               the group of each input channel
+
+The matrix is transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`) cannot store a zero
+point of 0, so it is used for symmetric weights, and `gptq_v2` for the others. Some tools label version 2 as
+version 1; symmetric zero points are all equal and tell the versions apart, so the bytes decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import PER_CHANNEL, Scheme
+from ..base.format import (
+    SCALE_DTYPES,
+    Config,
+    TensorSource,
+    WeightFormat,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    held_scheme,
+    matches,
+    pack_words,
+    unpack_words,
+)
+from ..base.tensor import QuantizedTensor
+from .kind import IntTensor
+from .scheme import IntScheme
+
+_BITS = (2, 3, 4, 8)
+_VERSIONS = {"gptq": 1, "gptq_v2": 0}  # added to a stored zero point by a reader
+_MULTIPLE = 32  # AutoGPTQ and the kernels require it of both dimensions, for all bits
+# vLLM fuses these and looks the fused name up, so an override of the first names the fused one as well.
+_FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+
+
+class GptqFormat(WeightFormat):
+    """GPTQ format: 2, 3, 4 or 8 bits, symmetric or not, sequential groups or `g_idx`."""
+
+    name = "gptq"
+    markers: tuple[str, ...] = (".qweight",)
+    suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        scheme = held_scheme(self.name, scheme, IntScheme)
+        if scheme.activations is not None:
+            raise BadInput(
+                f"format gptq cannot hold {scheme.label} weights: it does not quantize activations"
+            )
+        if scheme.bits not in _BITS:
+            raise BadInput(
+                f"format gptq holds 2, 3, 4 or 8 bits, not {scheme.bits}: "
+                "use --format compressed-tensors"
+            )
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        for side, width in (("inputs", in_features), ("outputs", out_features)):
+            if width % _MULTIPLE:
+                raise BadInput(
+                    f"format gptq cannot pack {module}: its {width} {side} are no multiple of "
+                    f"{_MULTIPLE}; leave it out with --ignore, or use --format compressed-tensors"
+                )
+        held_scheme(self.name, scheme, IntScheme).check_groups(module, in_features)
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, IntTensor)
+        scheme, index = tensor.scheme, tensor.group_index
+        if index is None:
+            index = torch.arange(tensor.in_features) // (tensor.in_features // tensor.num_groups)
+        stored_zeros = tensor.zeros.t() - (1 if scheme.symmetric else 0)
+        return {
+            f"{module}.qweight": pack_words(tensor.codes, scheme.bits).t().contiguous(),
+            f"{module}.qzeros": pack_words(stored_zeros, scheme.bits),
+            f"{module}.scales": tensor.scales.t().contiguous(),
+            f"{module}.g_idx": index.to(torch.int32),
+        }
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
+        scheme = self.scheme(config, module)
+        name = f"{module}.qweight"
+        words = expect_matrix(name, source.tensor(name), torch.int32)
+        in_features, out_features = words.shape[0] * 32 // scheme.bits, words.shape[1]
+        scheme.check_groups(module, in_features)
+        groups = scheme.num_groups(in_features)
+        name = f"{module}.qzeros"
+        zero_words = expect_shape(
+            name, source.tensor(name), (groups, out_features * scheme.bits // 32)
+        )
+        stored_zeros = unpack_words(expect_dtype(name, zero_words, torch.int32), scheme.bits)
+        name = f"{module}.scales"
+        scales = expect_shape(name, source.tensor(name), (groups, out_features))
+        index = self._group_index(module, source, in_features, groups)
+        offset = zero_offset(stored_zeros, scheme, config, module)
+        return IntTensor(
+            codes=unpack_words(words.t(), scheme.bits),
+            scales=expect_dtype(name, scales, *SCALE_DTYPES).t().contiguous(),
+            zeros=((stored_zeros + offset) & scheme.max_code).t().contiguous(),
+            scheme=IntScheme(
+                scheme.bits, scheme.group_size, scheme.symmetric, permuted=index is not None
+            ),
+            group_index=index,
+        )
+
+    @staticmethod
+    def _group_index(
+        module: str, source: TensorSource, in_features: int, groups: int
+    ) -> torch.Tensor | None:
+        """`g_idx`, the group of each input channel, or None where groups are sequential."""
+        name = f"{module}.g_idx"
+        if name not in source:
+            return None
+        index = expect_shape(name, source.tensor(name), (in_features,))
+        index = expect_dtype(name, index, torch.int32, torch.int64).to(torch.int32)
+        if torch.equal(
+            index, (torch.arange(in_features) // (in_features // groups)).to(torch.int32)
+        ):
+            return None
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            raise BadInput(f"{name} names groups outside 0..{groups - 1}")
+        return index
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        kinds = {
+            name: held_scheme(self.name, scheme, IntScheme) for name, scheme in schemes.items()
+        }
+        if len({scheme.symmetric for scheme in kinds.values()}) != 1:
+            raise BadInput(
+                "format gptq stores the zero codes of a model in one way: make all modules symmetric "
+                "or none, or use --format compressed-tensors"
+            )
+        in_use = list(kinds.values())
+        base = max(dict.fromkeys(in_use), key=in_use.count)
+        dynamic: dict[str, Any] = {
+            f"-:{_pattern(name)}": {} for name in ignore if name != "lm_head"
+        }
+        for name, scheme in kinds.items():
+            if scheme != base:
+                dynamic[f"+:{_pattern(name)}"] = _fields(scheme)
+        config: dict[str, Any] = {
+            "quant_method": "gptq",
+            **_fields(base),
+            "checkpoint_format": "gptq" if base.symmetric else "gptq_v2",
+            "pack_dtype": "int32",
+            "static_groups": False,
+            "true_sequential": True,
+            "lm_head": "lm_head" in schemes,
+        }
+        return config | ({"dynamic": dynamic} if dynamic else {})
+
+    def scheme(self, config: Config, module: str) -> IntScheme:
+        version_offset(config)
+        fields = dict(config)
+        for key, override in (config.get("dynamic") or {}).items():
+            # GPTQModel takes the first that matches the beginning of the name; no sign is a plus.
+            if not key.startswith("-:") and matches(key.removeprefix("+:"), module):
+                fields |= override or {}
+                break
+        bits = fields.get("bits")
+        if bits not in _BITS:
+            raise BadInput(
+                f"quant_method gptq with {bits} bits is not supported: only 2, 3, 4 and 8"
+            )
+        group_size = int(fields.get("group_size", 128))
+        group_size = PER_CHANNEL if group_size < 1 else group_size
+        permuted = bool(fields.get("desc_act")) and not fields.get("static_groups")
+        return IntScheme(
+            bits,
+            group_size,
+            bool(fields.get("sym", True)),
+            permuted=permuted and group_size != PER_CHANNEL,
+        )
+
+
+def version_offset(config: Config) -> int:
+    """The zero-point offset of the `checkpoint_format` label; BadInput for unknown labels."""
+    label = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if label not in _VERSIONS:
+        raise BadInput(
+            f"quant_method gptq with checkpoint_format {label!r} is not supported: "
+            f"only {' and '.join(_VERSIONS)}"
+        )
+    return _VERSIONS[label]
+
+
+def zero_offset(stored: torch.Tensor, scheme: IntScheme, config: Config, module: str) -> int:
+    """The zero-point offset: from the stored values where they are conclusive, else from the label."""
+    if not scheme.symmetric:
+        return version_offset(config)
+    for offset in (1, 0):
+        if bool((stored == scheme.middle - offset).all()):
+            return offset
+    raise BadInput(
+        f"{module}.qzeros: its config says symmetric, but the zero codes are not all "
+        f"{scheme.middle - 1} (gptq) or {scheme.middle} (gptq_v2)"
+    )
+
+
+def _fields(scheme: IntScheme) -> dict[str, Any]:
+    return {
+        "bits": scheme.bits,
+        "group_size": scheme.group_size,
+        "desc_act": scheme.permuted,
+        "sym": scheme.symmetric,
+    }
+
+
+def _pattern(module: str) -> str:
+    parent, _, leaf = module.rpartition(".")
+    names = re.escape(leaf) if leaf not in _FUSED else f"(?:{leaf}|{_FUSED[leaf]})"
+    return f"^{re.escape(parent)}\\.{names}$" if parent else f"^{names}$"

@@ -1,0 +1,365 @@
+"""Integer weights on a uniform grid (GPTQ, AWQ, RTN, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...base.errors import BadInput
+from ..base.grid import Affine, Parameters, RangedGrid, fitted_line, fitted_steps, snap_to_integers
+from ..base.kind import Kind
+from ..base.tensor import QuantizedTensor, with_scale_dtype
+from .scheme import IntScheme
+
+
+@dataclass(frozen=True, slots=True)
+class IntTensor(QuantizedTensor):
+    """The weight of one linear layer as integer codes: `w = (code - zero) * scale`.
+
+    Attributes:
+        codes: uint8 `[out, in]`, unsigned, `0 .. 2**bits - 1`.
+        scales: `[out, groups]` in the dtype that is stored (float16, bfloat16 or float32).
+        zeros: uint8 `[out, groups]`; all `2**(bits-1)` in a symmetric scheme.
+        scheme: the scheme that the three follow.
+        group_index: int32 `[in]`, the group of each input channel, where the scheme is permuted.
+        input_scale: float32 `[1]`, where the scheme has static activations.
+
+    Raises:
+        ValueError: they disagree in shape or dtype, or with the scheme.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    scheme: IntScheme
+    group_index: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8:
+            raise ValueError(
+                f"codes and zeros are uint8, not {self.codes.dtype}/{self.zeros.dtype}"
+            )
+        expected = (self.out_features, self.scheme.num_groups(self.in_features))
+        for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name} have shape {tuple(tensor.shape)}, expected {expected}")
+        if (self.group_index is not None) != self.scheme.permuted:
+            raise ValueError("a group index belongs to a permuted scheme, and to no other")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out_features, in_features)`."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups per row."""
+        return self.scales.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The dequantized weight `[out, in]`, computed in float32."""
+        scales, zeros = self.scales.to(torch.float32), self.zeros.to(torch.float32)
+        if self.group_index is not None:
+            index = self.group_index.long()
+            weight = self.codes.to(torch.float32).sub_(zeros[:, index]).mul_(scales[:, index])
+            return weight.to(dtype)
+        grouped = self.codes.view(self.out_features, self.num_groups, -1).to(torch.float32)
+        weight = grouped.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+        return weight.view(self.shape).to(dtype)
+
+    def rows(self, rows: slice) -> IntTensor:
+        return replace(
+            self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows]
+        )
+
+    def forms(self) -> Iterator[IntTensor]:
+        yield self
+        plain = self._in_order()
+        yield plain
+        scheme = plain.scheme
+        if scheme.symmetric:
+            yield replace(plain, scheme=replace(scheme, symmetric=False))
+        elif bool((plain.zeros == scheme.middle).all()):
+            yield replace(plain, scheme=replace(scheme, symmetric=True))
+
+    def _in_order(self) -> IntTensor:
+        """The weight without a group index that equals the sequential one."""
+        if self.group_index is None:
+            return self
+        order = torch.arange(self.in_features) // (self.in_features // self.num_groups)
+        if not torch.equal(self.group_index, order.to(torch.int32)):
+            return self
+        return replace(self, group_index=None, scheme=replace(self.scheme, permuted=False))
+
+    def stored_as(
+        self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
+    ) -> IntTensor:
+        return with_scale_dtype(self, self.scales, dtype_of)
+
+    @staticmethod
+    def concat(tensors: Sequence[IntTensor]) -> IntTensor:
+        """Concatenate linears that share their input along `out`, for a fused projection.
+
+        Raises:
+            ValueError: the schemes differ, or there are group indices or input scales.
+        """
+        first = tensors[0]
+        if len({tensor.scheme for tensor in tensors}) != 1:
+            raise ValueError("only weights of one scheme can be stacked")
+        if len(tensors) > 1 and (first.group_index is not None or first.input_scale is not None):
+            raise ValueError("weights with a group index or an input scale cannot be stacked")
+        return replace(
+            first,
+            codes=torch.cat([tensor.codes for tensor in tensors]),
+            scales=torch.cat([tensor.scales for tensor in tensors]),
+            zeros=torch.cat([tensor.zeros for tensor in tensors]),
+        )
+
+
+Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
+
+_SEARCH_STEPS = 80
+_SEARCH_NORM = 2.4
+_SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
+
+
+class IntGrid(RangedGrid):
+    """Uniform integers, with a scale and a zero code for each group.
+
+    Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`.
+
+    Args:
+        input_scale: float32 `[1]`, for a scheme with static activations.
+        ranges: of groups whose channels have no importance.
+    """
+
+    def __init__(
+        self,
+        scheme: IntScheme,
+        in_features: int,
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        ranges: Ranges | None = None,
+    ):
+        self.scheme, self.scale_dtype = scheme, scale_dtype
+        self.group = in_features // scheme.num_groups(in_features)
+        self.two_ends = not scheme.symmetric
+        self._ranges = ranges or group_ranges
+        self._input_scale = input_scale
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        if importance is not None:
+            return self.searched(values, importance)
+        return self._ranges(values, self.scheme, self.scale_dtype)
+
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
+        return range_grid(low, high, self.scheme, self.scale_dtype)
+
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        levels = self.levels(values, parameters)
+        scales, zeros = (part.to(torch.float32) for part in parameters)
+        if self.scheme.symmetric:
+            scales = fitted_steps(values, levels, importance, scales)
+        else:  # a line, whose zero is rounded to a code
+            scales, offsets = fitted_line(
+                values, levels, importance, scales, torch.zeros_like(zeros)
+            )
+            zeros = zeros - offsets / scales
+        stored = scales.to(self.scale_dtype)
+        usable = torch.isfinite(stored) & (stored > 0)
+        zeros = zeros.round_().clamp_(0, self.scheme.max_code).to(torch.uint8)
+        return torch.where(usable, stored, parameters[0]), zeros
+
+    def affine(self, parameters: Parameters) -> Affine:
+        scales, zeros = parameters
+        step = scales.to(torch.float32).unsqueeze(-1)
+        if self.scheme.symmetric:
+            middle = self.scheme.middle
+            return Affine(step, None, -middle, self.scheme.max_code - middle)
+        zero = zeros.to(torch.float32).unsqueeze(-1)
+        return Affine(step, None, -zero, self.scheme.max_code - zero)
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        snap_to_integers(scaled, affine)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> IntTensor:
+        scales, zeros = parameters
+        levels = self.levels(values, parameters).view(*zeros.shape, -1)
+        codes = levels.add_(zeros.to(torch.float32).unsqueeze(-1)).to(torch.uint8)
+        return IntTensor(
+            codes=codes.view(values.shape),
+            scales=scales,
+            zeros=zeros,
+            scheme=self.scheme,
+            group_index=sequential_groups(self.scheme, values.shape[1])
+            if self.scheme.permuted
+            else None,
+            input_scale=self._input_scale,
+        )
+
+
+def group_ranges(
+    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Min-max scale and zero point of each group, without clipping.
+
+    Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, the range rule of compressed-tensors. Asymmetric:
+    `scale = (max - min) / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`. The scale
+    is rounded to `dtype`, in which it is stored, before anything is derived from it; otherwise the
+    codes would be optimal for a grid other than the stored one.
+
+    Args:
+        grouped: float32 `[..., group_size]`.
+
+    Returns:
+        Scales in `dtype` and zeros as uint8, both `[...]`.
+    """
+    low, high = grouped.aminmax(dim=-1)
+    return range_grid(low, high, scheme, dtype)
+
+
+def range_grid(
+    low: torch.Tensor, high: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The grid of `group_ranges`, from the groups' smallest and largest weights, float32."""
+    if scheme.symmetric:
+        scales = torch.maximum(-low, high) / (scheme.max_code / 2)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = (high - low) / scheme.max_code
+    scales = scales.to(dtype)
+    # An all-zero group, or one too small for `dtype`, is exactly zero under any finite scale.
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    if scheme.symmetric:
+        zeros = torch.full_like(low, scheme.middle)
+    else:
+        zeros = torch.round(-low / scales.to(torch.float32)).clamp(0, scheme.max_code)
+    return scales, zeros.to(torch.uint8)
+
+
+def search_ranges(
+    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of each group, its range clipped to where `sum |w - w'|**2.4` is least.
+
+    The search of GPTQ's `mse` option: ranges from the full one down to a fifth of it, in steps of 1/100.
+    Arguments and results are those of `group_ranges`.
+    """
+    shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
+    at_once = max(1, _SEARCH_VALUES // flat.shape[1])
+    parts = [_search(part, scheme, dtype) for part in flat.split(at_once)]
+    scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
+    return scales.view(shape), zeros.view(shape)
+
+
+def _search(
+    groups: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = groups.aminmax(dim=-1)
+    best_scales, best_zeros = range_grid(low, high, scheme, dtype)
+    least = torch.full_like(low, torch.inf)
+    for step in range(_SEARCH_STEPS):
+        share = 1 - step / 100
+        scales, zeros = range_grid(low * share, high * share, scheme, dtype)
+        step_size, zero = (part.to(torch.float32).unsqueeze(-1) for part in (scales, zeros))
+        rounded = (groups / step_size).round_().add_(zero).clamp_(0, scheme.max_code)
+        lost = rounded.sub_(zero).mul_(step_size).sub_(groups).abs_().pow_(_SEARCH_NORM)
+        error = lost.sum(dim=-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_scales = torch.where(better, scales, best_scales)
+        best_zeros = torch.where(better, zeros, best_zeros)
+    return best_scales, best_zeros
+
+
+def round_to_nearest(
+    weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
+) -> IntTensor:
+    """Round-to-nearest (RTN) quantization of a weight `[out, in]`; data-free.
+
+    Args:
+        scale_dtype: the dtype that the format stores scales in.
+        name: the weight's name in error messages.
+
+    Raises:
+        BadInput: the weight holds NaN or infinity, a scale overflows `scale_dtype`, or the group size
+            does not divide the row.
+    """
+    out_features, in_features = weight.shape
+    num_groups = scheme.num_groups(in_features)
+    grouped = weight.to(torch.float32).reshape(out_features, num_groups, -1)
+    scales, zeros = group_ranges(grouped, scheme, scale_dtype)
+    if not bool(torch.isfinite(scales).all()):  # also the case for groups with NaN or infinity
+        if not bool(torch.isfinite(grouped).all()):
+            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+        raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
+    codes = torch.round(grouped / scales.to(torch.float32).unsqueeze(-1))
+    codes = codes.add_(zeros.to(torch.float32).unsqueeze(-1)).clamp_(0, scheme.max_code)
+    return IntTensor(
+        codes=codes.to(torch.uint8).view(out_features, in_features),
+        scales=scales,
+        zeros=zeros,
+        scheme=scheme,
+        group_index=sequential_groups(scheme, in_features) if scheme.permuted else None,
+    )
+
+
+def sequential_groups(scheme: IntScheme, in_features: int) -> torch.Tensor:
+    """int32 `[in]`: the group of each input channel, for consecutive groups."""
+    size = in_features // scheme.num_groups(in_features)
+    return (torch.arange(in_features) // size).to(torch.int32)
+
+
+class IntKind(Kind[IntScheme]):
+    """Integers, whose ranges are the plain ones, searched by importance, or searched by GPTQ's `mse`."""
+
+    def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> IntTensor:
+        groups = self.scheme.num_groups(in_features)
+        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
+        index = sequential_groups(self.scheme, in_features) if self.scheme.permuted else None
+        return IntTensor(
+            codes=torch.zeros(out_features, in_features, dtype=torch.uint8),
+            scales=torch.ones(out_features, groups, dtype=scale_dtype),
+            zeros=torch.full((out_features, groups), self.scheme.middle, dtype=torch.uint8),
+            scheme=self.scheme,
+            group_index=index,
+            input_scale=torch.ones(1) if static else None,
+        )
+
+    def round(
+        self,
+        weight: torch.Tensor,
+        scale_dtype: torch.dtype,
+        *,
+        name: str = "weight",
+        input_scale: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        if importance is not None:
+            grid = self.grid(weight.shape, scale_dtype, input_scale=input_scale)
+            return grid.nearest(weight, importance)
+        codes = round_to_nearest(weight, self.scheme, scale_dtype, name=name)
+        return replace(codes, input_scale=input_scale)
+
+    def grid(
+        self,
+        shape: tuple[int, ...],
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        mse: bool = False,
+        largest: torch.Tensor | None = None,
+    ) -> IntGrid:
+        ranges = search_ranges if mse else group_ranges
+        return IntGrid(self.scheme, shape[1], scale_dtype, input_scale=input_scale, ranges=ranges)
+
+
+KIND = IntKind

@@ -1,0 +1,155 @@
+"""SqueezeLLM format: lookup tables and sparse weights (`quant_method: squeezellm`), llmopt's own layout.
+
+Per linear `P` with `b`-bit codes:
+
+    P.qweight        int32    [out, ceil(in*b/32)]  one bit stream per row, LSB first
+    P.lookup_table   float16  [out, 2**b]
+    P.weight_shape   int64    [2]                   (out, in)
+    P.sparse_rows    int32    [out + 1]             CSR row pointers
+    P.sparse_columns int32    [nonzeros]
+    P.sparse_values  float16  [nonzeros]            added to the table's value
+
+Only this engine reads it. The first two names are those of the authors' code
+(github.com/SqueezeAILab/SqueezeLLM), whose packing is tied to its CUDA kernels and has no config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import Scheme
+from ..base.format import (
+    Config,
+    TensorSource,
+    WeightFormat,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    held_scheme,
+    only_scheme,
+    pack_words,
+    unpack_words,
+)
+from ..base.kind import Storage
+from ..base.raw import Array, Entries, Raw, bit_fields, read_array
+from ..base.tensor import QuantizedTensor
+from .kind import LookupTensor
+from .scheme import LookupScheme
+
+
+class SqueezeLlmFormat(WeightFormat):
+    """Lookup tables and CSR sparse weights, in llmopt's own layout."""
+
+    name = "squeezellm"
+    markers: tuple[str, ...] = (".lookup_table",)
+    suffixes: tuple[str, ...] = (
+        ".qweight",
+        ".lookup_table",
+        ".weight_shape",
+        ".sparse_rows",
+        ".sparse_columns",
+        ".sparse_values",
+    )
+
+    def _scheme(self, scheme: Scheme) -> LookupScheme:
+        return held_scheme(self.name, scheme, LookupScheme, ": only look-up tables")
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        self._scheme(scheme)
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, LookupTensor)
+        stored = {
+            f"{module}.qweight": pack_words(tensor.codes, tensor.scheme.bits),
+            f"{module}.lookup_table": tensor.table,
+            f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+        }
+        sparse = (tensor.sparse_rows, tensor.sparse_columns, tensor.sparse_values)
+        for name, part in zip(("rows", "columns", "values"), sparse, strict=True):
+            if part is not None:
+                stored[f"{module}.sparse_{name}"] = part
+        return stored
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> LookupTensor:
+        scheme = self.scheme(config, module)
+        name = f"{module}.weight_shape"
+        out_features, in_features = expect_shape(name, source.tensor(name), (2,)).tolist()
+        name = f"{module}.qweight"
+        words = expect_matrix(name, source.tensor(name), torch.int32)
+        expect_shape(name, words, (out_features, -(-in_features * scheme.bits // 32)))
+        name = f"{module}.lookup_table"
+        table = expect_shape(name, source.tensor(name), (out_features, 2**scheme.bits))
+        codes = unpack_words(words, scheme.bits)[:, :in_features].contiguous()
+        rows, columns, values = self._sparse(module, source, out_features, in_features)
+        return LookupTensor(
+            codes, expect_dtype(name, table, torch.float16), scheme, rows, columns, values
+        )
+
+    @staticmethod
+    def _sparse(
+        module: str, source: TensorSource, out_features: int, in_features: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        names = [f"{module}.sparse_{part}" for part in ("rows", "columns", "values")]
+        if not any(name in source for name in names):
+            return None, None, None
+        rows = expect_shape(names[0], source.tensor(names[0]), (out_features + 1,))
+        rows = expect_dtype(names[0], rows, torch.int32)
+        if int(rows[0]) != 0 or bool((rows.diff() < 0).any()):
+            raise BadInput(f"{names[0]} does not begin at 0 or goes backwards")
+        count = int(rows[-1])
+        columns = expect_shape(names[1], source.tensor(names[1]), (count,))
+        columns = expect_dtype(names[1], columns, torch.int32)
+        if count and not 0 <= int(columns.min()) <= int(columns.max()) < in_features:
+            raise BadInput(f"{names[1]} names columns outside 0..{in_features - 1}")
+        values = expect_shape(names[2], source.tensor(names[2]), (count,))
+        return rows, columns, expect_dtype(names[2], values, torch.float16)
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        scheme = self._scheme(only_scheme(self.name, schemes))
+        return {
+            "quant_method": "squeezellm",
+            "bits": scheme.bits,
+            "sparse_fraction": scheme.sparse_fraction,
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def scheme(self, config: Config, module: str) -> LookupScheme:
+        bits = config.get("bits", config.get("wbits"))
+        if not isinstance(bits, int):
+            raise BadInput("quant_method squeezellm without bits in its config is not supported")
+        return LookupScheme(bits, float(config.get("sparse_fraction", 0.0)))
+
+
+def read_squeezellm(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """llmopt's SqueezeLLM layout: bit streams and tables per row, CSR sparse weights."""
+    bits = int(config["bits"])
+    out_features, in_features = (
+        int(n) for n in read_array(entries[f"{module}.weight_shape"], "I64")
+    )
+    words = read_array(entries[f"{module}.qweight"], "I32")
+    table = read_array(entries[f"{module}.lookup_table"], "F16")
+    if words.shape[0] != out_features or table.shape != (out_features, 1 << bits):
+        raise ValueError(f"qweight {words.shape} and lookup_table {table.shape} do not fit")
+    parts: dict[str, Array] = {"codes": bit_fields(words, bits, in_features), "table": table}
+    problems: tuple[str, ...] = ()
+    if f"{module}.sparse_rows" in entries:
+        rows = read_array(entries[f"{module}.sparse_rows"], "I32").view(np.int32)
+        columns = read_array(entries[f"{module}.sparse_columns"], "I32").view(np.int32)
+        values = read_array(entries[f"{module}.sparse_values"], "F16")
+        if len(rows) != out_features + 1 or not rows[-1] == len(columns) == len(values):
+            raise ValueError("the sparse weights do not fit their rows")
+        if columns.size and (columns.min() < 0 or columns.max() >= in_features):
+            problems = (f"has sparse weights outside columns 0..{in_features - 1}",)
+        parts |= {"sparse_rows": rows, "sparse_columns": columns, "sparse_values": values}
+    numbers = {
+        name: parts[name].astype(np.float32) for name in ("table", "sparse_values") if name in parts
+    }
+    return Raw(parts, numbers, (out_features, in_features), problems)
+
+
+STORAGE = Storage(formats=(SqueezeLlmFormat(),), readers={"squeezellm": read_squeezellm})

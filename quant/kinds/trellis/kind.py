@@ -1,0 +1,157 @@
+"""Trellis-coded weights between Hadamard transforms (EXL3)."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from ...base.errors import BadInput
+from ...base.scheme import SUPPORTED_BITS
+from ..base.grid import Parameters
+from ..base.incoherence import BLOCK, Incoherence, incoherence
+from ..base.transformed import TransformedGrid, TransformedKind, TransformedTensor, seed_of
+from ..integer.kind import round_to_nearest
+from ..integer.scheme import IntScheme
+from .scheme import TrellisScheme
+from .viterbi import (
+    LENGTH,
+    TILE,
+    codebook,
+    from_sequences,
+    nearest_states,
+    pack_states,
+    search_operations,
+    to_sequences,
+    unpack_states,
+    values_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrellisTensor(TransformedTensor):
+    """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the trellis' states.
+
+    Attributes:
+        trellis: int16 `[in / 16, out / 16, 16 * bits]`, packed states of tiles.
+        suh: float16 `[in]`, signs and scales of inputs.
+        svh: float16 `[out]`, of outputs.
+        scheme: bits and codebook.
+    """
+
+    trellis: torch.Tensor
+    suh: torch.Tensor
+    svh: torch.Tensor
+    scheme: TrellisScheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.svh), len(self.suh)
+
+    @property
+    def transforms(self) -> Incoherence:
+        return Incoherence(self.suh.float(), self.svh.float())
+
+    def inner(self) -> torch.Tensor:
+        """See `TransformedTensor`: the values of the states."""
+        parts = self.trellis.split(max(1, 2**20 // (self.out_features * TILE)))
+        states = (unpack_states(part, self.scheme.bits) for part in parts)
+        values = [from_sequences(values_of(part, self.scheme.codebook)) for part in states]
+        return torch.cat(values).T.contiguous()
+
+    def with_scales(self, inputs: torch.Tensor, outputs: torch.Tensor) -> TrellisTensor:
+        return replace(self, suh=inputs.half(), svh=outputs.half())
+
+    def rows(self, rows: slice) -> TrellisTensor:
+        start, stop, _ = rows.indices(self.out_features)
+        tiles = self.trellis[:, start // TILE : -(-stop // TILE)]
+        return replace(self, trellis=tiles, svh=self.svh[rows])
+
+
+class TrellisGrid(TransformedGrid[TrellisScheme, TrellisTensor]):
+    """The paths of a trellis, for a weight whose transforms are of blocks of 128 channels."""
+
+    vector = TILE
+
+    def __init__(self, scheme: TrellisScheme, transforms: Incoherence):
+        super().__init__(scheme, transforms)
+        inputs, outputs = len(transforms.inputs), len(transforms.outputs)
+        self.states = torch.zeros(inputs // TILE, outputs // TILE, LENGTH, dtype=torch.int32)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, scheme: TrellisScheme, name: str) -> Self:
+        if weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
+            raise BadInput(
+                f"{name} is {weight.shape[0]} × {weight.shape[1]}: trellis codes have Hadamard transforms "
+                f"of {BLOCK} channels, which do not divide it"
+            )
+        deviation = float(codebook(scheme.codebook).astype("float64").std())
+        return cls(scheme, incoherence(weight, deviation, scheme.bits, seed_of(name)))
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> TrellisTensor:
+        return TrellisTensor(
+            pack_states(self.states, self.scheme.bits),
+            self.transforms.inputs.half(),
+            self.transforms.outputs.half(),
+            self.scheme,
+        )
+
+    def nearest_values(self, targets: torch.Tensor, first: int) -> torch.Tensor:
+        sequences = to_sequences(targets)
+        states = self.states[first // TILE : (first + len(targets)) // TILE].zero_()
+        live = sequences.abs().amax(dim=2) > 0  # no search for channels that are always zero
+        nearest = nearest_states(sequences[live], self.scheme.bits, self.scheme.codebook)
+        states[live] = nearest.to(states.device)
+        return from_sequences(values_of(states, self.scheme.codebook)).to(targets)
+
+    def yardstick(self, weight: torch.Tensor) -> torch.Tensor:
+        """Rounding to nearest on asymmetric integers of as many bits, in groups of 128.
+
+        The nearest path of a trellis would take as long as the method.
+        """
+        bits = next(bits for bits in SUPPORTED_BITS if bits >= self.scheme.bits)
+        return round_to_nearest(weight, IntScheme(bits, 128, False), torch.float16).dequantize()
+
+
+# Mean squared error of the nearest paths, of the mean square of the weights behind the transforms, by bits
+# (mul1; tests/quant/grids/test_trellis_noise.py searches for them).
+_ERRORS = (0.271, 0.0688, 0.0176, 0.00462, 0.00121, 3.24e-4, 9.31e-5, 2.74e-5)
+
+
+def noisy(weight: torch.Tensor, scheme: TrellisScheme, name: str) -> torch.Tensor:
+    """The weight `[out, in]` with noise as large as the error of its nearest paths; the same for a name.
+
+    Raises:
+        BadInput: a width that the transforms' blocks do not divide.
+    """
+    transforms = TrellisGrid.of(weight, scheme, name).transforms
+    values = transforms.forward(weight)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
+    deviation = (_ERRORS[scheme.bits - 1] * values.square().mean()).sqrt()
+    return transforms.backward(values + noise * deviation)
+
+
+class TrellisKind(TransformedKind[TrellisScheme]):
+    """Paths of a trellis."""
+
+    @property
+    def search_operations(self) -> float:
+        return search_operations(self.scheme.bits)
+
+    def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> TrellisTensor:
+        words = out_features // TILE, TILE * self.scheme.bits
+        trellis = torch.zeros(in_features // TILE, *words, dtype=torch.int16)
+        into, out_of = (torch.ones(size).half() for size in (in_features, out_features))
+        return TrellisTensor(trellis, into, out_of, self.scheme)
+
+    def grid_of(self, weight: torch.Tensor, name: str) -> TrellisGrid:
+        return TrellisGrid.of(weight, self.scheme, name)
+
+    def noisy(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        return noisy(weight, self.scheme, name)
+
+
+KIND = TrellisKind

@@ -1,0 +1,119 @@
+"""Row-wise int8 weights of LLM.int8(), as bitsandbytes stores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...base.errors import BadInput
+from ..base.grid import Affine, Parameters, ScalarGrid, snap_to_integers
+from ..base.kind import Kind
+from ..base.tensor import QuantizedTensor
+from .scheme import VectorwiseScheme
+
+
+@dataclass(frozen=True, slots=True)
+class VectorwiseTensor(QuantizedTensor):
+    """`w = code * absmax / 127`.
+
+    Attributes:
+        codes: int8 `[out, in]`, -127..127.
+        absmax: float32 `[out]`, the largest magnitude of each row.
+        scheme: with the outlier threshold, which acts on the inputs.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    scheme: VectorwiseScheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.codes.to(torch.float32) * (self.absmax[:, None] / 127)).to(dtype)
+
+    def rows(self, rows: slice) -> VectorwiseTensor:
+        return replace(self, codes=self.codes[rows], absmax=self.absmax[rows])
+
+
+_LARGEST = 127
+
+
+class VectorwiseGrid(ScalarGrid):
+    """int8 rows; its parameters are the absmax of each, float32 `[out, 1]`."""
+
+    def __init__(self, scheme: VectorwiseScheme, in_features: int):
+        self.scheme, self.group = scheme, in_features
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        return (values.to(torch.float16).to(torch.float32).abs().amax(dim=-1),)
+
+    def affine(self, parameters: Parameters) -> Affine:
+        step = parameters[0].unsqueeze(-1) / _LARGEST
+        return Affine(torch.where(step > 0, step, 1.0), None, -_LARGEST, _LARGEST)
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        snap_to_integers(scaled, affine)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> VectorwiseTensor:
+        codes = self.levels(values, parameters).to(torch.int8)
+        return VectorwiseTensor(codes, parameters[0].squeeze(1), self.scheme)
+
+
+def round_to_rows(
+    weight: torch.Tensor, scheme: VectorwiseScheme, *, name: str = "weight"
+) -> VectorwiseTensor:
+    """Quantize a weight `[out, in]`: `code = round(w * 127 / absmax)` of the weight in float16.
+
+    A row of zeros gets zero codes and absmax 0.
+
+    Raises:
+        BadInput: the weight does not fit into float16.
+    """
+    halves = weight.to(torch.float16).to(torch.float32)
+    if not bool(torch.isfinite(halves).all()):
+        raise BadInput(
+            f"{name} holds values too large for float16, in which int8 rows are computed"
+        )
+    absmax = halves.abs().amax(dim=1)
+    factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
+    codes = torch.round(halves * factors.unsqueeze(1)).to(torch.int8)
+    return VectorwiseTensor(codes, absmax, scheme)
+
+
+class VectorwiseKind(Kind[VectorwiseScheme]):
+    """Rows of int8."""
+
+    def blank(
+        self, out_features: int, in_features: int, scale_dtype: torch.dtype
+    ) -> VectorwiseTensor:
+        codes = torch.zeros(out_features, in_features, dtype=torch.int8)
+        return VectorwiseTensor(codes, torch.ones(out_features), self.scheme)
+
+    def round(
+        self,
+        weight: torch.Tensor,
+        scale_dtype: torch.dtype,
+        *,
+        name: str = "weight",
+        input_scale: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> VectorwiseTensor:
+        return round_to_rows(weight, self.scheme, name=name)
+
+    def grid(
+        self,
+        shape: tuple[int, ...],
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        mse: bool = False,
+        largest: torch.Tensor | None = None,
+    ) -> VectorwiseGrid:
+        return VectorwiseGrid(self.scheme, shape[1])
+
+
+KIND = VectorwiseKind
