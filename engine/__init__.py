@@ -19,7 +19,7 @@ __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
 _HOME = {
     "LLM": ".llm",
-    "BeamSearchParams": ".beam_search",
+    "BeamSearchParams": ".llm",
     "SamplingParams": ".base.sampling_params",
 }
 
