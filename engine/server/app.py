@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
-from ..multimodal.media import MediaLimits
 from .access.keys import KeyRing, warn_if_readable
 from .access.middleware import HeadMiddleware, RequestMiddleware
 from .access.observe import ObservingMiddleware
@@ -31,68 +30,7 @@ from .endpoints.tokenization import Tokenization
 from .loop.loop import EngineLoop
 from .parsing.formats import reasoning_format, tool_format
 from .protocol.errors import install
-from .protocol.server_options import ScriptedText, ServerOptions
-
-
-def open_service(
-    engine: Engine,
-    loop: EngineLoop,
-    model_name: str,
-    chat_template: str | None = None,
-    tool_call_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    script: tuple[ScriptedText, ...] = (),
-    pooling_type: str | None = None,
-    media: MediaLimits | None = None,
-) -> Service:
-    """Create the state shared by the endpoints.
-
-    Raises:
-        BadInput: an unknown parser.
-    """
-    tools = None if tool_call_parser is None else tool_format(tool_call_parser)
-    images = PromptImages(
-        engine.images,
-        media or MediaLimits(),
-        engine.images.reason.replace(str(engine.folder), model_name),
-        engine.max_model_len,
-    )
-    reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
-    return Service(
-        loop,
-        Tokenization(
-            engine.tokenizer,
-            engine.eos_token_ids,
-            engine.max_model_len,
-            chat_template,
-            tools,
-            reasoning,
-            takes_images=images.are_taken,
-        ),
-        Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
-        model_name,
-        adapters=dict(engine.config.loras),
-        created=int(time.time()),
-        max_model_len=engine.max_model_len,
-        images=images,
-        script=script,
-        pooling=pooling_tasks(engine, model_name, pooling_type),
-    )
-
-
-def model_router(service: Service, engine: Engine) -> APIRouter:
-    router = APIRouter()
-    for part in (
-        completions_router,
-        chat_router,
-        responses_router,
-        messages_router,
-        abort_router,
-    ):
-        router.include_router(part(service))
-    router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
-    return router
-
+from .protocol.server_options import ServerOptions
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -125,6 +63,9 @@ def create_app(
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
     `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`,
     `app.state.reloader` reads changed files again.
+
+    Raises:
+        BadInput: an unknown parser, or a file of keys that is not one.
     """
     options = options or ServerOptions()
     reloader, keys = Reloader(), KeyRing(options)
@@ -135,16 +76,27 @@ def create_app(
     if options.otlp_traces_endpoint is not None:
         tracing = Tracing(options.otlp_traces_endpoint)
     loop = EngineLoop(engine, options)
-    service = open_service(
-        engine,
+    reason = engine.images.reason.replace(str(engine.folder), model_name)
+    images = PromptImages(engine.images, options.media, reason, engine.max_model_len)
+    service = Service(
         loop,
+        Tokenization(
+            engine.tokenizer,
+            engine.eos_token_ids,
+            engine.max_model_len,
+            chat_template,
+            None if tool_call_parser is None else tool_format(tool_call_parser),
+            None if reasoning_parser is None else reasoning_format(reasoning_parser),
+            takes_images=images.are_taken,
+        ),
+        Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
         model_name,
-        chat_template,
-        tool_call_parser,
-        reasoning_parser,
-        options.script,
-        pooling_type,
-        options.media,
+        adapters=dict(engine.config.loras),
+        created=int(time.time()),
+        max_model_len=engine.max_model_len,
+        images=images,
+        script=options.script,
+        pooling=pooling_tasks(engine, model_name, pooling_type),
     )
 
     @asynccontextmanager
@@ -184,7 +136,15 @@ def create_app(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
-    app.include_router(model_router(service, engine))
+    for router in (
+        completions_router,
+        chat_router,
+        responses_router,
+        messages_router,
+        abort_router,
+    ):
+        app.include_router(router(service))
+    app.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
     for router in (embeddings_router, scores_router):
         app.include_router(router(service))
     if options.lora_folders:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ....quant.base.errors import BadInput
 from ...base.logits import TokenMask
@@ -25,6 +25,7 @@ from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from ...multimodal.open import ImageSupport
     from ...multimodal.processor import PreparedPrompt
     from ...sampling.grammar import GrammarCompiler
 
@@ -33,24 +34,6 @@ NUM_FETCHES = 32
 """Downloads at a time: they wait for hosts."""
 NUM_DECODES = 2
 """Prompts at a time whose images are decoded: with the pixels of a prompt that bounds memory."""
-
-
-class PromptProcessor(Protocol):
-    """What an engine has for images (`ImageSupport`)."""
-
-    @property
-    def processor(self) -> Any:
-        """None if the model takes no images."""
-        ...
-
-    def prepare(
-        self,
-        prompt: str,
-        images: Sequence[Image],
-        *,
-        add_special_tokens: bool = True,
-        max_tokens: int | None = None,
-    ) -> PreparedPrompt: ...
 
 
 class PromptImages:
@@ -65,7 +48,7 @@ class PromptImages:
 
     def __init__(
         self,
-        support: PromptProcessor,
+        support: ImageSupport,
         limits: MediaLimits,
         reason: str,
         max_model_len: int | None = None,

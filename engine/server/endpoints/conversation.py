@@ -55,12 +55,11 @@ async def render(
         ApiError, BadInput: what the model's template refuses, or images that cannot be taken.
     """
     text, urls = service.text, [url for message in messages for url in message.image_urls]
-    given, asks = (messages, tools, template_options), add_generation_prompt
+    options = {**(template_options or {}), "add_generation_prompt": add_generation_prompt}
     if not urls:
-        token_ids = await text.encode_chat(*given, add_generation_prompt=asks)
-        return PreparedPrompt(token_ids, NO_IMAGES)
+        return PreparedPrompt(await text.encode_chat(messages, tools, options), NO_IMAGES)
     service.images.check(len(urls))
-    rendered = await text.render_chat(*given, add_generation_prompt=asks)
+    rendered = await text.render_chat(messages, tools, options)
     return await service.images.prepare(rendered, urls)
 
 

@@ -154,26 +154,23 @@ class Tokenization:
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
-        template_options: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokenize a conversation, by default with the generation prompt.
+        """Tokenize a conversation, with the generation prompt unless the template's `options` say otherwise.
 
         Raises:
             BadInput: the model's template rejects the conversation, or text is not valid Unicode.
         """
-        options = dict(template_options or {})
-        options["add_generation_prompt"] = add_generation_prompt
-        return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
+        # The model's template renders special tokens itself.
+        is_plain = self.template_source == "plain"
+        return await self._on_worker(
+            lambda: self._encode_text(
+                self._render_chat(messages, tools, options or {}), add_special_tokens=is_plain
+            )
+        )
 
     async def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        template_options: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
         """The text of a conversation with images, a placeholder for each.
 
@@ -185,9 +182,9 @@ class Tokenization:
                 "messages: the model has no chat template, which says where images stand; give one with "
                 "--chat-template"
             )
-        options = dict(template_options or {})
-        options["add_generation_prompt"] = add_generation_prompt
-        return await self._on_worker(lambda: self._checked_chat(messages, tools, options))
+        return await self._on_worker(
+            lambda: self._checked_text(self._render_chat(messages, tools, options))
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids to text, as in a completion."""
@@ -230,20 +227,17 @@ class Tokenization:
             text = template.replace("{query}", query, 1).replace("{document}", document, 1)
             return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
         for text in (query, document):
-            self._check_text(text)
+            self._checked_text(text)
         ids = self._tokenizer(query, document, **_truncation(max_tokens)).input_ids
         return list(ids)
 
     def _encode_text(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        self._check_text(text)
-        options = _truncation(max_tokens)
-        return list(
-            self._tokenizer(text, add_special_tokens=add_special_tokens, **options).input_ids
-        )
+        options = {"add_special_tokens": add_special_tokens, **_truncation(max_tokens)}
+        return list(self._tokenizer(self._checked_text(text), **options).input_ids)
 
-    def _check_text(self, text: str) -> None:
+    def _checked_text(self, text: str) -> str:
         if self._max_characters is not None and len(text) > self._max_characters:
             # Tokenizing it could take minutes on the only worker thread.
             raise BadInput(
@@ -255,29 +249,17 @@ class Tokenization:
             raise BadInput(
                 "the prompt is not valid Unicode: it contains an unpaired surrogate"
             ) from error
-
-    def _encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
-    ) -> list[int]:
-        text = self._render_chat(messages, tools, options)
-        # The model's template renders special tokens itself.
-        return self._encode_text(text, add_special_tokens=self.template_source == "plain")
-
-    def _checked_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
-    ) -> str:
-        text = self._render_chat(messages, tools, options)
-        self._check_text(text)
         return text
 
     def _render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
         is_plain = self.template_source == "plain"
         try:
             return self._tokenizer.apply_chat_template(
                 [message.for_template(as_parts=self._as_parts) for message in messages],
                 **{
+                    "add_generation_prompt": True,
                     **options,
                     "tools": [tool.for_template() for tool in tools] or None,
                     "chat_template": PLAIN_TEMPLATE if is_plain else None,
