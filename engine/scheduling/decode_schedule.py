@@ -74,7 +74,7 @@ class DecodeSchedule:
             position = batch.starts[place] + index
             self._cache.insert(self._requests[place], position, position + 1)
         if self._ends is None:
-            self._ends = tuple(_end_tokens(request, eos) for request in self._requests)
+            self._ends = tuple(request.end_tokens(eos) for request in self._requests)
         tokens = [
             Token(request, sampled[name][0], place, 0)
             for place, (name, request) in enumerate(zip(batch.names, self._requests, strict=True))
@@ -95,9 +95,3 @@ class DecodeSchedule:
 def is_decode_batch(rows: Sequence[ScheduledRow]) -> bool:
     """Whether a `DecodeSchedule` may go on from a step of these rows."""
     return all(row.is_decode for row in rows) and len({row.has_placeholder for row in rows}) == 1
-
-
-def _end_tokens(request: Request, eos: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a sequence."""
-    params = request.params
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..base.sampling_params import SamplingParams
-from .request import Request
 
 REPLACEMENT = "\ufffd"
 
@@ -71,18 +70,6 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-
-
-def stop_token_reason(request: Request, token_id: int, eos: frozenset[int]) -> int | None:
-    """`token_id` if it ends `request`, to which it has been appended; else None.
-
-    The sampler suppresses such ids before `min_tokens`, so that is not checked again here.
-    """
-    if token_id in request.params.stop_token_ids:
-        return token_id
-    if token_id in eos and not request.params.ignore_eos:
-        return token_id
-    return None
 
 
 class StopStrings:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...quant.base.errors import BadInput
 from .block_pool import BlockPool
+from .extension import SchedulerExtension
 from .prefix_cache import PrefixCache
 from .request import Request
-from .step_plan import Compaction, ScheduledRow
+from .step_plan import Compaction, ScheduledRow, StepPlan
 
 METHODS = ("snapkv", "h2o")
 DEFAULT_METHOD = "snapkv"
@@ -106,36 +107,32 @@ class KvEviction:
         return capacity + max(0, num_prompt_tokens - self.budget) + 1
 
 
-class Compactor:
+class Compactor(SchedulerExtension):
     """Plans compactions: blocks for the tokens that are kept, and the blocks that are freed."""
 
-    def __init__(self, rule: KvEviction | None, pool: BlockPool, cache: PrefixCache) -> None:
-        self.rule = rule
+    def __init__(self, rule: KvEviction, pool: BlockPool, cache: PrefixCache) -> None:
+        self._rule = rule
         self._pool, self._cache = pool, cache
         self._pending: list[Compaction] = []
         self.num_kept_tokens = self.num_evicted_tokens = 0
 
-    def end_of_step(self, request: Request, num_new: int) -> int:
-        """At most `num_new` tokens, so that the step ends where the sequence is compacted."""
-        if self.rule is None or (point := self.rule.compaction_point(request)) is None:
-            return num_new
-        return min(num_new, point - request.num_computed_tokens)
+    def chunk(self, request: Request, num_new: int) -> int:
+        """Tokens up to where the sequence is compacted."""
+        point = self._rule.compaction_point(request)
+        return num_new if point is None else min(num_new, point - request.num_computed_tokens)
 
     def num_reusable(self, request: Request, num_blocks: int) -> int:
-        """Blocks, of `num_blocks` that the prefix cache has, that a waiting sequence may share."""
-        return num_blocks if self.rule is None else self.rule.num_reusable(request, num_blocks)
+        return self._rule.num_reusable(request, num_blocks)
 
-    def admitted_tokens(self, request: Request) -> int:
-        """Tokens of a waiting sequence that it gets blocks for: those until it is compacted."""
-        point = None if self.rule is None else self.rule.compaction_point(request)
-        return request.num_tokens if point is None else min(request.num_tokens, point)
+    def num_admitted(self, request: Request, num_tokens: int) -> int:
+        """Tokens until the sequence is compacted."""
+        point = self._rule.compaction_point(request)
+        return num_tokens if point is None else min(num_tokens, point)
 
     def mark(self, request: Request, row: ScheduledRow) -> ScheduledRow:
         """The row with the tokens that are scored in it, and whether its end is compacted."""
-        if self.rule is None:
-            return row
-        scored = self.rule.num_scored(request, row.start, row.end)
-        ends = row.end == self.rule.compaction_point(request)
+        scored = self._rule.num_scored(request, row.start, row.end)
+        ends = row.end == self._rule.compaction_point(request)
         return row._replace(
             num_evicted=request.num_evicted_tokens, num_scored=scored, compacts=ends
         )
@@ -146,30 +143,32 @@ class Compactor:
         What it shares with others stays as it is, and what is in the prefix cache as long as other blocks
         are free: the kept tokens are copied.
         """
-        assert self.rule is not None
         before, num_slots = request.block_ids, request.num_slots
-        kept = self._blocks_for(before, -(-self.rule.budget // self.rule.block_size))
+        kept = self._blocks_for(before, -(-self._rule.budget // self._rule.block_size))
         if kept is None:
             return False
-        table = tuple(before[: -(-num_slots // self.rule.block_size)])
+        table = tuple(before[: -(-num_slots // self._rule.block_size)])
         self._pending.append(
-            Compaction(request.sequence_id, table, num_slots, tuple(kept), self.rule.budget)
+            Compaction(request.sequence_id, table, num_slots, tuple(kept), self._rule.budget)
         )
         held = set(kept)
         self._pool.free([block_id for block_id in before if block_id not in held])
         request.block_ids = kept
-        request.num_evicted_tokens += num_slots - self.rule.budget
-        self.num_kept_tokens += self.rule.budget
-        self.num_evicted_tokens += num_slots - self.rule.budget
+        request.num_evicted_tokens += num_slots - self._rule.budget
+        self.num_kept_tokens += self._rule.budget
+        self.num_evicted_tokens += num_slots - self._rule.budget
         return True
 
-    def take(self) -> tuple[Compaction, ...]:
-        """Take the compactions of a step, which come before all else, in this order.
+    def complete(self, plan: StepPlan) -> StepPlan:
+        """The plan with its compactions, which come before all else, in this order.
 
         Those of sequences that ended since do no harm: the next owner of a block writes each slot first.
         """
         taken, self._pending = tuple(self._pending), []
-        return taken
+        return replace(plan, compactions=taken)
+
+    def reset_in_flight(self) -> None:
+        self._pending = []
 
     def _blocks_for(self, table: Sequence[int], count: int) -> list[int] | None:
         """Blocks to copy `count` blocks of tokens to: of the sequence's own those that nothing else needs,

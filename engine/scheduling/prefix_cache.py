@@ -127,6 +127,8 @@ class PrefixCache:
         return CachedBlock(block_id, parent_hash, tokens, images)
 
     def _image_key(self, request: Request, index: int) -> bytes:
+        if not request.images:
+            return b""
         start = index * self._block_size
         end = start + self._block_size
         return content_key(request.images, start, end, request.bidirectional_images)

@@ -232,6 +232,11 @@ class Request:
         """The blocks of this sequence that are not evicted."""
         return [*self.block_ids[: self.evicted.start], *self.block_ids[self.evicted.stop :]]
 
+    def end_tokens(self, eos: frozenset[int]) -> frozenset[int]:
+        """The tokens that end it; the sampler suppresses them before `min_tokens`."""
+        ends = frozenset(self.params.stop_token_ids)
+        return ends if self.params.ignore_eos else ends | eos
+
     def view(self) -> TokenView:
         """Its tokens for a step that is scheduled now, with at most one output placeholder."""
         last = OUTPUT_PLACEHOLDER if self.num_output_placeholders else None

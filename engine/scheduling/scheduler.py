@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .block_pool import NULL_BLOCK, BlockPool, evict_blocks
 from .decode_schedule import DecodeSchedule, is_decode_batch
-from .detokenizer import stop_token_reason
+from .extension import SchedulerExtension
 from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
-from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
+from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import (
     SchedulerConfig,
-    check_images,
     check_length,
     check_queues,
     rank_of,
@@ -39,6 +38,8 @@ class Scheduler:
       place in the queue, and is recomputed later, or swapped in from the swap space.
     * Where the model has constant state, a running sequence has a state slot beside its blocks, and goes on
       from a cached prefix where a checkpoint of the state is.
+
+    State slots, a KV budget and swap space are extensions: what is not configured is not called.
     """
 
     def __init__(
@@ -57,30 +58,29 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting: list[tuple[Rank, Request]] = []
         self._requests: dict[str, Request] = {}
-        self.compactor = Compactor(config.eviction, pool, cache)
+        self.compactor: Compactor | None = None
+        if config.eviction is not None:
+            self.compactor = Compactor(config.eviction, pool, cache)
+        self._extensions: list[SchedulerExtension] = [
+            *([self.states] if self.states.num_slots else []),
+            *([] if self.compactor is None else [self.compactor]),
+            *([self.swap] if self.swap.num_blocks else []),
+        ]
         self._copies: dict[int, int] = {}  # destination block → source block
         self._decode: DecodeSchedule | None = None
-        rules = (config.window, config.drafting, config.eviction)
-        self._goes_on = rules == (None, None, None) and not self.states.num_slots
+        rules = (config.window, config.drafting, config.eviction, self.states.num_slots or None)
+        self._goes_on = all(rule is None for rule in rules)
         self._watermark_blocks = int(config.watermark * pool.num_usable)
         self.num_preemptions = 0
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
-        # The last token of a sequence is never computed, so it needs no slot.
-        longest = self.config.max_model_len
-        if self.config.max_blocks(longest - 1) <= self.pool.num_usable:
-            return longest
-        return min(longest, self.pool.num_usable * self.config.block_size + 1)
+        return self.config.longest(self.pool.num_usable)
 
     def longest_after(self, num_prompt_tokens: int) -> int:
         """`longest_sequence` of those with that many tokens of prompt: evicted tokens need no slots."""
-        longest, eviction = self.longest_sequence, self.config.eviction
-        if eviction is None or num_prompt_tokens >= longest:
-            return longest
-        capacity = self.pool.num_usable * self.config.block_size
-        return min(self.config.max_model_len, eviction.longest(num_prompt_tokens, capacity))
+        return self.config.longest(self.pool.num_usable, num_prompt_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -101,9 +101,7 @@ class Scheduler:
                 priority, which the policy ignores, or an image that no step can hold.
         """
         request.rank = rank_of(request, self.config.policy)
-        check_images(request, self.config)
-        longest = self.longest_after(request.num_prompt_tokens)
-        check_length(request, self.config, longest, self.pool.num_usable)
+        check_length(request, self.config, self.pool.num_usable)
         self._requests[request.sequence_id] = request
         self._enqueue(request)
 
@@ -124,14 +122,14 @@ class Scheduler:
             self._decode, scheduled = None, self._schedule_running()
             num_tokens = sum(row.num_tokens + row.num_draft_tokens for row in scheduled)
             rows = self._begin_decode((*scheduled, *self._admit_waiting(num_tokens, now)))
-        if not rows:
-            # An empty plan is not executed: the sequences preempted for it are recomputed.
-            for _, request in self._waiting:
-                self.swap.discard_uncopied(request)
         within = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
-        copies = BlockCopies(within, *self.swap.take_copies(), self.states.take_copies())
-        return StepPlan(rows, copies, self.compactor.take())
+        plan = StepPlan(rows, BlockCopies(within))
+        for extension in self._extensions:
+            if not rows:  # the plan is not executed
+                extension.skip_step(request for _, request in self._waiting)
+            plan = extension.complete(plan)
+        return plan
 
     def _schedule_running(self) -> tuple[ScheduledRow, ...]:
         """The rows of the running sequences, of which some may be preempted."""
@@ -214,7 +212,8 @@ class Scheduler:
             request = self.request_of(row)
             if request is not None and request.status is RequestStatus.RUNNING:  # else preempted
                 self._keep(request, row)
-            self.states.end_save(row.checkpoint, request, row.end)
+            for extension in self._extensions:
+                extension.end_row(request, row)
         tokens = []
         for index, row in enumerate(plan.rows):
             if (request := self.request_of(row)) is None:
@@ -241,7 +240,9 @@ class Scheduler:
         if not request.num_evicted_tokens:  # else each head has other tokens in them
             self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
         self._evict_behind_window(request)
-        while row.compacts and request.block_ids and not self.compactor.compact(request):
+        while self.compactor is not None and row.compacts and request.block_ids:
+            if self.compactor.compact(request):
+                break
             self._preempt(max(self.running, key=lambda running: running.rank))
 
     def request_of(self, row: ScheduledRow) -> Request | None:
@@ -273,13 +274,14 @@ class Scheduler:
             # A new list: a view of the old one may have been resolved with a token that is now sampled again.
             request.token_ids = request.token_ids.copy()
             request.num_output_placeholders = 0
-        for _, request in self._waiting:
-            self.swap.forget(request)
+        for extension in self._extensions:
+            for _, request in self._waiting:
+                extension.forget(request)
         for request in list(self.running):
             self._requeue(request)
         self._copies.clear()
-        self.compactor.take()
-        self.states.reset_in_flight()
+        for extension in self._extensions:
+            extension.reset_in_flight()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence for a reason outside the scheduler."""
@@ -308,8 +310,11 @@ class Scheduler:
         """Tokens that `request` may compute now: at least one, but for an image that exceeds the budget."""
         limit = self.config.prefill_chunk_size or share
         num_new = max(1, min(request.num_tokens - request.num_computed_tokens, share, limit))
-        num_new = self.compactor.end_of_step(request, self.states.chunk(request, num_new))
-        return uncut(request, num_new, budget)
+        for extension in self._extensions:
+            num_new = extension.chunk(request, num_new)
+        if request.bidirectional_images:
+            return uncut(request, num_new, budget)
+        return min(num_new, budget)  # 0 where an image before it took the rest
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
@@ -342,21 +347,21 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         """Move a waiting sequence to the running ones, if blocks for all its tokens and a slot are free."""
-        if not self.states.has_free:
+        if not all(extension.has_free for extension in self._extensions):
             return False
         table = self.cache.match(request)
-        num_hits = self.states.num_restorable(request, len(table))
-        num_hits = self.compactor.num_reusable(request, num_hits)
+        num_hits, num_tokens = len(table), request.num_tokens
+        for extension in self._extensions:
+            num_hits = extension.num_reusable(request, num_hits)
+            num_tokens = extension.num_admitted(request, num_tokens)
         del table[num_hits:]
         num_computed = num_hits * self.config.block_size
-        swapped = self.swap.swapped(request)
-        if swapped is not None:
-            num_computed = max(num_computed, swapped.num_tokens)
+        for extension in self._extensions:
+            num_computed = extension.num_restored(request, num_computed)
         evicted = self.config.evicted(num_computed)
         evict_blocks(table, range(0), evicted)
         hits = [*table[: evicted.start], *table[evicted.stop :]]
         revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
-        num_tokens = self.compactor.admitted_tokens(request)
         end = self.config.admitted_tokens(num_computed, num_tokens)
         places = range(num_hits, self.config.num_blocks(end))
         needed = [place for place in places if place not in evicted]
@@ -366,10 +371,9 @@ class Scheduler:
         self.pool.share(hits)
         new = dict(zip(needed, self.pool.allocate(len(needed)), strict=True))
         request.block_ids = [*table, *(new.get(place, NULL_BLOCK) for place in places)]
-        if swapped is not None:
-            self.swap.swap_in(request, new)
         request.evicted = evicted
-        request.state_slot = self.states.admit(request, num_hits)
+        for extension in self._extensions:
+            extension.admit(request, num_hits, new)
         request.num_computed_tokens = num_computed
         self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
@@ -380,12 +384,10 @@ class Scheduler:
 
     def _row(self, request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
         """The row of a sequence, whose tokens count as computed from now on."""
-        end = request.num_computed_tokens + num_new
-        row = scheduled_row(
-            request, num_new, num_draft_tokens, self.states.begin_save(request, end)
-        )
-        row = self.compactor.mark(request, row)
-        request.num_computed_tokens = end
+        row = scheduled_row(request, num_new, num_draft_tokens)
+        for extension in self._extensions:
+            row = extension.mark(request, row)
+        request.num_computed_tokens = row.end
         if row.samples_one:
             request.num_output_placeholders += 1
         return row
@@ -397,8 +399,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        if request.pooling is None:  # whose hidden states are recomputed with its blocks
-            self.swap.swap_out(request, self.config.block_size)
+        for extension in self._extensions:
+            extension.preempt(request)
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
@@ -418,9 +420,8 @@ class Scheduler:
 
     def _end(self, request: Request, token_id: int, eos: frozenset[int]) -> None:
         """End a sequence if its last token, `token_id`, says so, or its number of tokens."""
-        stop_reason = stop_token_reason(request, token_id, eos)
-        if stop_reason is not None:
-            self._finish(request, "stop", stop_reason if token_id not in eos else None)
+        if token_id in request.end_tokens(eos):
+            self._finish(request, "stop", None if token_id in eos else token_id)
         elif request.num_output_tokens >= request.max_tokens:
             self._finish(request, "length")
 
@@ -431,18 +432,17 @@ class Scheduler:
         is free for a copy, the child waits and recomputes its prompt, most of it a prefix hit.
         """
         parent.num_completions = 1
-        return [
-            self._child(parent, index)
-            for index in range(parent.index + 1, parent.index + 1 + count)
-        ]
+        first = parent.index + 1
+        return [self._child(parent, index) for index in range(first, first + count)]
 
     def _child(self, parent: Request, index: int) -> Request:
         child = parent.fork(index)
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_slots, self.config.block_size)
-        has_room = len(self.running) < self.config.max_num_seqs and self.states.has_free
+        has_room = len(self.running) < self.config.max_num_seqs
         has_room &= parent.status is RequestStatus.RUNNING
+        has_room &= all(extension.has_free for extension in self._extensions)
         if not has_room or self.pool.num_free < bool(partial):
             self._enqueue(child)
             return child
@@ -454,7 +454,8 @@ class Scheduler:
             copy = self.pool.allocate(1)
             self._copies[copy[0]] = parent.block_ids[num_full]
             child.block_ids += copy
-        child.state_slot = self.states.fork(parent.state_slot)
+        for extension in self._extensions:
+            extension.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens
         self._run(child)
         return child
@@ -465,7 +466,8 @@ class Scheduler:
         else:
             self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
-            self.swap.forget(request)
+            for extension in self._extensions:
+                extension.forget(request)
         del self._requests[request.sequence_id]
         request.num_output_placeholders = 0
         request.status = RequestStatus.FINISHED
@@ -485,13 +487,15 @@ class Scheduler:
         self.running.remove(request)
         self._decode = None
         self.pool.free(request.held_block_ids)
-        self.states.free(request.state_slot)
-        request.state_slot = NULL_SLOT
+        for extension in self._extensions:
+            extension.leave(request)
         request.block_ids = []
         request.evicted, request.num_evicted_tokens = range(0), 0
 
     def _evict_behind_window(self, request: Request) -> None:
         """Free the blocks behind the window; the null block takes their place in the table."""
+        if self.config.window is None:
+            return
         evicted = self.config.evicted(request.num_computed_tokens)
         self.pool.free(evict_blocks(request.block_ids, request.evicted, evicted))
         request.evicted = evicted

@@ -77,6 +77,19 @@ class SchedulerConfig:
             return whole
         return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
+    def longest(self, num_usable: int, num_prompt_tokens: int | None = None) -> int:
+        """Tokens of the longest sequence that fits into the context and, alone, into `num_usable` blocks.
+
+        Of a sequence with so many tokens of prompt, those that a KV-cache budget evicts need no slots.
+        """
+        # The last token of a sequence is never computed, so it needs no slot.
+        longest, capacity = self.max_model_len, num_usable * self.block_size
+        if self.max_blocks(longest - 1) > num_usable:
+            longest = min(longest, capacity + 1)
+        if self.eviction is None or num_prompt_tokens is None or num_prompt_tokens >= longest:
+            return longest
+        return min(self.max_model_len, self.eviction.longest(num_prompt_tokens, capacity))
+
     def admitted_tokens(self, num_computed: int, num_tokens: int) -> int:
         """Tokens, of `num_tokens`, that a sequence admitted with `num_computed` gets blocks for."""
         if self.window is None:
@@ -90,12 +103,15 @@ class SchedulerConfig:
         return self.window.evicted(num_computed, self.block_size)
 
 
-def check_length(request: Request, config: SchedulerConfig, longest: int, num_blocks: int) -> None:
-    """Refuse what can never fit: `longest` tokens of a sequence with its prompt do, into `num_blocks` blocks.
+def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
+    """Refuse what can never fit into `num_blocks` blocks.
 
     Raises:
-        BadInput: it is longer than the model's context, or than the whole KV cache.
+        BadInput: it is longer than the model's context, or than the whole KV cache, or it has an image that
+            no step can hold.
     """
+    if request.bidirectional_images:
+        check_images(request, config)
     count, capacity = request.num_prompt_tokens, num_blocks * config.block_size
     if request.pooling is not None:  # every token of the prompt needs a slot, and nothing follows
         if count > config.max_model_len:
@@ -111,7 +127,7 @@ def check_length(request: Request, config: SchedulerConfig, longest: int, num_bl
             f"{count} prompt tokens and {request.max_tokens} new ones exceed the "
             f"context length of {config.max_model_len} tokens"
         )
-    if total > longest:
+    if total > config.longest(num_blocks, count):
         raise BadInput(
             f"{count} prompt tokens and {request.max_tokens} new ones can never "
             f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"

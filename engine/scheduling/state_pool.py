@@ -11,11 +11,13 @@ was at the end of the last shared block: a checkpoint.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
+from .extension import SchedulerExtension
 from .request import NULL_SLOT, Request
-from .step_plan import Copies
+from .step_plan import Copies, ScheduledRow, StepPlan
 
 
 class _Checkpoint(NamedTuple):
@@ -26,7 +28,7 @@ class _Checkpoint(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-class StatePool:
+class StatePool(SchedulerExtension):
     """Allocation of state slots, and the state copies of the next step.
 
     A slot has one owner. A sequence starts from nothing at position 0, from a checkpoint after a prefix-cache
@@ -53,31 +55,29 @@ class StatePool:
 
     @property
     def has_free(self) -> bool:
-        """Whether one more sequence can run."""
         return not self.num_slots or bool(self._free)
 
-    def num_restorable(self, request: Request, num_hits: int) -> int:
-        """Blocks, of `num_hits` that are cached, behind which a sequence can go on."""
-        if not self.num_slots:
-            return num_hits
-        return next((n for n in range(num_hits, 0, -1) if self._checkpoint(request, n)), 0)
+    def num_reusable(self, request: Request, num_blocks: int) -> int:
+        """The blocks behind which there is a checkpoint to go on from."""
+        return next((n for n in range(num_blocks, 0, -1) if self._checkpoint(request, n)), 0)
 
-    def admit(self, request: Request, num_hits: int) -> int:
-        """A slot for a sequence; behind `num_hits` blocks, the next step restores their checkpoint."""
-        slot = self.allocate()
-        if self.num_slots and num_hits:
+    def admit(self, request: Request, num_hits: int, new: Mapping[int, int]) -> None:
+        """Give a sequence a slot; behind shared blocks, the next step restores their checkpoint."""
+        slot = request.state_slot = self.allocate()
+        if num_hits:
             checkpoint = self._checkpoint(request, num_hits)
             assert checkpoint is not None, "there is no state to go on from"
             self._saved.move_to_end(request.block_hashes[num_hits - 1])
             self._copies[slot] = checkpoint.slot
-        return slot
 
-    def fork(self, parent_slot: int) -> int:
-        """A slot for a forked sequence, into which the next step copies its parent's state."""
-        slot = self.allocate()
-        if self.num_slots:
-            self._copies[slot] = parent_slot
-        return slot
+    def fork(self, parent: Request, child: Request) -> None:
+        """Give a forked sequence a slot, into which the next step copies its parent's state."""
+        child.state_slot = self.allocate()
+        self._copies[child.state_slot] = parent.state_slot
+
+    def leave(self, request: Request) -> None:
+        self.free(request.state_slot)
+        request.state_slot = NULL_SLOT
 
     def allocate(self) -> int:
         """Take a slot; the caller has checked `has_free`."""
@@ -93,15 +93,19 @@ class StatePool:
             self._free.append(slot)
 
     def chunk(self, request: Request, num_new: int) -> int:
-        """At most `num_new` tokens of a prompt, so that the step ends where a checkpoint can be saved."""
+        """Tokens of a prompt up to the end of a block, where a checkpoint can be saved."""
         if not self.num_checkpoints or num_new == 1:
             return num_new
         start = request.num_computed_tokens
         last = min(start + num_new, request.num_tokens - 1)
         return max(last // self._block_size * self._block_size - start, 0) or num_new
 
-    def begin_save(self, request: Request, end: int) -> int:
-        """The slot into which a step that computes up to `end` saves the state, or the null slot."""
+    def mark(self, request: Request, row: ScheduledRow) -> ScheduledRow:
+        """The row with the slot into which the step saves the state at its end."""
+        slot = self._begin_save(request, row.end)
+        return row if slot == NULL_SLOT else row._replace(checkpoint=slot)
+
+    def _begin_save(self, request: Request, end: int) -> int:
         if not self.num_checkpoints or end % self._block_size:
             return NULL_SLOT
         num_blocks = end // self._block_size
@@ -117,12 +121,13 @@ class StatePool:
         self._saving.add(slot)
         return slot
 
-    def end_save(self, slot: int, request: Request | None, end: int) -> None:
-        """A step saved a state; without `request`, or if its blocks are not hashed, it is dropped."""
+    def end_row(self, request: Request | None, row: ScheduledRow) -> None:
+        """Keep the state that a step saved; without `request`, or if its blocks are not hashed, drop it."""
+        slot = row.checkpoint
         if slot not in self._saving:
             return
         self._saving.remove(slot)
-        num_blocks = end // self._block_size
+        num_blocks = row.end // self._block_size
         hashes = [] if request is None else request.block_hashes
         if request is None or len(hashes) < num_blocks or hashes[num_blocks - 1] in self._saved:
             self._unused.append(slot)
@@ -132,14 +137,12 @@ class StatePool:
             slot, parent, self._tokens(request, num_blocks)
         )
 
-    def take_copies(self) -> Copies:
-        """Take the copies (source, destination) of a step, which come before its forward pass."""
-        copies = tuple((source, destination) for destination, source in self._copies.items())
+    def complete(self, plan: StepPlan) -> StepPlan:
+        copies: Copies = tuple((source, to) for to, source in self._copies.items())
         self._copies.clear()
-        return copies
+        return replace(plan, copies=replace(plan.copies, states=copies))
 
     def reset_in_flight(self) -> None:
-        """Drop the pending copies and the checkpoints that in-flight steps save."""
         self._copies.clear()
         self._unused += self._saving
         self._saving.clear()

@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 
 from ..base.image_input import NO_IMAGES, Images
 from ..base.sampling_params import PoolingParams, SamplingParams
+from .block_pool import NULL_BLOCK
 from .request import NULL_SLOT, OUTPUT_PLACEHOLDER, Request, RopePositions, TokenView
 
 
@@ -118,9 +119,7 @@ class ScheduledRow(NamedTuple):
         return self._replace(tokens=self.tokens.resolved(sampled[self.sequence_id][0]))
 
 
-def scheduled_row(
-    request: Request, num_new: int, num_draft_tokens: int, checkpoint: int
-) -> ScheduledRow:
+def scheduled_row(request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
     """The row of the next `num_new` tokens of a sequence, which samples if it computes the last known one."""
     end = request.num_computed_tokens + num_new
     samples = end == request.num_tokens and request.pooling is None
@@ -137,11 +136,22 @@ def scheduled_row(
         lora=request.lora,
         num_draft_tokens=num_draft_tokens,
         state_slot=request.state_slot,
-        checkpoint=checkpoint,
         pooling=request.pooling,
         images=request.images,
         rope_positions=request.rope_positions,
         bidirectional_images=request.bidirectional_images,
+    )
+
+
+def is_plain_decode(row: ScheduledRow) -> bool:
+    """Whether a row is one token of text, which samples one, of a sequence that has all its blocks."""
+    return (
+        row.num_samples == 1
+        and row.end - row.start == 1
+        and not row.num_evicted
+        and NULL_BLOCK not in row.block_ids
+        and row.rope_positions is None
+        and all(image.end <= row.start for image in row.images)
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .extension import SchedulerExtension
 from .request import Request
-from .step_plan import Copies
+from .step_plan import Copies, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class SwappedSequence:
     blocks: Mapping[int, int]
 
 
-class SwapSpace:
+class SwapSpace(SchedulerExtension):
     """Allocation of host blocks, and the swap copies of the next step.
 
     A preempted sequence is swapped out if enough host blocks are free, and recomputed otherwise. When it is
@@ -28,8 +29,9 @@ class SwapSpace:
     are preempted before others are admitted, so that the copy of the next owner comes later.
     """
 
-    def __init__(self, num_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int = 0, block_size: int = 1) -> None:
         self.num_blocks = num_blocks
+        self._block_size = block_size
         self._free = list(range(num_blocks))
         self._swapped: dict[str, SwappedSequence] = {}
         self._out: dict[int, int] = {}  # host block → device block
@@ -40,9 +42,11 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
-    def swap_out(self, request: Request, block_size: int) -> None:
-        """Have the next step copy out what a running sequence computed, if enough host blocks are free."""
-        used = -(-request.num_computed_tokens // block_size)
+    def preempt(self, request: Request) -> None:
+        """Have the next step copy out what the sequence computed, if enough host blocks are free."""
+        if request.pooling is not None:
+            return  # its hidden states are recomputed with its blocks
+        used = -(-request.num_computed_tokens // self._block_size)
         places = [place for place in range(used) if place not in request.evicted]
         if not places or len(places) > len(self._free):
             return
@@ -54,13 +58,15 @@ class SwapSpace:
     def swapped(self, request: Request) -> SwappedSequence | None:
         return self._swapped.get(request.sequence_id)
 
-    def swap_in(self, request: Request, blocks: Mapping[int, int]) -> None:
-        """Have the next step copy the host blocks to device `blocks`, by index in the block table."""
-        swapped = self._swapped[request.sequence_id]
-        self._in |= {
-            blocks[place]: host for place, host in swapped.blocks.items() if place in blocks
-        }
-        self._release(request)
+    def num_restored(self, request: Request, num_computed: int) -> int:
+        swapped = self.swapped(request)
+        return num_computed if swapped is None else max(num_computed, swapped.num_tokens)
+
+    def admit(self, request: Request, num_hits: int, new: Mapping[int, int]) -> None:
+        """Have the next step copy the host blocks of a swapped-out sequence to its `new` blocks."""
+        if (swapped := self.swapped(request)) is not None:
+            self._in |= {new[place]: host for place, host in swapped.blocks.items() if place in new}
+            self._release(request)
 
     def forget(self, request: Request) -> None:
         """Free the host blocks of a sequence, and cancel its copies that are pending."""
@@ -69,11 +75,16 @@ class SwapSpace:
                 self._out.pop(host, None)
             self._release(request)
 
-    def discard_uncopied(self, request: Request) -> None:
-        """`forget` a sequence whose copies are pending."""
-        swapped = self._swapped.get(request.sequence_id)
-        if swapped is not None and self._out.keys() & swapped.blocks.values():
-            self.forget(request)
+    def skip_step(self, waiting: Iterable[Request]) -> None:
+        """Have the sequences recomputed whose copies out are pending."""
+        for request in waiting:
+            swapped = self.swapped(request)
+            if swapped is not None and self._out.keys() & swapped.blocks.values():
+                self.forget(request)
+
+    def complete(self, plan: StepPlan) -> StepPlan:
+        to_host, from_host = self.take_copies()
+        return replace(plan, copies=replace(plan.copies, to_host=to_host, from_host=from_host))
 
     def take_copies(self) -> tuple[Copies, Copies]:
         """Take the pending copies of a step: (device, host) blocks out, then (host, device) blocks in."""

@@ -117,7 +117,7 @@ class World:
             ),
             pool,
             PrefixCache(pool, block_size, enabled=caching),
-            SwapSpace(num_host_blocks),
+            SwapSpace(num_host_blocks, block_size),
             StatePool(num_states, num_checkpoints, block_size),
         )
         self._kept: dict[str, list[Past]] = {}

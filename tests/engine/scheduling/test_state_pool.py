@@ -109,7 +109,7 @@ def test_integrity_notices(broken):
     pool = StatePool(2)
     first, second = (sequence(name) for name in "ab")
     for request in (first, second):
-        request.state_slot = pool.admit(request, 0)
+        pool.admit(request, 0, {})
     pool.check_integrity([first, second])
     second.state_slot = first.state_slot if "two" in broken else 0
     with pytest.raises(AssertionError):
