@@ -24,7 +24,7 @@ from .cache.kv_cache import (
     kv_block_bytes,
     stored_dtype,
 )
-from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
+from .config.compatibility import refuse
 from .config.config import EngineConfig
 from .execution.decode_graphs import StepGraphs, graph_sizes
 from .execution.graph_setting import GraphSetting, capture_on
@@ -44,6 +44,7 @@ from .execution.workers import Workers, open_shards
 from .kernels.linear.native_linear import native_linear
 from .model.decoder.decoder import Decoder
 from .model.layers.projection import LEAST_RANK
+from .model.layers.state import StateCache, state_bytes_per_sequence
 from .model.open import CausalModel
 from .model.spec.spec import KvLayout
 from .multimodal.image_rules import ImageRules
@@ -176,7 +177,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
             limits,
             pool,
             prefixes,
-            SwapSpace(layout.num_host_blocks),
+            SwapSpace(layout.num_host_blocks, layout.block_size),
             StatePool(slots.num_sequences, slots.num_checkpoints, layout.block_size),
         ),
         open_loop(runner, loaded.device, overlapped=config.overlaps(loaded.device.type)),
@@ -202,10 +203,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
         if not config.enforce_eager and model.is_capturable:
             _make_lora_slots(config, model)
-    check_states(config, model.state_layouts)
-    check_eviction(config, model)
+    if model.state_layouts:
+        refuse({"states", *config.features}, "layers of this model keep a constant state")
+    if config.kv_budget is not None:
+        check_eviction(config, model)
     stored = stored_dtype(config, device, dtype)
-    draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype, stored)
+    draft = None
+    if config.speculation is not None:
+        options = config.speculation
+        draft = open_draft(options, tokenizer, model, max_model_len, device, dtype, stored)
     with explaining_out_of_memory("the vision tower", device):
         images = open_images(
             checkpoint,
@@ -290,6 +296,7 @@ def open_cache(
     num_slots: int = 0,
 ) -> KvCache:
     """Allocate the target's KV cache, in the workers as well, and its state slots."""
+    states = loaded.model.state_layouts
     cache = KvCache(
         loaded.model.kv_layouts,
         num_blocks,
@@ -297,7 +304,7 @@ def open_cache(
         loaded.device,
         layout.dtype,
         num_host_blocks,
-        StateCache(loaded.model.state_layouts, num_slots, loaded.device),
+        StateCache(states, num_slots, loaded.device) if states else None,
     )
     if loaded.workers is not None:
         loaded.workers.attach(loaded.model, cache, num_blocks)
@@ -329,7 +336,7 @@ def open_runner(
         loaded.eos_token_ids,
         proposer,
         graphs=StepGraphs(setting, sizes),
-        token_graphs=TokenGraphs(setting, token_sizes),
+        token_graphs=TokenGraphs(setting, token_sizes) if token_sizes else None,
         by_rejection=config.speculation is not None
         and config.speculation.acceptance == "rejection",
         evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
@@ -367,7 +374,7 @@ def engine_memory(
         weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
         kv_bytes_per_token=-(-per_block * len(shards) // cache.block_size),
         draft_bytes=0 if proposer is None else proposer.bytes_held,
-        state_bytes=cache.states.num_bytes,
+        state_bytes=0 if cache.states is None else cache.states.num_bytes,
     )
 
 

@@ -53,6 +53,7 @@ class Engine:
         self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
         self._loop: StepLoop = parts.loop
         self.loras = LoraManager(config, loaded.model, parts.scheduler)
+        self._takes_loras = loaded.model.lora_bank is not None
         self._in_flight: InFlightStep | None = None
         self._finishing: InFlightStep | None = None
         self._failed: dict[str, None] = {}
@@ -116,14 +117,17 @@ class Engine:
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
             num_completions=params.num_sequences,
-            cache_salt=adapter_salt(adapter, cache_salt),
+            cache_salt=cache_salt if adapter is None else adapter_salt(adapter, cache_salt),
             lora=adapter,
             pooling=pooling,
             images=images,
-            rope_positions=self._image_rules.rope_positions(token_ids, images),
-            bidirectional_images=self._image_rules.bidirectional(images),
         )
+        if images:
+            request.rope_positions = self._image_rules.rope_positions(token_ids, images)
+            request.bidirectional_images = self._image_rules.bidirectional(images)
         self.scheduler.add(request)
+        if pooling is not None:
+            self.output_processor.add_pooled()
         if best_of is not None:
             self.output_processor.add_best_of(request_id, best_of)
         self._next_order += params.num_sequences
@@ -166,7 +170,8 @@ class Engine:
         self.loras.unload(name)
 
     def _release_loras(self) -> None:
-        if self.loras.releasable:  # rarely, because it ends the overlap of steps
+        # Rarely, because it ends the overlap of steps.
+        if self._takes_loras and self.loras.releasable:
             self._wait_for_thread()
             self.loras.release()
 
@@ -244,8 +249,7 @@ class Engine:
         known = time.perf_counter()
         result = computed.result
         with timer("update"):
-            self.output_processor.keep_prompt_logprobs(plan, result)
-            self.output_processor.pooled.keep(plan, result)
+            self.output_processor.keep(plan, result)
             tokens = self.scheduler.update(
                 plan, result.tokens, self.eos_token_ids, known, result.draft_depths
             )
@@ -346,7 +350,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, compactor = self.scheduler, self.scheduler.pool, self.scheduler.compactor
         size, used = scheduler.config.block_size, pool.num_usable - pool.num_free
         return EngineStats(
             num_steps=self._num_steps,
@@ -363,8 +367,8 @@ class Engine:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted,
             kv_blocks_used=used,
-            num_kept_tokens=scheduler.compactor.num_kept_tokens,
-            num_evicted_tokens=scheduler.compactor.num_evicted_tokens,
+            num_kept_tokens=0 if compactor is None else compactor.num_kept_tokens,
+            num_evicted_tokens=0 if compactor is None else compactor.num_evicted_tokens,
             kv_dtype=stored_name(self.runner.cache.dtype),
             kv_bytes=self.memory.kv_cache_bytes,
             kv_tokens_total=pool.num_usable * size,

@@ -26,7 +26,8 @@ from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.decode_graphs import DecodeForward, DecodeStep
+from llmopt.engine.execution.decode_graphs import DecodeStep
+from llmopt.engine.execution.graph_setting import Forward
 from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear
@@ -84,12 +85,12 @@ class Clock:
         return spent
 
 
-def timed_steps(clock: Clock) -> Callable[..., DecodeForward]:
+def timed_steps(clock: Clock) -> Callable[..., Forward]:
     """`DecodeStep.prepare`, with the captured step itself on the clock."""
     prepare = DecodeStep.prepare
-    forwards: dict[DecodeStep, DecodeForward] = {}
+    forwards: dict[DecodeStep, Forward] = {}
 
-    def prepared(step: DecodeStep, *given: Any) -> DecodeForward:
+    def prepared(step: DecodeStep, *given: Any) -> Forward:
         forward = prepare(step, *given)
         if step not in forwards:
             forwards[step] = forward._replace(run=clock.timed("replayed", forward.run))

@@ -23,7 +23,8 @@ from llmopt.engine.base.host import cpu_model
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.execution.decode_graphs import DecodeForward, DecodeStep
+from llmopt.engine.execution.decode_graphs import DecodeStep
+from llmopt.engine.execution.graph_setting import Forward
 from llmopt.engine.execution.step import PhaseTimer
 from llmopt.engine.kernels.common.launch import replay_launches
 
@@ -44,15 +45,15 @@ class Stand:
         kinds: by name what runs, of a step and its forward pass.
     """
 
-    kinds: dict[str, Callable[[DecodeStep, DecodeForward], object]]
+    kinds: dict[str, Callable[[DecodeStep, Forward], object]]
     kind: str = "whole"
     seconds: float = 0.0
-    _forwards: dict[DecodeStep, DecodeForward] = field(default_factory=dict)
+    _forwards: dict[DecodeStep, Forward] = field(default_factory=dict)
 
-    def prepare(self, prepare: Callable[..., DecodeForward]) -> Callable[..., DecodeForward]:
+    def prepare(self, prepare: Callable[..., Forward]) -> Callable[..., Forward]:
         """`DecodeStep.prepare` with `kind` in place of the forward pass."""
 
-        def prepared(step: DecodeStep, *given: Any) -> DecodeForward:
+        def prepared(step: DecodeStep, *given: Any) -> Forward:
             forward = prepare(step, *given)
             if step not in self._forwards:
                 self._forwards[step] = forward._replace(run=lambda: self._run(step, forward))
@@ -60,17 +61,17 @@ class Stand:
 
         return prepared
 
-    def _run(self, step: DecodeStep, forward: DecodeForward) -> Any:
+    def _run(self, step: DecodeStep, forward: Forward) -> Any:
         begun = time.thread_time()
         self.kinds[self.kind](step, forward)
         self.seconds += time.thread_time() - begun
 
 
-def part_of(share: float) -> Callable[[DecodeStep, DecodeForward], object]:
+def part_of(share: float) -> Callable[[DecodeStep, Forward], object]:
     """Runs the first `share` of a graph's kernels."""
     parts: dict[DecodeStep, Callable[[], None]] = {}
 
-    def run(step: DecodeStep, _: DecodeForward) -> None:
+    def run(step: DecodeStep, _: Forward) -> None:
         if step not in parts:
             launches = step.launches
             parts[step] = replay_launches(launches[: round(share * len(launches))])
@@ -79,7 +80,7 @@ def part_of(share: float) -> Callable[[DecodeStep, DecodeForward], object]:
     return run
 
 
-def reading(count: int) -> Callable[[DecodeStep, DecodeForward], object]:
+def reading(count: int) -> Callable[[DecodeStep, Forward], object]:
     """Reads so many MiB."""
     memory = torch.ones(count * MEBIBYTE // 8, dtype=torch.int64)
     return lambda step, forward: memory.sum()
@@ -107,7 +108,7 @@ def begin(checkpoint: str, batch: int, steps: int) -> Engine:
 
 def measure(checkpoint: str, batch: int, rounds: int) -> dict[str, Any]:
     """Median microseconds of each kind's steps, and of the phases of whole ones."""
-    kinds: dict[str, Callable[[DecodeStep, DecodeForward], object]] = {
+    kinds: dict[str, Callable[[DecodeStep, Forward], object]] = {
         "stubbed": lambda step, forward: None,
         **{f"{share:.0%} of kernels": part_of(share) for share in (0.25, 0.5, 0.75)},
         "whole": lambda step, forward: forward.run(),

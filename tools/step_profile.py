@@ -56,7 +56,7 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
     return {
         Scheduler.schedule: "scheduling",
         Scheduler.update: "scheduling",
-        OutputProcessor.keep_prompt_logprobs: "scheduling",
+        OutputProcessor.keep: "scheduling",
         KvCache.copy: "preparing",
         ModelRunner._inputs: "preparing",
         ModelRunner._ends: "preparing",

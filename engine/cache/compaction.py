@@ -23,13 +23,11 @@ POOLING_KERNEL = 7
 
 
 def check_eviction(config: EngineConfig, model: CausalModel) -> None:
-    """Check that a KV-cache budget, if `config` has one, goes with the model's layers.
+    """Check that the KV-cache budget of `config` goes with the model's layers.
 
     Raises:
         BadInput: it does not.
     """
-    if config.kv_budget is None:
-        return
     because = f"kv_budget = {config.kv_budget}"
     if not isinstance(model, Decoder):
         refuse({"kv-budget", "transformers"}, because)

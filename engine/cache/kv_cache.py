@@ -23,11 +23,11 @@ from ..kernels.attention.block_copies import (
 from ..kernels.attention.paged_tensor import vector_bytes
 from ..kernels.common.runtime import refuses_fp8
 from ..model.layers.attention import LayerCache
+from ..model.layers.state import StateCache
 from ..model.spec.spec import KvLayout
 from ..planner.device.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
-from .state_cache import StateCache
 
 _STORED = {
     "bfloat16": torch.bfloat16,
@@ -188,7 +188,7 @@ class KvCache:
             for index, layout in enumerate(layouts)
         ]
         self.num_host_blocks = num_host_blocks
-        self.states = StateCache((), 0, device) if states is None else states
+        self.states = states
         # Pinned, so that copies are asynchronous to the host.
         self._on_host = [
             torch.empty(
@@ -221,7 +221,8 @@ class KvCache:
             return
         if self.broadcast is not None:
             self.broadcast("copy", copies)
-        self.states.copy(copies.states)
+        if self.states is not None:
+            self.states.copy(copies.states)
         if copies.within:
             sources, destinations = zip(*copies.within, strict=True)
             in_any_order = set(sources).isdisjoint(destinations)

@@ -113,8 +113,6 @@ class LoadedAdapters:
         self._retired.discard(key)
 
 
-def adapter_salt(adapter: str | None, salt: bytes) -> bytes:
+def adapter_salt(adapter: str, salt: bytes) -> bytes:
     """The salt of prefix-cache hashes: keys and values depend on the adapter."""
-    if adapter is None:
-        return salt
     return blake2b(salt, key=blake2b(adapter.encode()).digest(), digest_size=32).digest()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.step_inputs import Run
 from ..kernels.attention.step_plans import StepPlans
 from ..kernels.common.launch import Launch, replay_launches
 from ..kernels.graphs.advance_step import AdvanceCall, native_advance
@@ -24,7 +23,7 @@ from ..kernels.graphs.cpu_graph import CpuGraph, NotCapturable
 from ..kernels.sampling.argmax import argmax_rows
 from ..model.layers.attention import StepInputs
 from ..scheduling.step_plan import DecodeRows
-from .decode_inputs import DecodeInputs, is_plain_decode
+from .decode_inputs import DecodeInputs
 from .graph_setting import Forward, Graph, GraphName, GraphSetting, SteppedModel, succeeds
 
 CPU_SIZES = tuple(range(1, 33))
@@ -43,7 +42,7 @@ class DecodeKind(NamedTuple):
 
 
 class StepGraphs:
-    """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
+    """Decode steps of a model, of one token per sequence, captured as graphs; what is not captured is eager.
 
     Args:
         sizes: batch sizes to capture, ascending; none: every step is eager.
@@ -89,69 +88,58 @@ class StepGraphs:
         self._decode_steps.clear()
         self._setting.give_up("decode")
 
-    def prepare(self, inputs: StepInputs, adapter_slots: Sequence[int] | None = ()) -> Forward:
-        """Choose a graph and fill its static inputs with a step's values, or leave the step eager.
-
-        `adapter_slots`: of each row, none where no row has an adapter; None: some adapter is in no slot.
-        """
-        group = inputs.batch.decode
-        eager = Forward(partial(self._model.forward, inputs, self._setting.caches), is_replay=False)
-        if inputs.batch.spans or group is None or adapter_slots is None or inputs.scored:
-            return eager
-        if inputs.embedded is not None:
-            return eager  # a chunk of one token, of an image; it may have three positions
-        rows = len(inputs.token_ids)
-        size = self._size_of(rows)
-        if size is None:
-            return eager
-        self._static.fill(inputs, group, rows, size, adapter_slots)
-        aux = inputs.aux_hidden_state_layers
-        kind = DecodeKind(size, group.sink_length, aux, bool(adapter_slots))
-        return self._replay(rows, kind) or eager
-
-    def prepare_decode(
-        self, runs: Sequence[Run], adapter_slots: Sequence[int] = ()
-    ) -> Forward | None:
-        """Fill a captured decode step from its runs, without input tensors; None: it is not captured, or
-        not a plain one. What else `StepInputs` tells is the caller's to know."""
-        size = self._size_of(len(runs)) if self._static.takes_runs else None
-        if size is None or not is_plain_decode(runs):
-            return None
-        self._static.fill_runs(runs, size, adapter_slots)
-        return self._replay(len(runs), DecodeKind(size, adapters=bool(adapter_slots)))
-
-    def prepare_batch(
+    def prepare(
         self,
-        rows: DecodeRows,
+        step: DecodeRows | StepInputs,
         sampled: torch.Tensor | None = None,
         adapter_slots: Sequence[int] = (),
-    ) -> DecodeForward | None:
-        """Fill a captured decode step, in place where it follows another; None: it is not captured.
+    ) -> Forward | None:
+        """Fill a captured step with the values of decode rows, or of input tensors; None: it is not captured.
 
-        `sampled` are the tokens [rows] of rows with placeholders, on the device.
+        Of decode rows it gives the logits, of input tensors the hidden states.
+
+        Args:
+            sampled: the tokens [rows] of decode rows with placeholders, on the device.
+            adapter_slots: of each row, none where no row has an adapter.
         """
-        count = len(rows)
-        size = self._size_of(count)
+        if isinstance(step, StepInputs):
+            return self._prepare_inputs(step, adapter_slots)
+        rows = len(step)
+        size = self._size_of(rows)
         if size is None:
             return None
         kind = DecodeKind(size, adapters=bool(adapter_slots))
-        is_whole = size == count and sampled is None and self._static.takes_runs
-        key = kind, rows.batch.takes_largest
-        if is_whole and (step := self._decode_steps.get(key)) is not None:
-            return step.prepare(rows, adapter_slots)
+        is_whole = size == rows and sampled is None and self._static.on_host
+        key = kind, step.batch.takes_largest
+        if is_whole and (captured := self._decode_steps.get(key)) is not None:
+            return captured.prepare(step, adapter_slots)
         # Before a capture, whose torch operations write to the slots that the inputs hold.
         with torch.inference_mode():
-            self._static.fill_batch(rows, size, sampled, adapter_slots)
+            self._static.fill_host(step, size, sampled, adapter_slots)
         graph = self.captured(kind)
         if graph is None:
             return None
         if not (is_whole and isinstance(graph, CpuGraph)):
-            return DecodeForward(lambda: self._setting.logits(graph, count))
+            return Forward(lambda: self._setting.logits(graph, rows))
         capture: Any = self._setting.capture  # of a CPU, since the graph is
-        step = self._decode_steps[key] = DecodeStep(
+        captured = self._decode_steps[key] = DecodeStep(
             self._model, graph, self._static, size, capture, takes_largest=key[1]
         )
-        return step.prepare(rows, adapter_slots)
+        return captured.prepare(step, adapter_slots)
+
+    def _prepare_inputs(self, inputs: StepInputs, adapter_slots: Sequence[int]) -> Forward | None:
+        group = inputs.batch.decode
+        if inputs.batch.spans or group is None or inputs.scored:
+            return None
+        if inputs.embedded is not None:
+            return None  # a chunk of one token, of an image; it may have three positions
+        rows = len(inputs.token_ids)
+        size = self._size_of(rows)
+        if size is None:
+            return None
+        self._static.fill_device(inputs, group, rows, size, adapter_slots)
+        aux = inputs.aux_hidden_state_layers
+        return self._replay(rows, DecodeKind(size, group.sink_length, aux, bool(adapter_slots)))
 
     def _size_of(self, rows: int) -> int | None:
         """The smallest size that holds so many rows."""
@@ -162,7 +150,7 @@ class StepGraphs:
         graph = self.captured(kind)
         if graph is None:
             return None
-        return Forward(lambda: graph.replay()[:rows], is_replay=True)
+        return Forward(lambda: graph.replay()[:rows])
 
     def captured(self, kind: DecodeKind) -> Graph | None:
         """The graph of a kind, captured now if it was not, and planned for the static inputs; None: capturing
@@ -208,18 +196,6 @@ def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
     return sizes[: bisect_left(sizes, max_rows) + 1]
 
 
-class DecodeForward(NamedTuple):
-    """A captured decode step whose inputs are in place.
-
-    Attributes:
-        run: the logits [rows, vocab], valid until the next step, of whatever size.
-        tokens: the argmax of each row once it has run; None: it gives logits alone.
-    """
-
-    run: Callable[[], torch.Tensor]
-    tokens: Iterable[int] | None = None
-
-
 class DecodeStep:
     """A CPU graph of the layers on `inputs`, with the LM head of its result, captured behind it.
 
@@ -257,7 +233,7 @@ class DecodeStep:
                 argmax_rows(logits, self._tokens)
             return logits
 
-        self._forward = DecodeForward(lambda: model.logits(graph.replay()))
+        self._forward = Forward(lambda: model.logits(graph.replay()))
         try:
             head = capture(call)
         except NotCapturable:
@@ -269,14 +245,16 @@ class DecodeStep:
             tokens = (ctypes.c_int64 * size).from_address(self._tokens.data_ptr())
         head.share_result()
         self._graphs = graph, head  # keep alive what their launches point at
-        self._forward = DecodeForward(self._captured(graph, head), tokens)
+        self._forward = Forward(self._captured(graph, head), tokens)
 
-    def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> DecodeForward:
+    def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> Forward:
         """The step, with the inputs of `rows` in place."""
-        if self._advance is None:
-            self._inputs.fill_batch(rows, self._size, None, adapter_slots)
-        else:
-            self._advance.follows = self._inputs.follow_batch(rows, self._size, adapter_slots)
+        advance = self._advance
+        follows = self._inputs.fill_host(
+            rows, self._size, None, adapter_slots, advances=advance is not None
+        )
+        if advance is not None:
+            advance.follows = follows
         return self._forward
 
     def _captured(self, graph: CpuGraph, head: CpuGraph) -> Callable[[], torch.Tensor]:

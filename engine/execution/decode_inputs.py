@@ -1,4 +1,7 @@
-"""Static input tensors of decode steps, which graphs are captured on.
+"""Static input tensors of decode steps, which graphs are captured on, and their two fillers.
+
+Values that the host knows, of a batch of decode rows, are written by `fill_host`; values that were made on
+the device by `fill_device`.
 
 A step that follows another of its batch changes them in place: every position, slot and length grows by one,
 and where a sequence takes a block, its table has one more entry. So nothing is rebuilt, and nothing but those
@@ -13,7 +16,6 @@ import numpy as np
 import torch
 
 from ..base.device import packed, to_device
-from ..cache.step_inputs import Run
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..kernels.attention.step_plans import StepPlans
 from ..kernels.graphs.advance_step import AdvanceCall
@@ -21,19 +23,6 @@ from ..model.layers.attention import StepInputs
 from ..model.layers.projection import NO_SLOT
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
-
-
-def is_plain_decode(runs: Sequence[Run]) -> bool:
-    """Whether every run is one token of text, at its plain position, of a sequence with all its blocks."""
-    return all(
-        len(run.token_ids) == 1
-        and run.tree is None
-        and not run.num_evicted
-        and NULL_BLOCK not in run.block_ids
-        and run.rope_positions is None
-        and all(image.offset + image.num_tokens <= run.start for image in run.images)
-        for run in runs
-    )
 
 
 class DecodeInputs:
@@ -54,13 +43,10 @@ class DecodeInputs:
         self._lengths.fill_(1)
         self._rows = torch.arange(rows, device=device)
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
-        self._filled: list[Sequence[int] | None] = [None] * rows
         # Of the batch that was written last, if it is still in place.
         self._batch: DecodeBatch | None = None
         self._index = 0
-        self._advances = (
-            False  # whether a captured step computed it, which can go on from it by itself
-        )
+        self._advances = False  # whether a captured step computed it, which can go on from it
         # Of the sequences that were written last: tokens in their blocks, and steps since.
         self._known: Sequence[int] = ()
         self._since = 0
@@ -76,11 +62,11 @@ class DecodeInputs:
     @property
     def most_rows(self) -> int:
         """Rows of the largest step."""
-        return len(self._filled)
+        return len(self._rows)
 
     @property
-    def takes_runs(self) -> bool:
-        """Whether `fill_runs` can write to the tensors."""
+    def on_host(self) -> bool:
+        """Whether the host writes to the tensors themselves."""
         return self._arrays is not None
 
     def num_held(self, size: int) -> list[int]:
@@ -115,15 +101,15 @@ class DecodeInputs:
         self._columns[3].fill_(1)
         self.adapter_slots.fill_(NO_SLOT)
 
-    def take_news(self) -> tuple[int, ...]:
-        """See `StaticInputs`: rows, and how wide the part of their tables is in which some changed."""
-        news = self._new_rows, self._new_width
+    def take_unshared(self) -> tuple[int, ...]:
+        """Rows, and how wide the part of their tables is in which some changed; see `StaticInputs`."""
+        unshared = self._new_rows, self._new_width
         self._new_width = 0
-        return news
+        return unshared
 
-    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+    def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
         """See `StaticInputs`."""
-        rows, width = news
+        rows, width = unshared
         broadcast(self._columns)
         if width:
             tables = self._tables[:rows, :width]
@@ -131,7 +117,7 @@ class DecodeInputs:
             broadcast(packed_tables)
             tables.copy_(packed_tables)
 
-    def fill(
+    def fill_device(
         self,
         inputs: StepInputs,
         group: DecodeGroup,
@@ -139,7 +125,7 @@ class DecodeInputs:
         size: int,
         adapter_slots: Sequence[int] = (),
     ) -> None:
-        """Copy a step's values."""
+        """Copy the values of a step whose input tensors were made."""
         self._forget_batch()
         self._token_ids[:rows] = inputs.token_ids
         self._positions[:rows] = inputs.positions
@@ -152,55 +138,35 @@ class DecodeInputs:
         self._tables[:rows, : tables.shape[1]] = tables
         assert group.counts is not None
         self._known, self._since = group.counts.num_held, 0
-        self._filled[:rows] = [None] * rows
         self._pad(rows, size, tables.shape[1])
 
-    def fill_runs(self, runs: Sequence[Run], size: int, adapter_slots: Sequence[int] = ()) -> None:
-        """Write the values of a plain decode step."""
-        assert self._arrays is not None
-        self._forget_batch()
-        token_ids, positions, slots, lengths, _, adapters, tables = self._arrays
-        rows, block_size = len(runs), self._block_size
-        starts = [run.start for run in runs]
-        self._known, self._since = starts, 1
-        token_ids[:rows] = [run.token_ids[0] for run in runs]
-        positions[:rows] = starts
-        lengths[:rows] = starts
-        lengths[:rows] += 1
-        slots[:rows] = [
-            run.block_ids[run.start // block_size] * block_size + run.start % block_size
-            for run in runs
-        ]
-        self._evicted_spans[:rows] = 0
-        adapters[:rows] = adapter_slots or NO_SLOT
-        width = max(starts) // block_size + 1
-        for row, run in enumerate(runs):
-            if run.block_ids != self._filled[row]:
-                held = run.block_ids[: run.start // block_size + 1]
-                tables[row, : len(held)] = held
-                # What was cut off here is written when the sequence reaches it.
-                self._filled[row] = run.block_ids if len(held) == len(run.block_ids) else None
-        self._pad(rows, size, width)
-
-    def fill_batch(
+    def fill_host(
         self,
         rows: DecodeRows,
         size: int,
         sampled: torch.Tensor | None = None,
         adapter_slots: Sequence[int] = (),
-    ) -> None:
+        *,
+        advances: bool = False,
+    ) -> bool:
         """Write a decode step; in place, where the one before it in its batch was written last.
 
-        `sampled` are the tokens [rows] of rows with placeholders, on the device.
+        `sampled` are the tokens [rows] of rows with placeholders, on the device. With `advances` the captured
+        step begins with `advance_step`: returns whether that has to go on from the step before it, which was
+        such a one too, so that the host writes nothing but new blocks.
         """
-        if not self._follows(rows):
-            self._begin_batch(rows, size, adapter_slots)
-        elif self._arrays is not None:
-            self._go_on(rows)
+        follows = rows.batch is self._batch and rows.step == self._index + 1
+        by_itself = follows and advances and self._advances
+        if by_itself:
+            self._begin_blocks(rows)
+        elif follows:
+            self._advance(rows)
         else:
-            self._go_on_elsewhere(rows)
-        self._batch, self._index, self._advances = rows.batch, rows.step, False
+            self._begin_batch(rows, size, adapter_slots)
+        self._batch, self._index, self._advances = rows.batch, rows.step, advances
         self._known, self._since = rows.batch.starts, rows.step + 1
+        if by_itself:
+            return True
         if sampled is not None:
             self._token_ids[: len(rows)].copy_(sampled)
         elif self._arrays is not None:
@@ -208,30 +174,13 @@ class DecodeInputs:
         else:
             (token_ids,) = packed([rows.token_ids], self._device)
             self._token_ids[: len(rows)].copy_(token_ids)
+        return False
 
     def advance_call(self, rows: int, sampled: torch.Tensor) -> AdvanceCall:
         """The argument of `advance_step` for a step of so many rows, which leaves its tokens in `sampled`."""
         columns = self._token_ids, self._positions, self._slots, self._lengths
         pointers = (tensor.data_ptr() for tensor in (*columns, self._tables, sampled))
         return AdvanceCall(*pointers, rows, self._tables.shape[1], self._block_size, 0)
-
-    def follow_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int] = ()) -> bool:
-        """Prepare a step that begins with `advance_step`; returns whether that has to advance the values.
-
-        Else the step before was another, and the values are written.
-        """
-        advances = self._advances and self._follows(rows)
-        if advances:
-            for begun in self._begun_blocks(rows):
-                self._mirror.append(*begun)
-            self._index, self._since = rows.step, rows.step + 1
-        else:
-            self.fill_batch(rows, size, None, adapter_slots)
-            self._advances = True
-        return advances
-
-    def _follows(self, rows: DecodeRows) -> bool:
-        return rows.batch is self._batch and rows.step == self._index + 1
 
     def _begin_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int]) -> None:
         """Write all but the tokens; of the tables what the batch before did not have in them."""
@@ -248,7 +197,6 @@ class DecodeInputs:
         slots[:] = self._mirror.tables[np.arange(count), places]
         slots *= block_size
         slots += positions % block_size
-        self._filled[:count] = [None] * count
         if self._arrays is not None:
             self._columns.numpy()[1:, :count] = values
         else:
@@ -257,21 +205,18 @@ class DecodeInputs:
             self._tables[:count, :width].copy_(to_device(tables, self._device))
         self._pad(count, size, width)
 
-    def _go_on(self, rows: DecodeRows) -> None:
-        assert self._arrays is not None
-        slots = self._arrays[2]
-        self._counters[:, : len(rows)] += 1
-        for place, column, block_id in self._begun_blocks(rows):
-            self._mirror.append(place, column, block_id)
-            slots[place] = block_id * self._block_size
-
-    def _go_on_elsewhere(self, rows: DecodeRows) -> None:
-        """The same on a GPU, in stream order: nothing waits, and no step in flight reads other values."""
+    def _advance(self, rows: DecodeRows) -> None:
+        """Move every row to its next position; on a GPU in stream order, behind steps in flight."""
+        begun = self._begin_blocks(rows)
+        if self._arrays is not None:
+            self._counters[:, : len(rows)] += 1
+            slots = self._arrays[2]
+            for place, _, block_id in begun:
+                slots[place] = block_id * self._block_size
+            return
         self._columns[1:4, : len(rows)] += 1
-        if begun := self._begun_blocks(rows):
+        if begun:
             width = self._tables.shape[1]
-            for place, column, block_id in begun:
-                self._mirror.append(place, column, block_id)
             at, block_ids, of_rows, slots = packed(
                 [
                     [place * width + column for place, column, _ in begun],
@@ -284,13 +229,15 @@ class DecodeInputs:
             self._tables.view(-1).index_copy_(0, at, block_ids)
             self._slots.index_copy_(0, of_rows, slots)
 
-    def _begun_blocks(self, rows: DecodeRows) -> list[tuple[int, int, int]]:
-        """(row, place in its table, block) where a token is the first of a block."""
+    def _begin_blocks(self, rows: DecodeRows) -> list[tuple[int, int, int]]:
+        """(row, place in its table, block) where a token is the first of a block, which the mirror takes."""
         begun: list[tuple[int, int, int]] = []
         batch = rows.batch
         for place in batch.beginning(rows.step):
             column = (batch.starts[place] + rows.step) // self._block_size
-            begun.append((place, column, batch.tables[place][column]))
+            block_id = batch.tables[place][column]
+            self._mirror.append(place, column, block_id)
+            begun.append((place, column, block_id))
             self._new_width = max(self._new_width, column + 1)
         return begun
 
@@ -310,14 +257,14 @@ class DecodeInputs:
         self._evicted_spans[rows:size] = 0
         self.adapter_slots[rows:size] = NO_SLOT
         self._tables[rows:size, 0] = NULL_BLOCK
-        self._filled[rows:size] = [None] * (size - rows)
 
 
 class BlockTables:
     """Block tables [rows, blocks] of a decode batch in NumPy: what was written before stays where it can.
 
     A table is known by its list, which a sequence only appends to while it runs; of the sequences that a
-    batch shares with the one before it no entry is read again, though their rows moved up.
+    batch shares with the one before it no entry is read again, though their rows moved up. Another list with
+    the same entries at the same row, as each step of rows that are no batch has, is compared, not written.
     """
 
     def __init__(self, rows: int, max_blocks: int) -> None:
@@ -329,6 +276,9 @@ class BlockTables:
         """Write the tables of a batch."""
         places = {id(entries): place for place, entries in enumerate(self._lists)}
         sources = [places.get(id(entries), -1) for entries in lists]
+        for place, entries in enumerate(lists[: len(self._lists)]):
+            if sources[place] < 0 and entries == self._lists[place]:
+                sources[place] = place
         written = [self._written[source] if source >= 0 else 0 for source in sources]
         moved = [place for place, source in enumerate(sources) if source not in (-1, place)]
         if moved:

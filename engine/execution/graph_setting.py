@@ -13,7 +13,7 @@ capture up). After it every rank tells rank 0 whether it succeeded, so that all 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -44,11 +44,11 @@ class Graph(Protocol):
 class StaticInputs(Protocol):
     """Input tensors of captured steps; rank 0 fills them."""
 
-    def take_news(self) -> tuple[int, ...]:
+    def take_unshared(self) -> tuple[int, ...]:
         """How much of the values the other ranks lack, who then have it; sent to them."""
         ...
 
-    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+    def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
         """Broadcast so much from rank 0 to all; every rank calls it."""
         ...
 
@@ -64,12 +64,12 @@ class Replay(NamedTuple):
     """The message of a replayed step.
 
     Attributes:
-        news: of the static inputs.
+        unshared: of the static inputs.
         num_logits: of how many of the first rows the logits follow at once.
     """
 
     name: GraphName
-    news: tuple[int, ...]
+    unshared: tuple[int, ...]
     num_logits: int
 
 
@@ -135,10 +135,10 @@ class SharedGraph:
             return self._logits(hidden[:rows])
 
     def _replay(self, num_logits: int) -> torch.Tensor:
-        news = self._static.take_news()
-        self._ranks.broadcast("replay", Replay(self._name, news, num_logits))
+        unshared = self._static.take_unshared()
+        self._ranks.broadcast("replay", Replay(self._name, unshared, num_logits))
         with self._ranks.alone(), torch.inference_mode():
-            self._static.share(news, self._ranks.group.broadcast)
+            self._static.share(unshared, self._ranks.group.broadcast)
             return self._graph.replay()
 
 
@@ -166,15 +166,16 @@ class SteppedModel(Protocol):
 
 
 class Forward(NamedTuple):
-    """A forward pass whose inputs are in place.
+    """A captured step whose inputs are in place.
 
     Attributes:
-        run: the model's `forward`; the result of a graph is valid until the next step.
-        is_replay: whether it replays a captured graph.
+        run: the final hidden states [tokens, hidden], or of a decode batch the logits [rows, vocab]; valid
+            until the next step, of whatever size.
+        tokens: the argmax of each row of a decode batch once it has run; None: `run` is all that it gives.
     """
 
     run: Callable[[], torch.Tensor]
-    is_replay: bool
+    tokens: Iterable[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

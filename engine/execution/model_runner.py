@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -15,20 +15,28 @@ from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, embedded_rows, step_inputs
 from ..model.layers.attention import StepInputs
 from ..model.layers.lora import rows_by_adapter
+from ..model.layers.projection import NO_ADAPTERS
 from ..model.open import CausalModel
 from ..multimodal.encoder import EncoderCache
-from ..sampling.rowwise import SamplingRow, sampling_row, sampling_rows
+from ..sampling.rowwise import sampling_rows
 from ..sampling.sampler import Draw, Sampler, rows_per_slice, sliced_logprobs
-from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
+from ..scheduling.step_plan import (
+    Copies,
+    DecodeBatch,
+    DecodeRows,
+    ScheduledRow,
+    StepPlan,
+    is_plain_decode,
+)
 from ..speculation.draft_model import DraftModel
 from ..speculation.eagle import EagleProposer
 from ..speculation.proposer import Proposer
 from .decode_graphs import StepGraphs
 from .graph_setting import Forward
 from .pooling import pooled_rows
-from .speculative_step import CoupledVerification, RejectionVerification, Verification
+from .speculative_step import Speculation
 from .step import UNTIMED, LaunchedStep, SampledTokens, StepLayout, StepResult, StepTimer
-from .token_graphs import TokenGraphs
+from .token_graphs import TokenGraphs, capture_all
 
 
 def _fetch_tokens(rows: DecodeRows, draw: Draw, result: StepResult, timer: StepTimer) -> StepResult:
@@ -85,8 +93,11 @@ class ModelRunner:
         self._graphs, self._token_graphs = graphs, token_graphs
         self.evictor = evictor
         self.encoders = encoders
-        rule = RejectionVerification if by_rejection else CoupledVerification
-        self._verification: Verification = rule(self._sampler, eos_token_ids)
+        self._speculation: Speculation | None = None
+        if proposer is not None:
+            self._speculation = Speculation(
+                proposer, self._sampler, eos_token_ids, by_rejection=by_rejection
+            )
 
     @property
     def _aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -99,12 +110,7 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
-        self._graphs.capture_all(self._aux_hidden_state_layers)
-        if self._token_graphs is not None:
-            if self._graphs.gave_up:  # so would these
-                self._token_graphs.give_up()
-            else:
-                self._token_graphs.capture_all(self._aux_hidden_state_layers)
+        capture_all(self._graphs, self._token_graphs, self._aux_hidden_state_layers)
         if isinstance(self._proposer, DraftModel | EagleProposer):
             self._proposer.capture_all()
 
@@ -130,111 +136,92 @@ class ModelRunner:
 
         A plan of which it `reads_placeholders` must be resolved first.
         """
-        if isinstance(plan.rows, DecodeRows) and self._takes_batch(plan, plan.rows):
-            launched = self._launch_batch(plan.rows, sampled, timer)
-            if launched is not None:
-                return launched
-        return self._launch(plan, sampled, timer)
-
-    def _takes_batch(self, plan: StepPlan, rows: DecodeRows) -> bool:
-        """Whether only the rows' positions, blocks and tokens are new to it."""
-        plain = self._proposer is None and self.evictor is None
-        return plain and not (plan.copies or plan.compactions)
-
-    def _launch_batch(
-        self, rows: DecodeRows, sampled: SampledTokens | None, timer: StepTimer
-    ) -> LaunchedStep | None:
-        """Launch a captured decode step; None: it is not captured."""
-        batch = rows.batch
-        with timer("prepare_inputs"):
-            placed = None if sampled is None else sampled.of(batch)
-            slots = self._adapter_slots(batch.rows) if batch.has_adapters else []
-            forward = None
-            if slots is not None:
-                forward = self._graphs.prepare_batch(rows, placed, slots)
-        if forward is None:
-            return None
-        result = StepResult(replayed=True)
-        with timer("forward"):
-            logits = forward.run()
-        if forward.tokens is not None:
-            with timer("fetch_tokens"):
-                result.tokens = _by_name(rows, forward.tokens)
+        if plan.compactions or plan.copies:
+            with timer("prepare_inputs"):
+                self._move_blocks(plan)
+        if self._speculation is not None:
+            result = self._speculation.run(plan.rows, self.cache, self._compute, timer)
             return LaunchedStep(lambda: result)
-        with timer("sample"):
-            if not batch.takes_largest:
-                return self._sample(rows, logits, result, timer)
-            draw = self._sampler.largest(logits)
-            wait = partial(_fetch_tokens, rows, draw, result, timer)
-            return LaunchedStep(wait, SampledTokens(draw.tokens, batch.places))
-
-    @torch.inference_mode()
-    def _sample(
-        self, rows: DecodeRows, logits: torch.Tensor, result: StepResult, timer: StepTimer
-    ) -> LaunchedStep:
-        return self._begin_draw(rows, logits, result, timer)
-
-    @torch.inference_mode()
-    def _launch(
-        self, plan: StepPlan, sampled: SampledTokens | None, timer: StepTimer
-    ) -> LaunchedStep:
-        """Launch a step of any rows."""
-        with timer("prepare_inputs"):
-            if self.evictor is not None:
-                self.evictor.compact(plan.compactions)
-            for cache in self.caches:
-                cache.copy(plan.copies)
-        if self._proposer is not None:
-            result = self._speculate(plan, self._proposer, timer)
-            return LaunchedStep(lambda: result)
-        layout = StepLayout.of(plan.rows, {})
-        _, logits, result = self._forward(layout, sampled, timer)
-        self.cache.states.copy(plan.checkpoints)
+        rows = self._decode_rows(plan.rows)
+        forward = None
+        if rows is not None:
+            with timer("prepare_inputs"):
+                forward = self._prepare_decode(rows, sampled)
+        if rows is None or forward is None:
+            layout = StepLayout.of(plan.rows, {})
+            _, logits, result = self._compute(layout, timer, sampled)
+            if checkpoints := plan.checkpoints:
+                self._save_states(checkpoints)
+            rows = layout.sampled_rows
+        else:
+            result = StepResult(replayed=True)
+            with timer("forward"):
+                logits = forward.run()
+            if forward.tokens is not None:
+                with timer("fetch_tokens"):
+                    result.tokens = _by_name(rows, forward.tokens)
+                return LaunchedStep(lambda: result)
         if logits is None:
             return LaunchedStep(lambda: result)
         with timer("sample"):
-            return self._begin_draw(layout.sampled_rows, logits, result, timer)
+            return self._draw(rows, logits, result, timer)
 
-    def _forward(
-        self, layout: StepLayout, sampled: SampledTokens | None, timer: StepTimer
+    @torch.inference_mode()
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Carry out the compactions and copies that come before a step."""
+        if self.evictor is not None:
+            self.evictor.compact(plan.compactions)
+        for cache in self.caches:
+            cache.copy(plan.copies)
+
+    @torch.inference_mode()
+    def _save_states(self, checkpoints: Copies) -> None:
+        assert self.cache.states is not None
+        self.cache.states.copy(checkpoints)
+
+    def _decode_rows(self, rows: Sequence[ScheduledRow]) -> DecodeRows | None:
+        """The rows of a step of which only positions, blocks and tokens are new; None: it is another."""
+        if isinstance(rows, DecodeRows):
+            return rows
+        plain = self.evictor is None and all(map(is_plain_decode, rows))
+        if not plain or len({row.has_placeholder for row in rows}) > 1:
+            return None
+        batch = DecodeBatch(tuple(rows), tuple(r.block_ids for r in rows), self.cache.block_size)
+        if rows[0].has_placeholder:
+            return DecodeRows(batch, 0, has_placeholders=True)
+        token_ids = [row.token_ids[0] for row in rows]
+        return DecodeRows(batch, 0, has_placeholders=False, sampled=token_ids)
+
+    def _prepare_decode(self, rows: DecodeRows, sampled: SampledTokens | None) -> Forward | None:
+        """A captured decode step; None: it is not captured, or some adapter is in no slot."""
+        placed = None
+        if sampled is not None and rows.has_placeholders:
+            placed = sampled.of(rows.batch)
+        slots = self._adapter_slots(rows.batch.rows) if rows.batch.has_adapters else []
+        return None if slots is None else self._graphs.prepare(rows, placed, slots)
+
+    @torch.inference_mode()
+    def _compute(
+        self, layout: StepLayout, timer: StepTimer, sampled: SampledTokens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
         """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and
         a result with the prompts' logprobs."""
         with timer("prepare_inputs"):
             forward = self._prepare(layout, sampled)
+            run = forward.run if isinstance(forward, Forward) else forward
             ends = self._ends(layout)
-        result = StepResult(replayed=forward.is_replay)
+        result = StepResult(replayed=isinstance(forward, Forward))
         with timer("forward"):
-            hidden = forward.run()
+            hidden = run()
             self._score_prompts(layout, hidden, result)
-            width = self.decoder.hidden_size
-            result.pooled = pooled_rows(layout, hidden, width, self.decoder.logits)
+            if any(row.pooling is not None for row in layout.rows):
+                width = self.decoder.hidden_size
+                result.pooled = pooled_rows(layout, hidden, width, self.decoder.logits)
             logits = None
             if layout.sampled_rows:
                 states = hidden if ends is None else hidden.index_select(0, ends)
                 logits = self.decoder.logits(states)
         return hidden, logits, result
-
-    def _speculate(self, plan: StepPlan, proposer: Proposer, timer: StepTimer) -> StepResult:
-        """Run a speculative step: propose, forward, verify, compact KV slots, and update the proposer."""
-        with timer("draft"):
-            generating = [row for row in plan.rows if row.pooling is None]
-            drafts = proposer.propose(generating, self._sampling_row) if generating else {}
-        layout = StepLayout.of(plan.rows, drafts)
-        hidden, logits, result = self._forward(layout, None, timer)
-        if logits is not None:
-            with timer("sample"):
-                self._verification.draw(layout, logits, result)
-        with timer("draft"):
-            moved: list[tuple[int, int]] = []
-            for name, row in layout.speculative.items():
-                result.num_draft_tokens[name] = len(row.draft.token_ids)
-                result.draft_depths[name] = row.draft.tree.depth
-                moved += row.moved_slots(self.cache.block_size)
-            self.cache.copy_slots(moved)
-            if generating:
-                proposer.observe(layout.target_states(hidden, result))
-        return result
 
     @torch.inference_mode()
     def hidden(self, runs: Sequence[Run], lora: str | None = None) -> torch.Tensor:
@@ -247,32 +234,49 @@ class ModelRunner:
         inputs = self._inputs_of(layout.runs)
         if sampled is not None and (placeholders := layout.placeholders):
             sampled.fill_placeholders(inputs.token_ids, placeholders)
-        lengths = [len(run.token_ids) for run in layout.runs]
-        loras = zip((row.lora for row in layout.rows), lengths, strict=True)
+        adapters = NO_ADAPTERS
+        if any(row.lora for row in layout.rows):
+            lengths = [len(run.token_ids) for run in layout.runs]
+            loras = zip((row.lora for row in layout.rows), lengths, strict=True)
+            adapters = rows_by_adapter(list(loras), self._device)
         return replace(
             inputs,
-            adapters=rows_by_adapter(list(loras), self._device),
+            adapters=adapters,
             aux_hidden_state_layers=self._aux_hidden_state_layers,
             scored=() if self.evictor is None else self.evictor.spans(layout.rows, layout.begins),
         )
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
-        states = self.cache.states.tensors
+        states = () if self.cache.states is None else self.cache.states.tensors
         inputs = step_inputs(runs, self.cache.block_size, self._device, self._dtype, states)
         if self.encoders is None:
             return inputs
         return replace(inputs, embedded=embedded_rows(runs, self.encoders, self._device))
 
-    def _prepare(self, layout: StepLayout, sampled: SampledTokens | None) -> Forward:
-        """The forward pass with its inputs in place."""
-        plain = sampled is None and self._proposer is None and self.evictor is None
+    def _prepare(
+        self, layout: StepLayout, sampled: SampledTokens | None
+    ) -> Forward | Callable[[], torch.Tensor]:
+        """A captured step with its inputs in place, or the model's own forward pass."""
         slots = self._adapter_slots(layout.rows)
-        if slots is not None:
-            forward = self._graphs.prepare_decode(layout.runs, slots) if plain else None
-            forward = forward or self._prepare_tokens(layout, sampled, slots)
-            if forward is not None:
-                return forward
-        return self._graphs.prepare(self._inputs(layout, sampled), slots)
+        has_spans = layout.num_tokens > len(layout.runs)
+        if slots is not None and has_spans and (captured := self._tokens(layout, sampled, slots)):
+            return captured
+        inputs = self._inputs(layout, sampled)
+        captured = None
+        if slots is not None and not has_spans:
+            captured = self._graphs.prepare(inputs, adapter_slots=slots)
+        return captured or partial(self.decoder.forward, inputs, self.cache.layers)
+
+    def _tokens(
+        self, layout: StepLayout, sampled: SampledTokens | None, slots: Sequence[int]
+    ) -> Forward | None:
+        """A captured step in which some sequence has several tokens; None: it is not captured."""
+        if self._token_graphs is None or self.evictor is not None:
+            return None
+        fill = None
+        if sampled is not None and (placeholders := layout.placeholders):
+            fill = partial(sampled.fill_placeholders, placeholders=placeholders)
+        return self._token_graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill, slots)
 
     def _adapter_slots(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
         """The slot of each row's adapter, none where no row has one; None: some adapter is in no slot."""
@@ -281,20 +285,6 @@ class ModelRunner:
             return []
         return bank.slots_of(row.lora for row in rows) if bank.has_slots else None
 
-    def _prepare_tokens(
-        self, layout: StepLayout, sampled: SampledTokens | None, slots: Sequence[int]
-    ) -> Forward | None:
-        """A captured step in which some sequence has several tokens; None: it is none."""
-        graphs = self._token_graphs
-        if graphs is None or self.evictor is not None:
-            return None
-        if layout.num_tokens == len(layout.runs):
-            return None
-        fill = None
-        if sampled is not None and (placeholders := layout.placeholders):
-            fill = partial(sampled.fill_placeholders, placeholders=placeholders)
-        return graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill, slots)
-
     def _ends(self, layout: StepLayout) -> torch.Tensor | None:
         """Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order."""
         ends = layout.ends
@@ -302,6 +292,21 @@ class ModelRunner:
             return None
         return packed([ends], self._device)[0]
 
+    def _draw(
+        self,
+        rows: DecodeRows | Sequence[ScheduledRow],
+        logits: torch.Tensor,
+        result: StepResult,
+        timer: StepTimer,
+    ) -> LaunchedStep:
+        """Sample from the logits of each row, asynchronously."""
+        if not (isinstance(rows, DecodeRows) and rows.batch.takes_largest):
+            return self._begin_draw(rows, logits, result, timer)
+        draw = self._sampler.largest(logits)
+        wait = partial(_fetch_tokens, rows, draw, result, timer)
+        return LaunchedStep(wait, SampledTokens(draw.tokens, rows.batch.places))
+
+    @torch.inference_mode()
     def _begin_draw(
         self,
         rows: Sequence[ScheduledRow],
@@ -316,9 +321,6 @@ class ModelRunner:
         names = (row.sequence_id for row in rows)
         sampled = SampledTokens(draw.tokens, dict(zip(names, places, strict=False)))
         return LaunchedStep(partial(_fetch_samples, rows, draw, result, timer), sampled)
-
-    def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
-        return sampling_row(row, self.eos_token_ids, draft_ids)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor, result: StepResult) -> None:
         """Logprobs of the step's prompt tokens, from slices of logits over all rows that ask for them."""

@@ -25,11 +25,16 @@ class OutputProcessor:
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
         self._best_of: dict[str, BestOf] = {}
-        self.pooled = PooledPrompts(scheduler)
+        self._pooled: PooledPrompts | None = None
 
     def add_best_of(self, request_id: str, best_of: BestOf) -> None:
         """Register a request with best_of; it has no outputs until all candidates are finished."""
         self._best_of[request_id] = best_of
+
+    def add_pooled(self) -> None:
+        """Take the vectors of pooled prompts too, from the first such request on."""
+        if self._pooled is None:
+            self._pooled = PooledPrompts(self._scheduler)
 
     def forget(self, request_id: str, members: list[Request]) -> None:
         """Drop the state of a request and its sequences."""
@@ -37,10 +42,16 @@ class OutputProcessor:
         for request in members:
             self._texts.pop(request.sequence_id, None)
             self._prompt_logprobs.pop(request.sequence_id, None)
-            self.pooled.forget(request.sequence_id)
+            if self._pooled is not None:
+                self._pooled.forget(request.sequence_id)
 
-    def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        """Collect prompt logprobs; a prompt may take several steps."""
+    def keep(self, plan: StepPlan, result: StepResult) -> None:
+        """Collect prompt logprobs and shares of pooled prompts, before the scheduler ends their requests.
+
+        A prompt may take several steps.
+        """
+        if self._pooled is not None:
+            self._pooled.keep(plan, result)
         if not result.prompt_logprobs:
             return
         for row in plan.rows:
@@ -62,7 +73,7 @@ class OutputProcessor:
                 before = token.request
         names, logprobs = plan.sequence_ids, result.logprobs
         outputs = [self._output(run, logprobs.get(names[run[0].row])) for run in runs]
-        return outputs + self.pooled.outputs(plan)
+        return outputs if self._pooled is None else outputs + self._pooled.outputs(plan)
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The deltas to emit: of a request with best_of only the best completions, at its end."""

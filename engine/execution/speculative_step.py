@@ -1,20 +1,21 @@
-"""Verification of draft tokens: coupled sampling, or rejection sampling (Leviathan et al. 2023)."""
+"""Speculative steps: draft tokens are verified by coupled or rejection sampling (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ..base.device import HostCopy, packed
+from ..cache.kv_cache import KvCache
 from ..sampling.rowwise import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Sampler, WantedLogprobs
 from ..scheduling.outputs import TokenLogprobs
 from ..scheduling.step_plan import ScheduledRow
-from ..speculation.proposer import ACCEPT_STREAM, DraftTokens
-from .step import SpeculativeRow, StepLayout, StepResult
+from ..speculation.proposer import ACCEPT_STREAM, DraftTokens, Proposer
+from .step import SpeculativeRow, StepLayout, StepResult, StepTimer
 
 
 class Verification(Protocol):
@@ -117,6 +118,54 @@ class RejectionVerification:
             return sampling_rows(row, self.eos_token_ids)
         ids = verified.draft.token_ids
         return [sampling_row(row, self.eos_token_ids, ids[:count]) for count in range(len(ids) + 1)]
+
+
+Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | None, StepResult]]
+"""The forward pass of a step: hidden states, logits of its `ends` if any row samples, and a result."""
+
+
+class Speculation:
+    """Speculative steps: a proposer of draft tokens, and the rule by which they are accepted."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        sampler: Sampler,
+        eos_token_ids: frozenset[int],
+        *,
+        by_rejection: bool,
+    ) -> None:
+        self._proposer, self._eos_token_ids = proposer, eos_token_ids
+        rule = RejectionVerification if by_rejection else CoupledVerification
+        self._verification: Verification = rule(sampler, eos_token_ids)
+
+    @torch.inference_mode()
+    def run(
+        self, rows: Sequence[ScheduledRow], cache: KvCache, compute: Compute, timer: StepTimer
+    ) -> StepResult:
+        """Run a step: propose, compute, verify, compact KV slots, and update the proposer."""
+        proposer = self._proposer
+        with timer("draft"):
+            generating = [row for row in rows if row.pooling is None]
+            drafts = proposer.propose(generating, self._sampling_row) if generating else {}
+        layout = StepLayout.of(rows, drafts)
+        hidden, logits, result = compute(layout, timer)
+        if logits is not None:
+            with timer("sample"):
+                self._verification.draw(layout, logits, result)
+        with timer("draft"):
+            moved: list[tuple[int, int]] = []
+            for name, row in layout.speculative.items():
+                result.num_draft_tokens[name] = len(row.draft.token_ids)
+                result.draft_depths[name] = row.draft.tree.depth
+                moved += row.moved_slots(cache.block_size)
+            cache.copy_slots(moved)
+            if generating:
+                proposer.observe(layout.target_states(hidden, result))
+        return result
+
+    def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
+        return sampling_row(row, self._eos_token_ids, draft_ids)
 
 
 def _begins(layout: StepLayout) -> Mapping[str, int]:

@@ -122,7 +122,7 @@ class TokenGraphs:
             if fill_placeholders is not None:
                 fill_placeholders(buffer.column(0)[:rows])
         replay = graph.replay
-        return Forward(lambda: replay()[:rows], is_replay=True)
+        return Forward(lambda: replay()[:rows])
 
     def _values(
         self, runs: Sequence[Run], adapter_slots: Sequence[int]
@@ -182,6 +182,18 @@ def token_graph_sizes(device: torch.device, max_tokens: int) -> tuple[int, ...]:
     return TOKEN_SIZES[: bisect_left(TOKEN_SIZES, max_tokens) + 1]
 
 
+def capture_all(
+    decodes: StepGraphs, tokens: TokenGraphs | None, aux_hidden_state_layers: tuple[int, ...] = ()
+) -> None:
+    """Capture a model's steps before the first request."""
+    decodes.capture_all(aux_hidden_state_layers)
+    if tokens is not None:
+        if decodes.gave_up:  # so would these
+            tokens.give_up()
+        else:
+            tokens.capture_all(aux_hidden_state_layers)
+
+
 class DraftGraphs:
     """`DraftForward` of captured steps.
 
@@ -203,11 +215,7 @@ class DraftGraphs:
 
     def capture_all(self) -> None:
         """Capture all steps now."""
-        self._decodes.capture_all()
-        if self._decodes.gave_up:
-            self._steps.give_up()
-        else:
-            self._steps.capture_all()
+        capture_all(self._decodes, self._steps)
 
     def __call__(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> torch.Tensor:
         """See `DraftForward`."""
@@ -215,7 +223,7 @@ class DraftGraphs:
         return self._eager(runs, token_ids) if forward is None else forward.run()
 
     def prepare(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> Forward | None:
-        """The pass with its inputs in place; None: it is not captured."""
+        """Put the inputs of a pass in place; None: it is not captured."""
 
         def fill(to: torch.Tensor) -> None:
             assert token_ids is not None
@@ -227,8 +235,7 @@ class DraftGraphs:
         inputs = step_inputs(runs, setting.block_size, setting.device, setting.dtype)
         if token_ids is not None:
             fill(inputs.token_ids)
-        forward = self._decodes.prepare(inputs)
-        return forward if forward.is_replay else None
+        return self._decodes.prepare(inputs)
 
 
 class _HeadSteps:

@@ -193,7 +193,7 @@ class FollowedGraphs:
     def replay(self, step: Replay) -> None:
         """Replay a graph on the inputs of rank 0."""
         graphs, key = self._graphs[step.name.kind], step.name.key
-        graphs.static(key).share(step.news, self._broadcast)
+        graphs.static(key).share(step.unshared, self._broadcast)
         graph = graphs.captured(key)
         assert graph is not None, "rank 0 replays what every rank has captured"
         hidden = graph.replay()

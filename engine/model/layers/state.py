@@ -1,4 +1,4 @@
-"""Constant state of a sequence: the tensors that a layer overwrites with every token, whatever the length."""
+"""Constant state of a sequence: the tensors that a layer overwrites with every token, in a slot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from ...base.device import packed
 from ...kernels.attention.paged_attention import AttentionBatch
+from ...scheduling.request import NULL_SLOT
+from ...scheduling.step_plan import Copies
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """From inputs and a state (the last argument) to outputs and the state after them."""
@@ -142,3 +144,28 @@ class StepStates:
 
 NO_STEP_STATES = StepStates((), (), None, torch.empty(0, dtype=torch.int64), torch.empty(0) > 0)
 """Of a model without constant state."""
+
+
+def state_bytes_per_sequence(layouts: Sequence[StateLayout]) -> int:
+    """Bytes of the constant state of one sequence."""
+    return sum(layout.num_bytes for layout in layouts)
+
+
+class StateCache:
+    """State tensors with a slot for each running sequence and each checkpoint, and the null slot."""
+
+    def __init__(
+        self, layouts: Sequence[StateLayout], num_slots: int, device: torch.device
+    ) -> None:
+        self.tensors = tuple(layout.empty(num_slots + 1, device) for layout in layouts)
+        for tensor in self.tensors:
+            tensor[NULL_SLOT].zero_()
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def copy(self, copies: Copies) -> None:
+        """Copy slots (source, destination); all sources are read before any write."""
+        if not copies:
+            return
+        for tensor in self.tensors:
+            sources, destinations = packed([*zip(*copies, strict=True)], tensor.device)
+            tensor.index_copy_(0, destinations, tensor.index_select(0, sources))

@@ -65,16 +65,16 @@ class Captured:
         assert library is not None
         self._advance = library.llmopt_advance_step
 
-    def fill_batch(self, rows: DecodeRows, size: int) -> None:
+    def fill_host(self, rows: DecodeRows, size: int) -> None:
         call = self.inputs.advance_call(len(rows), self.sampled)
-        call.follows = self.inputs.follow_batch(rows, size)
+        call.follows = self.inputs.fill_host(rows, size, advances=True)
         self.num_advanced += call.follows
         assert self._advance(ctypes.byref(call)) == 0
 
 
 def check(inputs: DecodeInputs | Captured, rows: DecodeRows) -> None:
     """That what is written, in place or not, is what the rows say."""
-    inputs.fill_batch(rows, SIZE)
+    inputs.fill_host(rows, SIZE)
     step = inputs.step(SIZE, 0, ())
     group = step.batch.decode
     assert group is not None
@@ -137,7 +137,7 @@ def test_something_else_may_write_in_between() -> None:
     decode = runs.batch.decode
     assert decode is not None
     counts = DecodeCounts(range(SIZE), inputs.num_held(SIZE))
-    inputs.fill(runs, replace(decode, counts=counts), SIZE, SIZE)
+    inputs.fill_device(runs, replace(decode, counts=counts), SIZE, SIZE)
     for _ in range(4):
         assert world.step(inputs) is not None
 
@@ -149,5 +149,5 @@ def test_tokens_that_only_the_device_knows_are_taken_from_it() -> None:
     world.step(inputs)
     rows = world.step(inputs)
     assert rows is not None
-    inputs.fill_batch(rows, SIZE, torch.tensor([41]))
+    inputs.fill_host(rows, SIZE, torch.tensor([41]))
     assert int(inputs.step(SIZE, 0, ()).token_ids[0]) == 41

@@ -73,14 +73,14 @@ def test_steps_in_one_call_sample_what_eager_ones_do(
 ) -> None:
     """Every batch from 16 to 1, with blocks taken in all of them and, of few blocks, preemption."""
     advanced: Counter[int] = Counter()
-    follow_batch = DecodeInputs.follow_batch
+    fill_host = DecodeInputs.fill_host
 
-    def watched(self: DecodeInputs, rows: Any, size: int, adapter_slots: Any = ()) -> bool:
-        advances = follow_batch(self, rows, size, adapter_slots)
+    def watched(self: DecodeInputs, rows: Any, size: int, *rest: Any, **options: Any) -> bool:
+        advances = fill_host(self, rows, size, *rest, **options)
         advanced[size] += advances
         return advances
 
-    monkeypatch.setattr(DecodeInputs, "follow_batch", watched)
+    monkeypatch.setattr(DecodeInputs, "fill_host", watched)
     tokens = generate(folders, **options)
     if "num_blocks" not in options:  # else fewer run together
         assert {size for size, count in advanced.items() if count} >= {*range(1, 13), 16}

@@ -110,7 +110,7 @@ def test_a_later_capture_that_fails_leaves_every_step_eager(
     def tokens(**options: Any) -> list[tuple[int, ...]]:
         llm = LLM("stories3M", device="cpu", dtype="float32", max_num_seqs=5, **options)
         if logprobs is not None:
-            monkeypatch.setattr(llm.engine.runner, "_takes_batch", lambda *_: False)
+            monkeypatch.setattr(llm.engine.runner, "_decode_rows", lambda *_: None)
         return [
             tuple(result.token_ids) for _ in "ab" for result in llm.generate(PROMPTS[:3], params)
         ]

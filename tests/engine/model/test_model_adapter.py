@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.cache.state_cache import state_bytes_per_sequence
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
+from llmopt.engine.model.layers.state import state_bytes_per_sequence
 from llmopt.engine.planner.device.cache_size import size_states
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 import torch
 from llmopt import engine as package
 from llmopt.engine import SamplingParams
-from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution import workers
@@ -21,6 +21,7 @@ from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
 from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.scheduling.step_plan import DecodeRows
 
 from ...support.model_families import save_model
 from ...support.triton_world import DEVICE
@@ -90,7 +91,7 @@ def test_a_captured_step_is_one_message(expected: dict[str, list[int]]) -> None:
         assert all(replay.num_logits == replay.name.key.size for replay in replays)
         assert max(len(workers.pack(("replay", replay)).content) for replay in replays) < 400
         # Tables are sent again only where a block was begun.
-        assert any(replay.news[1] == 0 for replay in replays)
+        assert any(replay.unshared[1] == 0 for replay in replays)
 
 
 def test_async_and_preempted_steps_give_the_tokens_of_eager_ones(
@@ -181,7 +182,7 @@ def test_replayed_steps_of_several_tokens_change_no_token(
 
 
 def test_inputs_are_shared_in_the_parts_that_changed() -> None:
-    """A follower's tensors equal those of rank 0 after every fill, though it gets no more than the news."""
+    """A follower's tensors equal those of rank 0 after every fill, though it gets no more than what it lacks."""
     random = np.random.default_rng(0)
     leader, follower = (DecodeInputs(4, 8, 4, torch.device("cpu"), torch.float32) for _ in range(2))
     values: deque[torch.Tensor] = deque()
@@ -195,14 +196,15 @@ def test_inputs_are_shared_in_the_parts_that_changed() -> None:
     for _ in range(30):
         starts = random.integers(0, 30, random.integers(1, 4)).tolist()
         tables = [random.integers(1, 99, start // 4 + 1).tolist() for start in starts]
-        runs = [Run(start, [start], table) for start, table in zip(starts, tables, strict=True)]
-        size = int(random.integers(len(runs), 5))
-        leader.fill_runs(runs, size)
-        news = leader.take_news()
-        leader.share(news, give)
-        follower.share(news, take)
+        batch: Any = SimpleNamespace(rows=starts, starts=starts, tables=tables, block_size=4)
+        rows = DecodeRows(batch, 0, has_placeholders=False, sampled=starts)
+        size = int(random.integers(len(rows), 5))
+        leader.fill_host(rows, size)
+        unshared = leader.take_unshared()
+        leader.share(unshared, give)
+        follower.share(unshared, take)
         assert torch.equal(leader._columns, follower._columns)
         for row in range(size):
             begun = -(-int(leader._lengths[row]) // 4)
             assert torch.equal(leader._tables[row, :begun], follower._tables[row, :begun])
-        assert leader.take_news() == (size, 0)
+        assert leader.take_unshared() == (size, 0)
