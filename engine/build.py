@@ -254,7 +254,7 @@ def _make_lora_slots(config: EngineConfig, model: CausalModel) -> None:
 def _activation_bits(
     config: EngineConfig, quant_method: str | None, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """What the kernels make of the option: without those in C, or in float16, activations keep 16 bits."""
+    """Bits of activations that the kernels take: 16 without those in C, and in float16."""
     multiplies = native_linear().reason is None and dtype in (torch.bfloat16, torch.float32)
     if quant_method is None or device.type != "cpu" or not multiplies:
         return 16

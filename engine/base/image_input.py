@@ -70,7 +70,7 @@ NO_IMAGES: Images = ()
 def content_key(
     images: Sequence[ImageInput], start: int, end: int, bidirectional: Sequence[range] = ()
 ) -> bytes:
-    """What the tokens from `start` to `end` hold besides their ids: which images, and which part of each.
+    """Key of what the tokens from `start` to `end` hold besides their ids: images, and the part of each.
 
     Tokens of a span of `bidirectional` attention depend on all of its images, those behind `end` too.
     """

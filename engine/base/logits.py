@@ -57,9 +57,7 @@ class TokenAutomaton(Protocol[State]):
         """The state after `token_id`, which `allowed` may have excluded."""
         ...
 
-    def allowed(self, state: State) -> torch.Tensor | None:
-        """As in `TokenMask`."""
-        ...
+    def allowed(self, state: State) -> torch.Tensor | None: ...
 
 
 class AutomatonMask(Generic[State]):

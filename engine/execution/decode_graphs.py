@@ -33,7 +33,7 @@ CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 
 class DecodeKind(NamedTuple):
-    """What tells captured decode steps apart; `adapters`: whether rows may have some."""
+    """Key of a captured decode step; `adapters`: whether rows may have some."""
 
     size: int
     sink_length: int = 0

@@ -108,7 +108,6 @@ class DecodeInputs:
         return unshared
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
-        """See `StaticInputs`."""
         rows, width = unshared
         broadcast(self._columns)
         if width:

@@ -54,13 +54,13 @@ class StaticInputs(Protocol):
 
 
 class GraphName(NamedTuple):
-    """What tells the graphs of a model apart, on every rank the same: "decode" or "tokens", and which."""
+    """Name of a graph of a model, the same on every rank: "decode" or "tokens", and the key among these."""
 
     kind: str
     key: Any
 
 
-class Replay(NamedTuple):
+class GraphReplay(NamedTuple):
     """The message of a replayed step.
 
     Attributes:
@@ -125,7 +125,6 @@ class SharedGraph:
                 raise CaptureFailed(f"worker {rank}: {refusal}")
 
     def replay(self) -> torch.Tensor:
-        """See `Graph`."""
         return self._replay(0)
 
     def logits(self, rows: int) -> torch.Tensor:
@@ -136,7 +135,7 @@ class SharedGraph:
 
     def _replay(self, num_logits: int) -> torch.Tensor:
         unshared = self._static.take_unshared()
-        self._ranks.broadcast("replay", Replay(self._name, unshared, num_logits))
+        self._ranks.broadcast("replay", GraphReplay(self._name, unshared, num_logits))
         with self._ranks.alone(), torch.inference_mode():
             self._static.share(unshared, self._ranks.group.broadcast)
             return self._graph.replay()
@@ -147,7 +146,7 @@ Capture = Callable[[Callable[[], torch.Tensor]], Graph]
 
 
 class SteppedModel(Protocol):
-    """What graphs need of a `CausalModel`, or of a draft head."""
+    """Interface of a `CausalModel`, or of a draft head, whose steps are captured."""
 
     lora_bank: AdapterBank | None
 

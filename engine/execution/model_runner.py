@@ -34,7 +34,7 @@ from ..speculation.proposer import Proposer
 from .decode_graphs import StepGraphs
 from .graph_setting import Forward
 from .pooling import pooled_rows
-from .speculative_step import Speculation
+from .speculative_step import SpeculativeDecoding
 from .step import UNTIMED, LaunchedStep, SampledTokens, StepLayout, StepResult, StepTimer
 from .token_graphs import TokenGraphs, capture_all
 
@@ -93,9 +93,9 @@ class ModelRunner:
         self._graphs, self._token_graphs = graphs, token_graphs
         self.evictor = evictor
         self.encoders = encoders
-        self._speculation: Speculation | None = None
+        self._speculation: SpeculativeDecoding | None = None
         if proposer is not None:
-            self._speculation = Speculation(
+            self._speculation = SpeculativeDecoding(
                 proposer, self._sampler, eos_token_ids, by_rejection=by_rejection
             )
 

@@ -37,7 +37,6 @@ class CoupledVerification:
     eos_token_ids: frozenset[int]
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        """See `Verification`."""
         begins = _begins(layout)
         indices: list[int] = []
         sampling: list[SamplingRow] = []
@@ -79,10 +78,9 @@ class RejectionVerification:
     eos_token_ids: frozenset[int]
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        """See `Verification`."""
         sampling = [each for row in layout.sampled_rows for each in self._draws(row, layout)]
         target = self.sampler.distributions(logits, sampling)
-        chains: list[Chain] = []
+        chains: list[DraftChain] = []
         begins: list[int] = []
         begin = 0
         for row in layout.sampled_rows:
@@ -92,7 +90,7 @@ class RejectionVerification:
             for _ in range(row.num_samples):
                 first = sampling[begin]
                 distributions = target[begin : begin + length]
-                chains.append(Chain(distributions, draft, first.seed, first.position))
+                chains.append(DraftChain(distributions, draft, first.seed, first.position))
                 begins.append(begin)
                 begin += length
         accepted = accepted_tokens(chains, self.sampler)
@@ -124,7 +122,7 @@ Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | N
 """The forward pass of a step: hidden states, logits of its `ends` if any row samples, and a result."""
 
 
-class Speculation:
+class SpeculativeDecoding:
     """Speculative steps: a proposer of draft tokens, and the rule by which they are accepted."""
 
     def __init__(
@@ -185,7 +183,7 @@ def _last(verified: SpeculativeRow, result: StepResult) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class DraftChain:
     """A chain of draft tokens to verify.
 
     Attributes:
@@ -204,7 +202,7 @@ class Chain:
         return () if self.draft is None else self.draft.token_ids
 
 
-def accepted_tokens(chains: Sequence[Chain], sampler: Sampler) -> list[list[int]]:
+def accepted_tokens(chains: Sequence[DraftChain], sampler: Sampler) -> list[list[int]]:
     """The accepted draft tokens of each chain, followed by the recovered or bonus token.
 
     A draft token x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by
@@ -236,7 +234,7 @@ def accepted_tokens(chains: Sequence[Chain], sampler: Sampler) -> list[list[int]
     ]
 
 
-def _num_accepted(chains: Sequence[Chain], sampler: Sampler) -> list[int]:
+def _num_accepted(chains: Sequence[DraftChain], sampler: Sampler) -> list[int]:
     """Number of accepted draft tokens of each chain."""
     drafted = [chain for chain in chains if chain.token_ids]
     if not drafted:
@@ -269,7 +267,7 @@ def _of_tokens(probabilities: torch.Tensor, token_ids: torch.Tensor) -> torch.Te
     return probabilities.gather(1, token_ids[:, None]).squeeze(1)
 
 
-def _draft_probabilities(chain: Chain, token_ids: torch.Tensor) -> torch.Tensor:
+def _draft_probabilities(chain: DraftChain, token_ids: torch.Tensor) -> torch.Tensor:
     """q of each draft token, float32 [draft tokens]."""
     assert chain.draft is not None
     if chain.draft.probabilities is None:

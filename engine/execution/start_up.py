@@ -92,7 +92,7 @@ class MpsMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU, whose memory other processes share."""
+    """The memory of a GPU; None for a CPU, whose memory other processes share."""
     if device.type == "mps":
         return MpsMemory()
     return CudaMemory(device) if device.type == "cuda" else None

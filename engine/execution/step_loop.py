@@ -156,7 +156,7 @@ class _OnDevice:
 
     @property
     def sampled(self) -> SampledTokens | None:
-        """Its tokens on the device."""
+        """The step's tokens on the device."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._sampled

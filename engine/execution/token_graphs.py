@@ -41,7 +41,7 @@ def is_plain(run: Run) -> bool:
 
 
 class TokensKind(NamedTuple):
-    """What tells captured steps of several tokens apart; `adapters`: whether sequences may have some."""
+    """Key of a captured step of several tokens; `adapters`: whether sequences may have some."""
 
     size: int
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -218,7 +218,6 @@ class DraftGraphs:
         capture_all(self._decodes, self._steps)
 
     def __call__(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> torch.Tensor:
-        """See `DraftForward`."""
         forward = self.prepare(runs, token_ids)
         return self._eager(runs, token_ids) if forward is None else forward.run()
 
@@ -272,7 +271,7 @@ def replay_head(
     sizes: Sequence[int],
     token_sizes: Sequence[int],
 ) -> None:
-    """As `replay_draft`, of an EAGLE head."""
+    """Have an EAGLE head replay its steps, as `replay_draft` does."""
     (cache,) = proposer.caches
     rows = max((*sizes, *token_sizes), default=0)
     vocab_size = setting.model.vocab_size

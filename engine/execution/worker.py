@@ -33,11 +33,11 @@ from ..model.open import CausalModel, CheckedShard, open_model
 from ..scheduling.block_pool import Window
 from ..scheduling.step_plan import BlockCopies
 from .decode_graphs import StepGraphs
-from .graph_setting import GraphName, GraphSetting, Replay, capture_on
+from .graph_setting import GraphName, GraphReplay, GraphSetting, capture_on
 from .token_graphs import TokenGraphs
 
 
-class Message(NamedTuple):
+class PackedMessage(NamedTuple):
     """A serialized value.
 
     Attributes:
@@ -85,12 +85,12 @@ class Channel:
         self._connection.close()
 
 
-def pack(value: object) -> Message:
+def pack(value: object) -> PackedMessage:
     """Serialize a value to a message."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dump(value)
-    return Message(buffer.getvalue(), pickler.on_device)
+    return PackedMessage(buffer.getvalue(), pickler.on_device)
 
 
 class _Pickler(pickle.Pickler):
@@ -160,8 +160,7 @@ def share_of(topology: Topology, rank: int, size: int, num_threads: int | None) 
 
 
 class GraphSizes(NamedTuple):
-    """What the graphs of a model need beside its shard and the cache, as `StepGraphs` and `TokenGraphs` take
-    it; the same on every rank."""
+    """Sizes of a model's graphs, as `StepGraphs` and `TokenGraphs` take them; the same on every rank."""
 
     sizes: tuple[int, ...]
     token_sizes: tuple[int, ...]
@@ -190,7 +189,7 @@ class FollowedGraphs:
         return None
 
     @torch.inference_mode()
-    def replay(self, step: Replay) -> None:
+    def replay(self, step: GraphReplay) -> None:
         """Replay a graph on the inputs of rank 0."""
         graphs, key = self._graphs[step.name.kind], step.name.key
         graphs.static(key).share(step.unshared, self._broadcast)
@@ -216,7 +215,7 @@ def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dty
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ShardSetup:
     """Parameters with which a worker loads its shard."""
 
     rank: int
@@ -235,7 +234,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedShard:
     """A worker's reply after loading: the bytes of its shard, or the error message of its refusal."""
 
     bytes_held: int = 0
@@ -244,8 +243,8 @@ class Loaded:
 
 
 def work(channel: Channel) -> None:
-    """Load the shard of the `Setup` message, then execute broadcast calls until the channel is closed."""
-    setup: Setup = channel.receive()
+    """Load the shard of a `ShardSetup`, then execute broadcast calls until the channel is closed."""
+    setup: ShardSetup = channel.receive()
     choose = bind_shard if setup.device.type == "cpu" else share_of
     torch.set_num_threads(choose(setup.topology, setup.rank, setup.size, setup.num_threads))
     group = Group(setup.rank, setup.size, setup.device)
@@ -263,9 +262,9 @@ def work(channel: Channel) -> None:
             setup.cache_dtype,
         )
     except BadInput as error:
-        channel.send(Loaded(refusal=str(error)))
+        channel.send(LoadedShard(refusal=str(error)))
         return
-    channel.send(Loaded(model.bytes_held, model.bytes_per_step))
+    channel.send(LoadedShard(model.bytes_held, model.bytes_per_step))
     rendezvous: Path = channel.receive()
     # The engine process that made the folder may be killed before it removes it.
     atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
@@ -287,7 +286,9 @@ class _Calls:
 
     _cache: KvCache
 
-    def __init__(self, model: CausalModel, setup: Setup, group: Group, channel: Channel) -> None:
+    def __init__(
+        self, model: CausalModel, setup: ShardSetup, group: Group, channel: Channel
+    ) -> None:
         self._model, self._setup, self._group, self._channel = model, setup, group, channel
         self._graphs: FollowedGraphs | None = None
 
@@ -315,7 +316,7 @@ class _Calls:
         assert self._graphs is not None
         self._channel.send(self._graphs.capture(name))
 
-    def replay(self, step: Replay) -> None:
+    def replay(self, step: GraphReplay) -> None:
         assert self._graphs is not None
         self._graphs.replay(step)
 

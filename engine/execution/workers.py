@@ -22,7 +22,7 @@ from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
 from ..config.config import EngineConfig
 from ..model.layers.parallel import Group, PeerLost, Shard
 from ..model.open import CausalModel, CheckedShard, open_model
-from .worker import Channel, GraphSizes, Loaded, Setup, machine, pack, warm_up
+from .worker import Channel, GraphSizes, LoadedShard, ShardSetup, machine, pack, warm_up
 
 GRACE_SECONDS = 5.0
 """Seconds for a process to exit before it is killed, or to be detected as ended."""
@@ -34,14 +34,14 @@ class Workers:
     Each has a pipe, and ends when the pipe is closed: by `close`, with this object, or with this process.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ShardSetup) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
         self._rendezvous_file = Path(self._home.name) / "meeting-point"
         self.group = Group(0, setup.size, setup.device)
         self.group.explain = self._explanation
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self.loaded: list[Loaded] = []
+        self.loaded: list[LoadedShard] = []
         """Each worker's reply after loading."""
         self._model: CausalModel | None = None
         self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
@@ -71,7 +71,7 @@ class Workers:
             PeerLost: a worker has ended.
         """
         for channel in self._channels:
-            loaded: Loaded = self._receive(channel)
+            loaded: LoadedShard = self._receive(channel)
             if loaded.refusal is not None:
                 raise BadInput(loaded.refusal)
             self.loaded.append(loaded)
@@ -175,7 +175,7 @@ def open_shards(
         raise BadInput(
             f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    setup = Setup(
+    setup = ShardSetup(
         rank=0,
         size=size,
         folder=folder,

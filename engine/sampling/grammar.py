@@ -109,7 +109,7 @@ class GrammarCompiler:
         return GrammarMask(self._compiled(grammar).deep_copy(), self._num_words, num_sequences)
 
     def json_schema_mask(self, schema: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
-        """As `mask`; the error of an invalid schema names the JSON pointer of the failing part."""
+        """Compile a schema to a mask; an error names the JSON pointer of the failing part."""
         try:
             return self.mask(json_schema(schema), num_sequences)
         except BadInput as error:
@@ -117,7 +117,7 @@ class GrammarCompiler:
             raise BadInput(f"{place}: {error}" if place else str(error)) from error
 
     def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
-        """As `mask`, for a structural tag; special tokens of the tokenizer are tokens in its texts."""
+        """Compile a structural tag to a mask; special tokens of the tokenizer are tokens in its texts."""
         return self.mask(structural_tag(tag, WHITESPACE, self._special), num_sequences)
 
     def _compile(self, grammar: str) -> LLMatcher:

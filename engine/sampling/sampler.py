@@ -246,7 +246,7 @@ class Sampler:
         return self.begin(logits, rows).result()
 
     def begin(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
-        """As `draw`, without synchronising with the device."""
+        """Draw without synchronising with the device."""
         return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
     def largest(self, logits: torch.Tensor) -> Draw:
@@ -254,11 +254,9 @@ class Sampler:
         return Draw(largest(logits), logits, ())
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """See `SamplingKernel`."""
         return self._on(logits.device).distributions(logits, rows)
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """See `SamplingKernel`."""
         return self._on(logits.device).preferences(logits, rows)
 
     def choose(self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0) -> list[int]:
@@ -271,7 +269,7 @@ class Sampler:
     def chosen(
         self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0
     ) -> torch.Tensor:
-        """As `choose`, on the device, int64 [rows]."""
+        """Choose on the device: indices, int64 [rows], as `choose` returns them."""
         noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
         return (weights / noise).argmax(dim=-1)
 

@@ -11,14 +11,14 @@ NULL_BLOCK = 0
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class KvBlock:
     """A KV-cache block, and its links in the free list while its reference count is 0."""
 
     block_id: int
     ref_count: int = 0
     is_cached: bool = False
-    previous: Block | None = None
-    next: Block | None = None
+    previous: KvBlock | None = None
+    next: KvBlock | None = None
 
 
 class FreeList:
@@ -28,41 +28,41 @@ class FreeList:
     """
 
     def __init__(self) -> None:
-        self._head = Block(-1)
-        self._tail = Block(-2)
+        self._head = KvBlock(-1)
+        self._tail = KvBlock(-2)
         self._head.next, self._tail.previous = self._tail, self._head
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[KvBlock]:
         block = self._head.next
         while block is not None and block is not self._tail:
             yield block
             block = block.next
 
-    def push_front(self, block: Block) -> None:
+    def push_front(self, block: KvBlock) -> None:
         assert self._head.next is not None
         self._link(self._head, block, self._head.next)
 
-    def push_back(self, block: Block) -> None:
+    def push_back(self, block: KvBlock) -> None:
         assert self._tail.previous is not None
         self._link(self._tail.previous, block, self._tail)
 
-    def pop_front(self) -> Block:
+    def pop_front(self) -> KvBlock:
         block = self._head.next
         assert block is not None and block is not self._tail, "the free list is empty"
         self.remove(block)
         return block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: KvBlock) -> None:
         assert block.previous is not None and block.next is not None
         block.previous.next, block.next.previous = block.next, block.previous
         block.previous = block.next = None
         self._length -= 1
 
-    def _link(self, left: Block, block: Block, right: Block) -> None:
+    def _link(self, left: KvBlock, block: KvBlock, right: KvBlock) -> None:
         left.next, block.previous, block.next, right.previous = block, left, right, block
         self._length += 1
 
@@ -77,7 +77,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks = }: a pool needs the null block and one more")
-        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._blocks = [KvBlock(i) for i in range(num_blocks)]
         self._free = FreeList()
         for block in self._blocks[1:]:
             self._free.push_back(block)

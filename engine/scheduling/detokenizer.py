@@ -12,13 +12,13 @@ from ..base.sampling_params import SamplingParams
 REPLACEMENT = "\ufffd"
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The decoding part of a tokenizer."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
-def text_decoder(tokenizer: Any) -> Decoder:
+def text_decoder(tokenizer: Any) -> TokenDecoder:
     """The fastest decoder of a few tokens with the result of a transformers `tokenizer`.
 
     The tokenizer's own `decode` checks the type of every id first, which takes longer than decoding.
@@ -42,7 +42,11 @@ class IncrementalDetokenizer:
     NUM_CONTEXT_TOKENS = 6
 
     def __init__(
-        self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        decoder: TokenDecoder,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
@@ -125,7 +129,9 @@ class CompletionText:
     detokenized in the thread that reads the text.
     """
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, decoder: TokenDecoder, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
         self.is_deferred = not params.stop
         self._added: deque[tuple[int, Sequence[int], bool]] = deque()
         self._deltas: dict[int, str] = {}

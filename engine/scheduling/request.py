@@ -238,7 +238,7 @@ class Request:
         return ends if self.params.ignore_eos else ends | eos
 
     def view(self) -> TokenView:
-        """Its tokens for a step that is scheduled now, with at most one output placeholder."""
+        """View of its tokens for a step that is scheduled now, with at most one output placeholder."""
         last = OUTPUT_PLACEHOLDER if self.num_output_placeholders else None
         return TokenView(self.token_ids, last=last)
 

@@ -157,7 +157,7 @@ def is_plain_decode(row: ScheduledRow) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """What stays the same in consecutive decode steps of the same sequences.
+    """The constant part of consecutive decode steps of the same sequences.
 
     Attributes:
         rows: those of the first step.

@@ -61,7 +61,6 @@ class DraftModel:
 
     @property
     def bytes_held(self) -> int:
-        """See `Proposer`."""
         return self.model.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
@@ -70,7 +69,6 @@ class DraftModel:
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        """See `Proposer`."""
         runs = [_uncomputed_run(row) for row in rows]
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
         going = [row for row in rows if row.num_draft_tokens]

@@ -22,7 +22,7 @@ from ..kernels.attention.dispatch import attention_kernels, reads_in_place, take
 from ..model.decoder.decoder import Decoder
 from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.layers.embedding import RotaryEmbedding, TokenEmbedding
-from ..model.layers.mlp import Block
+from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
 from ..model.spec.spec import KvLayout, ModelSpec
@@ -125,7 +125,7 @@ class EagleWeights:
     input_fusion: FusedInput | ConcatenatedInput
     attention: HeadAttention
     mlp_norm: Norm
-    mlp: Block
+    mlp: FeedForward
     scores: DraftVocabularyHead | None
 
     @property
@@ -175,12 +175,10 @@ class EagleHead:
 
     @property
     def is_capturable(self) -> bool:
-        """See `Decoder`."""
         return self._weights.mlp.is_capturable and reads_in_place(self._attend.causal)
 
     @property
     def captures_any_step(self) -> bool:
-        """See `Decoder`."""
         return self.is_capturable and takes_static_metadata(self._attend.causal)
 
     @property
@@ -296,11 +294,9 @@ class EagleProposer:
 
     @property
     def bytes_held(self) -> int:
-        """See `Proposer`."""
         return self.head.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """See `Proposer`."""
         runs = [Run(step.row.start, step.next_ids, step.row.block_ids) for step in steps]
         hidden = self.head.known(torch.cat([step.hidden for step in steps]))
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
@@ -311,7 +307,6 @@ class EagleProposer:
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        """See `Proposer`."""
         known = {
             row.sequence_id: hidden
             for row in rows

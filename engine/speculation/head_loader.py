@@ -111,13 +111,13 @@ def load_eagle(
     reader = CheckpointReader(checkpoint, device, dtype)
     loader = LayerLoader(reader, spec, "", dtype, None)
     load = _eagle3_weights if is_eagle3 else _eagle_weights
-    weights = load(_Source(checkpoint, reader, loader, layer, spec, target, device))
+    weights = load(_HeadSource(checkpoint, reader, loader, layer, spec, target, device))
     reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
     return EagleHead(spec, rope, weights, target, max_model_len, dtype, cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _HeadSource:
     """The checkpoint, reader and specs that a head's weights are read with."""
 
     checkpoint: HeadsCheckpoint
@@ -149,7 +149,7 @@ class _Source:
         return self.loader.head_attention(self.layer, 0, rotation, in_features)
 
 
-def _eagle_weights(source: _Source) -> EagleWeights:
+def _eagle_weights(source: _HeadSource) -> EagleWeights:
     hidden = source.spec.shape.hidden_size
     return EagleWeights(
         embedding=source.embedding(),
@@ -163,7 +163,7 @@ def _eagle_weights(source: _Source) -> EagleWeights:
     )
 
 
-def _eagle3_weights(source: _Source) -> EagleWeights:
+def _eagle3_weights(source: _HeadSource) -> EagleWeights:
     config, layer, shape = source.checkpoint.config, source.layer, source.spec.shape
     hidden, read = shape.hidden_size, source.target.spec.shape.hidden_size
     count = source.target.spec.shape.num_layers

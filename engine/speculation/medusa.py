@@ -147,13 +147,11 @@ class MedusaProposer:
         self.bytes_held = heads.bytes_held
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """See `Proposer`."""
         self._hidden = {step.place: step.hidden[-1] for step in steps}
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        """See `Proposer`."""
         known = [
             row
             for row in rows

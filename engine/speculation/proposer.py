@@ -107,7 +107,6 @@ class NgramProposer:
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        """See `Proposer`."""
         drafts = {}
         for row in rows:
             count = row.num_draft_tokens

@@ -59,7 +59,7 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def get(value: Any, place: Place) -> Any:
-    """What is at a place."""
+    """The value at a place."""
     for key in place:
         value = getattr(value, key.name) if key.is_attribute else value[key.name]
     return value
@@ -183,7 +183,7 @@ class StateTensor:
         return StateLayout(self.shape, self.dtype)
 
     def held(self, state: torch.Tensor, length: int) -> torch.Tensor:
-        """What is held of a slot's tensor after `length` tokens."""
+        """The part of a slot's tensor after `length` tokens."""
         if self.axis is None:
             return state
         num_entries = length % self.stride if self.stride else length
@@ -204,7 +204,7 @@ class PositionTensor:
     dtype: torch.dtype
 
     def of(self, length: int, device: torch.device) -> torch.Tensor:
-        """What it is after `length` tokens."""
+        """The positions after `length` tokens."""
         shape = (*self.shape[: self.axis], length, *self.shape[self.axis :])
         along = [1] * len(shape)
         along[self.axis] = length
@@ -214,7 +214,7 @@ class PositionTensor:
 
 @dataclass(frozen=True, slots=True)
 class CachedTensors:
-    """What a model's cache holds, and an object of it to fill for a sequence.
+    """The tensors of a model's cache, and an object of it to fill for a sequence.
 
     Attributes:
         paged, states, positions: its tensors.

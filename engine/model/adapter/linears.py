@@ -59,11 +59,11 @@ class ProjectedLinear(nn.Module):
 
     @property
     def projection(self) -> Projection:
-        """Its kernels."""
+        """The kernels of the linear."""
         return self.site.projection
 
     def read(self) -> QuantizedTensor:
-        """Its quantized weight, from the checkpoint."""
+        """Read its quantized weight from the checkpoint."""
         assert self._read is not None
         return self._read()
 

@@ -93,7 +93,7 @@ _ATTRIBUTE = "llmopt_paged_attention"
 
 
 class PagedAttention(Protocol):
-    """What the attention of a layer calls, with tensors [tokens, heads, head_dim]."""
+    """Interface of a layer's attention, with tensors [tokens, heads, head_dim]."""
 
     def attend(
         self,
@@ -187,7 +187,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Attention:
-    """What the attention function runs at present, and each layer's mask; every attention module holds it."""
+    """The attention that runs at present, and each layer's mask; every attention module holds it."""
 
     run: PagedAttention | None = None
     masks: dict[int, LayerMask] = field(default_factory=dict)

@@ -48,7 +48,7 @@ _LENGTHS = (3, 7)
 
 
 def measured_cache(cache_of: CacheOf, config: Any) -> CachedTensors:
-    """What a model's caches hold.
+    """Measure what a model's caches hold.
 
     Raises:
         ValueError: something whose law is not known.

@@ -37,7 +37,7 @@ def plain_tokens(model: Any, count: int) -> torch.Tensor:
 def token_arguments(
     model: Any, token_ids: torch.Tensor, embedded: EmbeddedRows | None
 ) -> dict[str, torch.Tensor]:
-    """What a forward pass takes for its tokens: ids [tokens], or embeddings where some are of images."""
+    """Arguments of a forward pass for its tokens: ids [tokens], or embeddings where some are of images."""
     if embedded is None:
         return {"input_ids": token_ids[None]}
     embeddings = model.get_input_embeddings()(token_ids)

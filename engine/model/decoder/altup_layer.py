@@ -9,7 +9,7 @@ import torch
 
 from ..layers.altup import AltUp, Laurel, PerLayerInput
 from ..layers.attention import HeadAttention, LayerCache, SharedAttention, Step
-from ..layers.mlp import Block
+from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
 from ..layers.state import StateLayout
 
@@ -28,7 +28,7 @@ class AltUpLayer:
     attention: HeadAttention | SharedAttention
     post_attention_norm: Norm
     mlp_norm: Norm
-    mlp: Block
+    mlp: FeedForward
     post_mlp_norm: Norm
     per_layer_input: PerLayerInput
 

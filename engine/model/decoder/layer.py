@@ -11,7 +11,7 @@ from ...kernels.activations.quantized_activations import Rows
 from ..layers.altup import PerLayerInput
 from ..layers.attention import HeadAttention, LatentAttention, LayerCache, SharedAttention, Step
 from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
-from ..layers.mlp import Block
+from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
 from ..layers.state import StateLayout
 from .altup_layer import AltUpLayer
@@ -44,7 +44,7 @@ class DecoderLayer:
     attention: Attention | StateMixer
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Block
+    mlp: FeedForward
     post_mlp_norm: Norm | None
     parallel: bool
     residual_scale: float = 1.0
@@ -135,7 +135,7 @@ class FeedForwardLayer:
     """A layer that mixes no tokens: `x + mlp(norm(x))` (Nemotron-H)."""
 
     norm: Norm
-    mlp: Block
+    mlp: FeedForward
 
     state_layouts: ClassVar[tuple[StateLayout, ...]] = ()
 

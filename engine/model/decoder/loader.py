@@ -13,7 +13,7 @@ from ...kernels.attention.paged_attention import AttentionRule
 from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
 from ..layers.mlp import (
     ACTIVATIONS,
-    Block,
+    FeedForward,
     GatedMlp,
     MixtureOfExperts,
     MlpBesideExperts,
@@ -415,7 +415,7 @@ class LayerLoader:
             return Norm(head_dim, spec.norm_eps)
         return None
 
-    def block(self, layer: str, index: int) -> Block:
+    def block(self, layer: str, index: int) -> FeedForward:
         """Load a layer's feed-forward block: MLP or mixture of experts."""
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts

@@ -101,7 +101,7 @@ class AltUpStreams:
 
 @dataclass(frozen=True, slots=True)
 class AltUp:
-    """What a layer does to the streams: predict all of them, compute one, and correct all by its error.
+    """A layer's update of the streams: predict all of them, compute one, and correct all by its error.
 
     Attributes:
         active: index of the stream that the layer computes.

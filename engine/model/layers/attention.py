@@ -193,7 +193,7 @@ class HeadAttention:
         return self.output(self._heads(qkv, step, cache) * gate.sigmoid(), adapters)
 
     def _heads(self, qkv: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
-        """What attention makes of the projections, [tokens, heads * head_dim]; fills the cache."""
+        """Attend with the projections: [tokens, heads * head_dim]; fills the cache."""
         if self.norm_whole:
             qkv = self._with_whole_norms(qkv)
         if self.value_norm is not None or self.keys_as_values:
@@ -349,7 +349,7 @@ class LatentAttention:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """None: two linears with different input scales read the input, so each quantizes it itself."""
+        """Always None: two linears with different scales read the input, and each quantizes it itself."""
         return None
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -371,7 +371,7 @@ class LatentAttention:
     def _fused(
         self, queries: torch.Tensor, latent: torch.Tensor, step: Step, cache: LayerCache
     ) -> torch.Tensor:
-        """As `_composed`, in the fused kernels."""
+        """Attend as `_composed` does, in the fused kernels."""
         kernel, cos_sin = self._kernel, step.cos_sin[self.rotation.index]
         assert kernel is not None and self.latent_norm.weight is not None
         turns = cos_sin, self.rotation.interleaved
@@ -401,7 +401,7 @@ class LatentAttention:
     def _composed(
         self, queries: torch.Tensor, latent: torch.Tensor, step: Step, cache: LayerCache
     ) -> torch.Tensor:
-        """What attention makes of the projections, [tokens, heads * value_dim]; fills the cache."""
+        """Attend with the projections: [tokens, heads * value_dim]; fills the cache."""
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries), step.inputs.adapters)
         queries = queries.view(len(queries), self.num_heads, -1)

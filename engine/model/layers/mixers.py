@@ -162,8 +162,7 @@ class GatedDeltaNet:
         return projected.split([mixed, spec.values_width, heads, heads], dim=-1)
 
     def _by_head(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As `_split`, of a projection that lies by key head: its query, key, values and gates; then rates
-        and decays."""
+        """Split a projection that lies by key head: query, key, values and gates; then rates and decays."""
         spec = self.spec
         shared = spec.num_value_heads // spec.num_key_heads
         wide = shared * spec.value_dim

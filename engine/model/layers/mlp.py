@@ -25,7 +25,7 @@ from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
-class Block(Protocol):
+class FeedForward(Protocol):
     """Interface of feed-forward blocks, MLP or mixture of experts: [tokens, hidden] to [tokens, hidden]."""
 
     @property
@@ -81,7 +81,7 @@ def gating(
 def sparse_gating(
     activation: str, sparsity: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """As `gating`, of a gate of which about a share of `sparsity` is cut to 0 (Gemma 3n).
+    """Gating that cuts about a share of `sparsity` of the gate to 0 (Gemma 3n).
 
     What is at most the mean and so many deviations of a token's gate is cut, and that taken from the rest.
     """
@@ -210,7 +210,7 @@ class MixtureOfExperts:
 
     router: Router
     experts: ExpertsKernel
-    shared: Block | None
+    shared: FeedForward | None
     shared_gate: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     latent: tuple[Projection, Projection] | None = None
@@ -229,7 +229,7 @@ class MixtureOfExperts:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """None: the router needs the unquantized input."""
+        """Always None: the router needs the unquantized input."""
         return None
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
@@ -261,7 +261,7 @@ class MlpBesideExperts:
     """A dense MLP and routed experts that read the same residual, each between norms of its own (Gemma 4)."""
 
     mlp_norm: Norm
-    mlp: Block
+    mlp: FeedForward
     mlp_output_norm: Norm
     experts_norm: Norm
     mixture: MixtureOfExperts
@@ -279,7 +279,7 @@ class MlpBesideExperts:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """None: it norms its input itself."""
+        """Always None: it norms its input itself."""
         return None
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:

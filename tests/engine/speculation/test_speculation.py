@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
-from llmopt.engine.execution.speculative_step import Chain, accepted_tokens
+from llmopt.engine.execution.speculative_step import DraftChain, accepted_tokens
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength, Tree
@@ -174,7 +174,7 @@ def test_rejection_sampling_follows_the_target(certain: bool) -> None:
         for context, seed, place in zip(contexts, going, places, strict=True):
             probabilities = None if certain else draft[context[:-1]]
             chain = DraftTokens(tuple(context[1:]), Tree.chain(2), probabilities)
-            chains.append(Chain(target[context], chain, seed, place))
+            chains.append(DraftChain(target[context], chain, seed, place))
         for seed, own in zip(going, accepted_tokens(chains, sampler), strict=True):
             written[seed] += own
     counts = torch.zeros(vocab, vocab, vocab)
