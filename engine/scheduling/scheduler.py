@@ -108,7 +108,7 @@ class Scheduler:
     def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
         """End a sequence now. An unknown or finished id is no error: the client may be late."""
         if (request := self._requests.get(sequence_id)) is not None:
-            self._finish(request, reason)
+            self.finish(request, reason)
         return request
 
     def schedule(self, now: float = 0.0) -> StepPlan:
@@ -221,7 +221,7 @@ class Scheduler:
             if not row.num_samples:
                 if request.pooling is not None and row.end == request.num_prompt_tokens:
                     request.times.first_token = request.times.last_token = now
-                    self._finish(request, "stop")
+                    self.finish(request, "stop")
                 continue
             token_ids = sampled[row.sequence_id]
             if draft_depths and (reached := draft_depths.get(row.sequence_id)):
@@ -282,11 +282,6 @@ class Scheduler:
         self._copies.clear()
         for extension in self._extensions:
             extension.reset_in_flight()
-
-    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence for a reason outside the scheduler."""
-        if request.status is not RequestStatus.FINISHED:
-            self._finish(request, reason, stop_reason)
 
     def stop_at(self, request: Request, num_tokens: int, stop_string: str) -> None:
         """End a sequence where its text meets a stop string: after `num_tokens` tokens.
@@ -421,9 +416,9 @@ class Scheduler:
     def _end(self, request: Request, token_id: int, eos: frozenset[int]) -> None:
         """End a sequence if its last token, `token_id`, says so, or its number of tokens."""
         if token_id in request.end_tokens(eos):
-            self._finish(request, "stop", None if token_id in eos else token_id)
+            self.finish(request, "stop", None if token_id in eos else token_id)
         elif request.num_output_tokens >= request.max_tokens:
-            self._finish(request, "length")
+            self.finish(request, "length")
 
     def _fork(self, parent: Request, count: int) -> list[Request]:
         """Split `count` sequences off one whose prompt has just been computed.
@@ -460,7 +455,10 @@ class Scheduler:
         self._run(child)
         return child
 
-    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence, unless it has ended."""
+        if request.status is RequestStatus.FINISHED:
+            return
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
         else:
