@@ -24,10 +24,12 @@ from pathlib import Path
 
 import torch
 from llmopt.engine.base.host import cpu_model, usable_cores
-from llmopt.engine.kernels.common.roofs import Roofs
-from llmopt.engine.kernels.hadamard.e8p_linear import E8pLinear, NativeE8pLinear
-from llmopt.engine.kernels.hadamard.trellis_linear import NativeTrellisLinear
-from llmopt.engine.kernels.linear.int8_linear import Int8MatmulLinear
+from llmopt.engine.kernels.common.cpu_measurements import Roofs
+from llmopt.engine.kernels.linear.hadamard_linear import (
+    E8pLinear,
+    NativeE8pLinear,
+    NativeTrellisLinear,
+)
 from llmopt.engine.kernels.linear.linear import LinearKernel, OneDnnLinear, TorchLinear
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.kernels.linear.quantized_linear import (
@@ -38,6 +40,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     TiledDequantLinear,
     prepare_quantized_linear,
 )
+from llmopt.engine.kernels.linear.torch_linear import Int8MatmulLinear
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.base.incoherence import whole_width
 from llmopt.quant.kinds.e8p.kind import E8pTensor

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
-from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.engine.kernels.common.cpu_measurements import Roofs
 from llmopt.quant.base.openmp_spins import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -28,8 +28,8 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_graphs import DecodeStep
 from llmopt.engine.execution.graph_setting import Forward
-from llmopt.engine.kernels.common.roofs import Roofs
-from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
+from llmopt.engine.kernels.common.cpu_measurements import Roofs
+from llmopt.engine.kernels.common.graphs import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.decoder.decoder import LayerKernels
 from llmopt.engine.model.layers.mlp import GatedMlp

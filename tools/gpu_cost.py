@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmopt.engine.kernels.common.triton_split import split_runs
+from llmopt.engine.kernels.common.devices import split_runs
 from llmopt.engine.planner.device import speed as costs
 from llmopt.engine.planner.device.devices import Device, find_device
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmopt.engine.kernels.common.gpu_limits import GpuLimits, pretended_gpu
+from llmopt.engine.kernels.common.devices import GpuLimits, pretended_gpu
 
 from tools.triton_code import Compiled, compiling
 from tools.triton_code_launches import CODE_LAUNCHES

@@ -26,7 +26,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_graphs import DecodeStep
 from llmopt.engine.execution.graph_setting import Forward
 from llmopt.engine.execution.step import PhaseTimer
-from llmopt.engine.kernels.common.launch import replay_launches
+from llmopt.engine.kernels.common.graphs import replay_launches
 
 GOALS = {1: 0.15, 16: 0.3}
 """Milliseconds a step, by batch."""

@@ -24,7 +24,7 @@ from llmopt.engine.execution.decode_graphs import StepGraphs
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.output_processor import OutputProcessor
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
+from llmopt.engine.kernels.common.graphs import CpuGraph
 from llmopt.engine.sampling.sampler import Draw, Sampler
 from llmopt.engine.scheduling.scheduler import Scheduler
 from stack_sampler import StackSampler

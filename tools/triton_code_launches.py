@@ -20,7 +20,7 @@ RESIDUALS = {3: torch.uint8, 4: torch.int16}
 
 def products(weight: TrellisTensor | E8pTensor) -> None:
     """Launch the linear for a token, for as many as are decoded in registers, and for more."""
-    from llmopt.engine.kernels.hadamard.triton_linear import TritonTransformedLinear
+    from llmopt.engine.kernels.linear.triton_hadamard import TritonTransformedLinear
 
     linear = TritonTransformedLinear(weight, BF16)
     for tokens in (1, 64, 65):

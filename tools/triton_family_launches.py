@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.moe.routing import RoutingRule
+from llmopt.engine.kernels.elementwise.reference import HeadNorms
+from llmopt.engine.kernels.moe.experts import RoutingRule
 
 from tools.triton_launches import E4M3, has_fp8
 
@@ -16,8 +16,7 @@ BF16, CPU = torch.bfloat16, torch.device("cpu")
 
 def routing() -> None:
     """Launch the routing of gpt-oss, Qwen3-MoE and DeepSeek-V3, of few and of many tokens."""
-    from llmopt.engine.kernels.moe.triton_router_logits import router_logits
-    from llmopt.engine.kernels.moe.triton_routing import route_triton
+    from llmopt.engine.kernels.moe.triton_routing import route_triton, router_logits
     from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
 
     deepseek = RoutingRule(8, False, True, 1e-20, 2.5, 8, 4, 2, 1)
@@ -31,7 +30,7 @@ def routing() -> None:
 
 def experts() -> None:
     """Launch what surrounds the grouped GEMMs: biases, gates, the weighted sum."""
-    from llmopt.engine.kernels.moe.triton_expert_rows import biased_gate, weighted_sum
+    from llmopt.engine.kernels.moe.triton_token_permutation import biased_gate, weighted_sum
 
     rows, bias = torch.zeros(16, 5760, dtype=BF16), torch.zeros(32, 5760, dtype=BF16)
     ids = torch.zeros(16, dtype=torch.int64)
@@ -42,7 +41,7 @@ def experts() -> None:
 
 def latent() -> None:
     """Launch DeepSeek-V3's latent attention, up to paged attention, for every stored type of a GPU."""
-    from llmopt.engine.kernels.elementwise.triton_latent import TritonLatent
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonLatent
 
     kernel, angles = TritonLatent(), torch.zeros(4, 1, 64, dtype=BF16)
     turn = angles, angles
@@ -59,8 +58,8 @@ def latent() -> None:
 
 def wide_norms() -> None:
     """Launch norms with float32 weights beside 16-bit rows."""
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonNorm
 
     x, weight = torch.zeros(4, 3840, dtype=BF16), torch.zeros(3840)
     TritonNorm(weight, 1e-6)(x, x)

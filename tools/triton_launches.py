@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.common.gpu_limits import gpu_limits
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.common.devices import gpu_limits
+from llmopt.engine.kernels.elementwise.activations import ActivationQuant
+from llmopt.engine.kernels.elementwise.reference import HeadNorms
 from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_float_weight,
     pack_weight,
@@ -66,9 +66,8 @@ def attention(
 
 def rows() -> None:
     """Launch norm, gates, and fused RoPE + KV write for every stored type."""
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate, TritonNorm
 
     x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
     TritonNorm(x[0], 1e-5)(x, x)
@@ -89,7 +88,7 @@ def rows() -> None:
 
 def sampling() -> None:
     """Launch the sampling kernels on logits of a large vocabulary."""
-    from llmopt.engine.kernels.sampling import triton_sampling as kernels
+    from llmopt.engine.kernels import triton_sampling as kernels
 
     scores, rows = torch.zeros(4, 128256), torch.arange(4)
     floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)

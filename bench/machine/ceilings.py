@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...engine.doctor.self_test import self_test
-from ...engine.kernels.common.roofs import NoRoofs, Roofs
+from ...engine.kernels.common.cpu_measurements import NoRoofs, Roofs
 
 FAR_BYTES = 256 << 20
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}

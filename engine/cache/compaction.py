@@ -11,7 +11,7 @@ from torch.nn import functional
 from ..base.device import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
-from ..kernels.attention.key_scores import ScoredSpan
+from ..kernels.attention.paged_attention import ScoredSpan
 from ..model.decoder.decoder import Decoder
 from ..model.open import CausalModel
 from ..scheduling.kv_eviction import KvEviction

@@ -15,13 +15,13 @@ from ..base.device import packed
 from ..base.host import available_memory_bytes
 from ..base.units import format_gib
 from ..config.config import EngineConfig
-from ..kernels.attention.block_copies import (
+from ..kernels.attention.paged_tensor import (
     BLOCK_COPIES,
     BlockCopiesKernelQuery,
     TorchBlockCopies,
+    vector_bytes,
 )
-from ..kernels.attention.paged_tensor import vector_bytes
-from ..kernels.common.runtime import refuses_fp8
+from ..kernels.common.devices import refuses_fp8
 from ..model.layers.attention import LayerCache
 from ..model.layers.state import StateCache
 from ..model.spec.spec import KvLayout

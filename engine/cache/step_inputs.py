@@ -10,7 +10,7 @@ import torch
 
 from ..base.device import packed, to_device
 from ..base.image_input import NO_IMAGES, ImageInput, Images
-from ..kernels.attention.paged_attention import (
+from ..kernels.attention.batch import (
     AttentionBatch,
     DecodeCounts,
     DecodeGroup,

@@ -21,11 +21,10 @@ from ...quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ...quant.native.build import parallel_start
 from ..base.host import thread_limit
 from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
-from ..kernels.common.device_verdicts import current_verdicts
+from ..kernels.common.cpu_measurements import choose_threads
+from ..kernels.common.devices import refuses_fp8
 from ..kernels.common.dispatch import Choice
-from ..kernels.common.runtime import refuses_fp8
-from ..kernels.common.thread_choice import choose_threads
-from ..kernels.common.verdicts import VARIABLE, Verdict
+from ..kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     GATE,

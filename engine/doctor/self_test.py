@@ -11,11 +11,12 @@ import torch
 from ...quant.base.scheme import Scheme
 from ...quant.kinds.base.kind import kind_of
 from ..cache.step_inputs import Run, step_inputs
+from ..kernels.attention.batch import AttentionRule
 from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from ..kernels.attention.paged_attention import AttentionKernel, AttentionRule
+from ..kernels.attention.paged_attention import AttentionKernel
 from ..kernels.attention.paged_tensor import LARGEST_CODE, PagedTensor
+from ..kernels.common.devices import refuses_fp8
 from ..kernels.common.dispatch import Operation
-from ..kernels.common.runtime import refuses_fp8
 from ..kernels.common.verdicts import TOLERANCE_QUANTIZED, relative_error, tolerance
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
@@ -25,7 +26,7 @@ from ..kernels.elementwise.dispatch import (
     ROPE_AND_CACHE,
     RowKernelQuery,
 )
-from ..kernels.elementwise.head_norms import HeadNorms
+from ..kernels.elementwise.reference import HeadNorms
 from ..kernels.linear.linear import LINEAR, LinearKernelQuery
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.attention.step_plans import StepPlans
-from ..kernels.common.launch import Launch, replay_launches
-from ..kernels.graphs.advance_step import AdvanceCall, native_advance
-from ..kernels.graphs.cpu_graph import CpuGraph, NotCapturable
-from ..kernels.sampling.argmax import argmax_rows
+from ..kernels.attention.batch import StepPlans
+from ..kernels.common.graphs import CpuGraph, Launch, NotCapturable, replay_launches
+from ..kernels.elementwise.native_rows import AdvanceCall, argmax_rows, native_advance
 from ..model.layers.attention import StepInputs
 from ..scheduling.step_plan import DecodeRows
 from .decode_inputs import DecodeInputs

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from ..base.device import packed, to_device
-from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
-from ..kernels.attention.step_plans import StepPlans
-from ..kernels.graphs.advance_step import AdvanceCall
+from ..kernels.attention.batch import AttentionBatch, DecodeGroup, StepPlans
+from ..kernels.elementwise.native_rows import AdvanceCall
 from ..model.layers.attention import StepInputs
 from ..model.layers.projection import NO_SLOT
 from ..scheduling.block_pool import NULL_BLOCK

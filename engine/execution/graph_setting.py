@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...quant.base.errors import first_line
-from ..kernels.common.runtime import refuses_triton
-from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
-from ..kernels.graphs.cuda_graph import CudaGraph
+from ..kernels.common.devices import refuses_triton
+from ..kernels.common.graphs import CpuGraph, CudaGraph, GraphMemoryPool, NotCapturable
 from ..model.layers.attention import LayerCache, StepInputs
 from ..model.layers.lora import AdapterBank
 from ..model.layers.parallel import Group, PeerLost

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache.step_inputs import Run, step_inputs
-from ..kernels.attention.paged_attention import AttentionBatch
+from ..kernels.attention.batch import AttentionBatch
 from ..model.layers.attention import LayerCache, StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
 from ..speculation.draft_model import DraftForward, DraftModel
@@ -62,7 +62,7 @@ class TokenGraphs:
         self._graphs: dict[TokensKind, Graph] = {}
         self._buffers: dict[int, Any] = {}
         if self._sizes:
-            from ..kernels.attention.triton_static_metadata import StaticBuffer
+            from ..kernels.attention.triton_metadata import StaticBuffer
 
             capacity = StaticBuffer.capacity(self._sizes[-1], max_blocks)
             # Shared: one step runs at a time.
@@ -128,7 +128,7 @@ class TokenGraphs:
         self, runs: Sequence[Run], adapter_slots: Sequence[int]
     ) -> tuple[list[list[int]], list[Any]]:
         """Columns (token ids, positions, slots, slots of adapters) and segments of a step."""
-        from ..kernels.attention.triton_static_metadata import Segment
+        from ..kernels.attention.triton_metadata import Segment
 
         token_ids: list[int] = []
         positions: list[int] = []
@@ -163,7 +163,7 @@ class TokenGraphs:
         self._graphs[kind] = self._setting.graph(GraphName("tokens", kind), buffer, inputs)
 
     def _inputs(self, kind: TokensKind, buffer: Any) -> StepInputs:
-        from ..kernels.attention.triton_static_metadata import StaticMetadata
+        from ..kernels.attention.triton_metadata import StaticMetadata
 
         metadata = StaticMetadata(buffer, self._block_size)
         batch = AttentionBatch([], None, self._block_size, self._setting.dtype, metadata)

@@ -26,7 +26,7 @@ from ...quant.base.errors import BadInput, first_line
 from ...quant.open import open_checkpoint
 from ..base.host import Topology, place, read_topology, thread_limit
 from ..cache.kv_cache import KvCache
-from ..kernels.common.thread_choice import choose_threads
+from ..kernels.common.cpu_measurements import choose_threads
 from ..model.layers.attention import StepInputs
 from ..model.layers.parallel import Group, PeerLost, Shard
 from ..model.open import CausalModel, CheckedShard, open_model

@@ -11,7 +11,7 @@ import torch
 
 from ..base.device import to_device
 from ..base.logits import packed_mask
-from ..kernels.sampling import triton_sampling as kernels
+from ..kernels import triton_sampling as kernels
 from ..scheduling.request import TokenView
 from .rowwise import SamplingRow, adjust, allowed
 

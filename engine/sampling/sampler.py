@@ -15,8 +15,8 @@ import torch
 
 from ..base.device import HostCopy, packed, to_device
 from ..base.sampling_params import SamplingParams
+from ..kernels.common.devices import refuses_rows, serves_all
 from ..kernels.common.dispatch import Candidate, Operation
-from ..kernels.common.runtime import refuses_rows
 from ..kernels.common.verdicts import Trial, tolerance
 from ..scheduling.outputs import TokenLogprobs
 from .rowwise import RowwiseSampling, SamplingRow, largest
@@ -61,6 +61,7 @@ class SamplingKernelQuery:
     """Kernel query of sampling: the device of the logits."""
 
     device: str
+    dtype = torch.float32
 
     def __str__(self) -> str:
         return f"rows of scores on {self.device}"
@@ -100,8 +101,8 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
 SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
-        Candidate("triton-batched", lambda s: refuses_rows(s.device, torch.float32), _batched),
-        Candidate("torch-rows", lambda _: None, RowwiseSampling),
+        Candidate("triton-batched", refuses_rows, _batched),
+        Candidate("torch-rows", serves_all, RowwiseSampling),
     ],
     _trial,
 )

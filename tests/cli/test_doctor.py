@@ -15,7 +15,8 @@ from llmopt.engine.doctor.kernel_table import table
 from llmopt.engine.doctor.overview import EXTRAS, overview, problems
 from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
-from llmopt.engine.kernels.elementwise.dispatch import GATE, torch_silu_gate
+from llmopt.engine.kernels.elementwise.dispatch import GATE
+from llmopt.engine.kernels.elementwise.reference import torch_silu_gate
 
 from ..support.native_paths import needs_compiler
 from .test_shell import told

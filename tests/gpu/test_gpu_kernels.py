@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_inputs
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.dispatch import (
-    GATE,
-    RowKernelQuery,
+from llmopt.engine.kernels.elementwise.activations import fake_quantize_inputs
+from llmopt.engine.kernels.elementwise.dispatch import GATE, RowKernelQuery
+from llmopt.engine.kernels.elementwise.reference import (
+    HeadNorms,
     TorchNorm,
     TorchRopeAndCache,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
@@ -58,7 +58,7 @@ def test_attention(heads: int, kv_heads: int, dims: tuple[int, int], stored: tor
         pa.AttentionRule(0.09),
         pa.AttentionRule(0.09, window=1000, num_sink_tokens=4, softcap=30.0),
     ):
-        close(world.attend(attend_triton, rule), world.attend(pa.attend_sdpa, rule))
+        close(world.attend(attend_triton, rule), world.attend(attend_sdpa, rule))
 
 
 def test_a_cache_beyond_32_bit_offsets() -> None:
@@ -76,13 +76,12 @@ def test_a_cache_beyond_32_bit_offsets() -> None:
     batch = pa.AttentionBatch([span], None, 16, BF16)
     queries = torch.randn(100, 32, 128, device="cuda").to(BF16)
     cache, rule = PagedTensor(codes), pa.AttentionRule(0.09)
-    expected = pa.attend_sdpa(queries, cache, cache, batch, rule)
+    expected = attend_sdpa(queries, cache, cache, batch, rule)
     close(attend_triton(queries, cache, cache, batch, rule), expected)
 
 
 def test_rows() -> None:
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate, TritonNorm
 
     x, weight = torch.randn(4097, 4096, device="cuda").to(BF16), torch.randn(4096, device="cuda")
     ours, theirs = TritonNorm(weight.to(BF16), 1e-5), TorchNorm(weight.to(BF16), 1e-5)
@@ -94,7 +93,7 @@ def test_rows() -> None:
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_rope_and_cache(stored: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
 
     stacked = torch.randn(3000, 48, 128, device="cuda").to(BF16)
     angle = torch.rand(3000, 1, 64, device="cuda") * 6

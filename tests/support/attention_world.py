@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 
 from .unwritten_memory import fill_with_nan

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.launch import Launch
-from llmopt.engine.kernels.graphs import cpu_graph
+from llmopt.engine.kernels.common import graphs
+from llmopt.engine.kernels.common.graphs import Launch
 from llmopt.quant.native import build, processor
-from llmopt.quant.native.arm import features_of
+from llmopt.quant.native.processor import features_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"
@@ -249,7 +249,7 @@ def pretend_aarch64(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "processor_flags", lambda: features)
     patch.setattr(build, "open_library", EmulatedLibrary)
     patch.setattr(build, "parallel_start", lambda: build.ParallelStart(None, "the emulator's"))
-    patch.setattr(cpu_graph, "replay_launches", _replay_one_by_one)
+    patch.setattr(graphs, "replay_launches", _replay_one_by_one)
     patch.setenv("CC", COMPILER)
     gc.collect()
     gc.freeze()

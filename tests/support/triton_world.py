@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.runtime import interpret
+from llmopt.engine.kernels.common.devices import interpret
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

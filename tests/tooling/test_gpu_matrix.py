@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llmopt.engine.kernels.common.triton_split import split_runs
+from llmopt.engine.kernels.common.devices import split_runs
 from llmopt.engine.planner.device.devices import find_device
 
 from tools import gpu_cost

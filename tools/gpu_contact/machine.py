@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 
 import torch
-from llmopt.engine.kernels.common.device_verdicts import driver_version
-from llmopt.engine.kernels.common.runtime import refuses_triton
+from llmopt.engine.kernels.common.devices import refuses_triton
+from llmopt.engine.kernels.common.verdicts import driver_version
 from llmopt.engine.kernels.elementwise.dispatch import NORM, RowKernelQuery
 
 from ..gpu_figures.sections import World

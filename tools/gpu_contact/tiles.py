@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from llmopt.engine.kernels.common.device_verdicts import seconds_of
-from llmopt.engine.kernels.common.runtime import refuses_triton
+from llmopt.engine.kernels.common.devices import refuses_triton
+from llmopt.engine.kernels.common.verdicts import seconds_of
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
+    linear_trial,
 )
-from llmopt.engine.kernels.linear.trial import linear_trial
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.scheme import IntScheme
 

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from ...base.device import to_device
-from ..common.backends import package
-from ..common.gpu_limits import gpu_limits
-from .paged_attention import AttentionBatch
+from ..common.devices import gpu_limits, package
+from .batch import AttentionBatch
 from .paged_tensor import PagedTensor
 
 NAME = "flashinfer"

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from ....quant.native.build import Native, native
-from ..common.launch import launch
-from .paged_attention import AttentionBatch, AttentionRule, TreeMask
+from ..common.graphs import launch
+from .batch import AttentionBatch, TreeMask
+from .paged_attention import AttentionCall, attention_kernel
 from .paged_tensor import PagedTensor
 
 HEAD_CHANNELS = 16
@@ -50,7 +51,7 @@ class _Paged(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
+class _NativeCall(ctypes.Structure):
     """`Call` of `attention.c`."""
 
     _fields_ = [
@@ -116,21 +117,16 @@ def native_attention() -> Native:
     return native(Path(__file__).with_name("attention.c"))
 
 
-def attend_native(
-    queries: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    batch: AttentionBatch,
-    rule: AttentionRule,
-    sink_queries: torch.Tensor | None = None,
-) -> torch.Tensor:
+@attention_kernel
+def attend_native(call: AttentionCall) -> torch.Tensor:
     """Paged attention that reads KV blocks in place; batch-invariant: a token depends on its past alone."""
+    queries, keys, values, batch, rule, sink_queries = call
     spans = batch.kernel_metadata(_Spans)
     queries = _dense_heads(queries)
     sink_queries = None if sink_queries is None else _dense_heads(sink_queries)
-    out = queries.new_empty(*queries.shape[:2], values.dim)
+    out = call.empty_result()
     sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
-    call = _Call(
+    launched = _NativeCall(
         queries.data_ptr(),
         None if sink_queries is None else sink_queries.data_ptr(),
         out.data_ptr(),
@@ -152,7 +148,7 @@ def attend_native(
         rule.scale,
         rule.softcap or 0.0,
     )
-    if launch(spans.attend, call):
+    if launch(spans.attend, launched):
         raise MemoryError(f"no memory for attention of {queries.shape[0]} tokens")
     return out
 

@@ -1,259 +1,52 @@
-"""Paged attention (vLLM): causal, grouped-query, with sliding windows, softcap and attention sinks.
+"""Paged attention (vLLM): the call that all kernels take, the reference, and torch's own kernel.
 
 The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values`, whose head size may
-differ; both are dequantized to the queries' dtype. A batch is a flat run of tokens, sequence after sequence.
-A token attends to its past: every position up to its own, or the last `window` of them and the
-`num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk` (Llama 4). A block table may omit
-evicted blocks. Draft tokens may form a token tree (tree attention): several share a position, and each
-attends to the known tokens and to its ancestors in the tree. The tokens of an image may also attend to its
-later ones (bidirectional attention).
+differ; both are dequantized to the queries' dtype. A token attends to its past: every position up to its own,
+or the last `window` of them and the `num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk`
+(Llama 4).
+
+For KV eviction the attention weights that each key receives are summed over queries: those at the end of the
+prompt (SnapKV, arXiv:2404.14469), or all of them (H2O, arXiv:2306.14048). Fused attention does not give the
+weights, so they are computed again, in float32, for a slice of the queries at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
+from .batch import AttentionBatch, AttentionRule, SequenceSpan
 from .paged_tensor import PagedTensor
-from .step_plans import StepPlans
-
-KernelMetadata = TypeVar("KernelMetadata")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionRule:
-    """A layer's attention mask and score transform.
+class AttentionCall(NamedTuple):
+    """The arguments of paged attention.
 
     Attributes:
-        scale: factor on the scores.
-        window: sliding window, in tokens, the query's included; None: full causal attention.
-        num_sink_tokens: sink tokens: first tokens of a sequence, visible whatever the window (StreamingLLM).
-        chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
-        softcap: logit softcapping, `cap * tanh(score / cap)` (Gemma 2).
-        sinks: [heads], learned sink logits: a score per head in the softmax that weighs no value (gpt-oss).
-        bidirectional: tokens of one image attend to each other, within the window (Gemma 3).
+        queries: [tokens, heads, head_dim].
+        sink_queries: replace the queries against the `num_sink_tokens` sink keys, where those need another
+            rotation; only passed with a rule that has sink tokens.
     """
 
-    scale: float
-    window: int | None = None
-    num_sink_tokens: int = 0
-    chunk: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    bidirectional: bool = False
+    queries: torch.Tensor
+    keys: PagedTensor
+    values: PagedTensor
+    batch: AttentionBatch
+    rule: AttentionRule
+    sink_queries: torch.Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's fused attention supports it."""
-        return self.softcap is None and self.sinks is None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeMask:
-    """Tree mask of the draft tokens at the end of a sequence, in the order of their slots.
-
-    Attributes:
-        depths: int64 [draft], depth in the tree: the position relative to the last known token, from 1 on.
-        ancestors: bool [draft, draft], the ancestors of each draft token, itself included.
-    """
-
-    depths: torch.Tensor
-    ancestors: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSpan:
-    """The tokens of one sequence in a batch.
-
-    Attributes:
-        begin, end: their rows in the batch.
-        num_cached: tokens of the sequence so far, these included.
-        block_ids: int64, the block table, without the blocks of the `evicted_span` tokens that follow
-            the first `sink_length`.
-        tree: of the last tokens so far, where they are a tree of draft tokens; a draft token's slot then
-            follows from its index, and its position from its depth.
-        images: positions of the images that some of these tokens belong to, all of which they see in layers
-            that are bidirectional; what is not in the cache of them is among these tokens.
-    """
-
-    begin: int
-    end: int
-    num_cached: int
-    block_ids: torch.Tensor
-    sink_length: int = 0
-    evicted_span: int = 0
-    tree: TreeMask | None = None
-    images: tuple[range, ...] = ()
-
-    @property
-    def num_held(self) -> int:
-        """Tokens in the blocks: all but the evicted ones."""
-        return self.num_cached - self.evicted_span
-
-
-class DecodeCounts(NamedTuple):
-    """What the host knows of a decode group: its rows, and its sequences' tokens in their blocks."""
-
-    rows: Sequence[int]
-    num_held: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """The decode sequences of a batch (one query token each), block tables padded to one width.
-
-    Attributes:
-        rows: int64 [sequences], the rows of their tokens in the batch.
-        block_ids: int64 [sequences * width], padded with the null block.
-        lengths: int64 [sequences], tokens so far.
-        evicted_spans: int64 [sequences], evicted tokens that follow the first `sink_length`.
-        counts: what the host knows of them; None: nothing, as of a captured step.
-    """
-
-    rows: torch.Tensor
-    block_ids: torch.Tensor
-    lengths: torch.Tensor
-    evicted_spans: torch.Tensor
-    sink_length: int = 0
-    counts: DecodeCounts | None = None
-
-
-class AttentionBatch:
-    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers.
-
-    Attributes:
-        plans: of a captured step, where kernels are planned on the host; None: it is eager.
-    """
-
-    def __init__(
-        self,
-        spans: Sequence[SequenceSpan],
-        decode: DecodeGroup | None,
-        block_size: int,
-        dtype: torch.dtype,
-        kernel_metadata: object = None,
-        plans: StepPlans | None = None,
-    ) -> None:
-        self.spans = spans
-        self.decode = decode
-        self.block_size = block_size
-        self.plans = plans
-        self._dtype = dtype
-        self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
-        self._static_metadata = kernel_metadata
-        self._kernel_metadata: dict[object, Any] = {}
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether draft tokens of a sequence form a token tree."""
-        return any(span.tree is not None for span in self.spans)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether some tokens see later ones of their image, in layers with bidirectional attention."""
-        return any(span.images for span in self.spans)
-
-    @cached_property
-    def parts(self) -> tuple[AttentionBatch, AttentionBatch]:
-        """The spans with images, and the rest of the batch."""
-        images = [span for span in self.spans if span.images]
-        others = [span for span in self.spans if not span.images]
-        return (
-            AttentionBatch(images, None, self.block_size, self._dtype),
-            AttentionBatch(others, self.decode, self.block_size, self._dtype),
-        )
-
-    def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
-        """A kernel's metadata of the batch, made once for all layers."""
-        known: Any = self._static_metadata
-        if known is None and (known := self._kernel_metadata.get(make)) is None:
-            known = self._kernel_metadata[make] = make(self)
-        return known
-
-    @property
-    def is_static(self) -> bool:
-        """Whether it is known by its kernel's metadata alone, which a captured step fills."""
-        return self._static_metadata is not None
-
-    def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
-        """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""
-        assert self.decode is not None
-        key = (-1, rule.window, rule.num_sink_tokens, rule.chunk, False)
-        if key not in self._masks:
-            width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
-            slot = torch.arange(width, device=self.decode.rows.device)
-            position = slot + (slot >= self.decode.sink_length) * self.decode.evicted_spans[:, None]
-            last = self.decode.lengths[:, None]
-            self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
-        return self._masks[key]
-
-    @cached_property
-    def decode_unwritten(self) -> torch.Tensor:
-        """Slots of the decode tables behind their tokens, bool [sequences, width * block_size, 1, 1]."""
-        group = self.decode
-        assert group is not None
-        width = group.block_ids.numel() // group.rows.numel() * self.block_size
-        num_held = (group.lengths - group.evicted_spans)[:, None]
-        return (torch.arange(width, device=num_held.device) >= num_held)[..., None, None]
-
-    def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
-        """Additive mask of the tokens of span `index`: 0 or -inf, [tokens, num_held]."""
-        key = (index, rule.window, rule.num_sink_tokens, rule.chunk, rule.bidirectional)
-        if key not in self._masks:
-            span = self.spans[index]
-            device = span.block_ids.device
-            slot = torch.arange(span.num_held, device=device)
-            position = slot + (slot >= span.sink_length) * span.evicted_span
-            first = span.num_cached - (span.end - span.begin)
-            query_position = torch.arange(first, span.num_cached, device=device)
-            images = span.images if rule.bidirectional else ()
-            if (tree := span.tree) is not None:
-                count = tree.depths.numel()
-                rows = min(count, query_position.numel())
-                draft_positions = tree.depths + (span.num_cached - count - 1)
-                position = torch.cat([position[:-count], draft_positions])
-                query_position = torch.cat([query_position[:-rows], draft_positions[-rows:]])
-                bias = self._bias(position, query_position[:, None], rule, images)
-                bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
-                self._masks[key] = bias
-            else:
-                self._masks[key] = self._bias(position, query_position[:, None], rule, images)
-        return self._masks[key]
-
-    def _bias(
-        self,
-        position: torch.Tensor,
-        query_position: torch.Tensor,
-        rule: AttentionRule,
-        images: Sequence[range] = (),
-    ) -> torch.Tensor:
-        visible = position <= query_position
-        for image in images:
-            visible |= _is_within(position, image) & _is_within(query_position, image)
-        if rule.window is not None:
-            in_window = position > query_position - rule.window
-            visible &= in_window | (position < rule.num_sink_tokens)
-        if rule.chunk is not None:
-            visible &= position >= query_position - query_position % rule.chunk
-        bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
-        return bias.masked_fill_(~visible, float("-inf"))
-
-
-def _is_within(position: torch.Tensor, image: range) -> torch.Tensor:
-    return (position >= image.start) & (position < image.stop)
+    def empty_result(self) -> torch.Tensor:
+        """Allocate the result, [tokens, heads, value head_dim]."""
+        return self.queries.new_empty(*self.queries.shape[:2], self.values.dim)
 
 
 class AttentionKernel(Protocol):
-    """Paged attention: queries [tokens, heads, head_dim] → [tokens, heads, value head_dim].
-
-    `sink_queries` replace the queries against the `num_sink_tokens` sink keys, where those need another
-    rotation; only passed with a rule that has sink tokens.
-    """
+    """Paged attention: the fields of `AttentionCall` → [tokens, heads, value head_dim]."""
 
     def __call__(
         self,
@@ -266,16 +59,21 @@ class AttentionKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
-def attend_reference(
-    queries: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    batch: AttentionBatch,
-    rule: AttentionRule,
-    sink_queries: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attention_kernel(compute: Callable[[AttentionCall], torch.Tensor]) -> AttentionKernel:
+    """Make a kernel of a function of `AttentionCall`, so that the list of arguments stands once."""
+
+    @wraps(compute)
+    def attend(*arguments: Any, **named: Any) -> torch.Tensor:
+        return compute(AttentionCall(*arguments, **named))
+
+    return attend
+
+
+@attention_kernel
+def attend_reference(call: AttentionCall) -> torch.Tensor:
     """Reference implementation, in float32, one token at a time. For tests."""
-    out = queries.new_empty(*queries.shape[:2], values.dim)
+    queries, keys, values, batch, rule, sink_queries = call
+    out = call.empty_result()
     sink_queries = queries if sink_queries is None else sink_queries
     spans = list(batch.spans)
     if (group := batch.decode) is not None:
@@ -343,23 +141,18 @@ def _is_visible(query_position: int, position: int, rule: AttentionRule) -> bool
     return rule.chunk is None or query_position // rule.chunk == position // rule.chunk
 
 
-def attend_sdpa(
-    queries: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    batch: AttentionBatch,
-    rule: AttentionRule,
-    sink_queries: torch.Tensor | None = None,
-) -> torch.Tensor:
+@attention_kernel
+def attend_sdpa(call: AttentionCall) -> torch.Tensor:
     """Scaled dot-product attention of torch over gathered blocks; on any device.
 
     The query heads of a KV head are folded into the query length, so that keys are read once for all
     of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
     """
+    queries, keys, values, batch, rule, sink_queries = call
     heads, head_dim = queries.shape[1:]
     num_kv_heads, value_dim, dtype = values.num_heads, values.dim, queries.dtype
     group = heads // num_kv_heads
-    out = queries.new_empty(queries.shape[0], heads, value_dim)
+    out = call.empty_result()
     sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, group, 1)
     if (decode := batch.decode) is not None:
         count = decode.rows.numel()
@@ -427,3 +220,48 @@ def _mix(
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
     return weights.to(values.dtype) @ values
+
+
+_QUERIES_PER_SLICE = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredSpan:
+    """Tokens of one sequence whose attention weights are summed.
+
+    Attributes:
+        begin, end: their rows in the batch.
+        num_slots: slots of the sequence, theirs included, which are the last.
+        block_ids: int64, its block table.
+        sums: per layer with a cache, float32 [kv_heads, num_slots or more]; the weights are added to it.
+    """
+
+    begin: int
+    end: int
+    num_slots: int
+    block_ids: torch.Tensor
+    sums: Sequence[torch.Tensor]
+
+
+def add_key_scores(
+    queries: torch.Tensor, keys: PagedTensor, rule: AttentionRule, span: ScoredSpan, layer: int
+) -> None:
+    """Add the weights of a span's `queries` [tokens, heads, head_dim] to its sums of `layer`.
+
+    The weights of the query heads of a KV head are added up.
+    """
+    k = keys.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_slots]
+    slots = torch.arange(span.num_slots, device=k.device)
+    for begin in range(span.begin, span.end, _QUERIES_PER_SLICE):
+        end = min(begin + _QUERIES_PER_SLICE, span.end)
+        own = slots[span.num_slots - (span.end - begin) :][: end - begin]
+        grouped = queries[begin:end].float().unflatten(1, (keys.num_heads, -1))
+        scores = torch.einsum("tkgd,skd->kgts", grouped, k) * rule.scale
+        if rule.softcap is not None:
+            scores = rule.softcap * (scores / rule.softcap).tanh()
+        scores = scores.masked_fill(slots > own[:, None], float("-inf"))
+        if rule.sinks is not None:
+            column = rule.sinks.float().view(keys.num_heads, -1, 1, 1)
+            scores = torch.cat([scores, column.expand(-1, -1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : span.num_slots]
+        span.sums[layer][:, : span.num_slots] += weights.sum(dim=(1, 2))

@@ -1,44 +1,138 @@
-"""Paged attention in Triton: the launches of a batch.
-
-A program takes some query tokens of one sequence and the query heads of one KV head as the rows of one tile;
-the heads share the keys that are read. The key tile's size is independent of the block size. Sequences with
-few query tokens would occupy few programs: their keys are split into parts, and a second kernel reduces the
-partial results. The split depends on the sequence alone, so results are batch-invariant. A work list of the
-parts, made on the device, is shared among as many programs as the GPU holds: one long sequence occupies all
-of it, and a captured launch can be replayed for sequences of any length.
-"""
+"""Tile sizes of Triton's paged attention, by head shape and by what the GPU's multiprocessors hold."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..common.gpu_limits import gpu_limits
-from .paged_attention import AttentionBatch, AttentionRule
-from .paged_tensor import PagedTensor
+from ..common.devices import GpuLimits, gpu_limits, power_of_two
+from .batch import AttentionRule
+from .paged_attention import AttentionCall, attention_kernel
 from .triton_attention_kernels import attend, reduce_parts
 from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, Visibility
-from .triton_tiling import HeadShape, Tiling, tiling
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a layer's heads and cache are, as far as tiles depend on it.
+
+    Attributes:
+        group: query heads of a KV head.
+        in_keys: whether the values are the first elements of the keys (MLA).
+        query_bytes, cache_bytes: of an element.
+        num_queries: 2 where the sink tokens meet queries of their own.
+    """
+
+    key_dim: int
+    value_dim: int
+    group: int
+    in_keys: bool
+    query_bytes: int
+    cache_bytes: int
+    num_queries: int = 1
+
+    @property
+    def front_dim(self) -> int:
+        """The largest power of two in the keys' elements; the rest is a second product."""
+        return max(16, 1 << (self.key_dim.bit_length() - 1))
+
+    @property
+    def rest_dim(self) -> int:
+        more = self.key_dim - self.front_dim
+        return 0 if more <= 0 else max(16, power_of_two(more))
+
+    @property
+    def value_tile(self) -> int:
+        return max(16, power_of_two(self.value_dim))
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether a tile of keys serves as the tile of values."""
+        return self.in_keys and self.value_dim == self.front_dim
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a tile of queries and sums fills the registers (MLA's latents)."""
+        return self.key_dim + self.value_dim * (not self.shares_tiles) > 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tile sizes and the depth of the software pipeline.
+
+    Attributes:
+        rows: query rows of a tile: tokens times `group_tile` heads.
+        tile: keys of a tile.
+        stages: Triton's `num_stages`; one is the tile that is multiplied.
+    """
+
+    rows: int
+    group_tile: int
+    tile: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, heads: HeadShape, has_wgmma: bool) -> int:
+        """Shared memory of a program: queries, the ring of key and value tiles, 16-bit copies of 8 bits."""
+        keys = heads.front_dim + heads.rest_dim
+        both = keys + (0 if heads.shares_tiles else heads.value_tile)
+        # Where operands come from registers, the tile that is multiplied needs no buffer.
+        buffers = self.stages if has_wgmma and self.rows >= 64 else max(1, self.stages - 1)
+        ring = buffers * self.tile * both * heads.cache_bytes
+        copies = self.tile * both * heads.query_bytes * (heads.cache_bytes < heads.query_bytes)
+        queries = self.rows * keys * heads.query_bytes * heads.num_queries
+        return queries + ring + copies + self.rows * self.tile * heads.query_bytes
+
+
+def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
+    """Tiles that fit the GPU.
+
+    Args:
+        is_short: for sequences with few query tokens (decode), which are memory-bound; the others are
+            compute-bound and take larger tiles.
+    """
+    is_float32 = heads.query_bytes == 4
+    has_wgmma = limits.capability // 10 == 9 and not is_float32
+    group_tile = min(power_of_two(heads.group), 64 if has_wgmma or not heads.is_wide else 16)
+    rows = max(16, group_tile)
+    if not is_short and not heads.is_wide:
+        rows = max(rows, 32 if is_float32 else min(128, 16384 // heads.front_dim))
+    tile = 32 if heads.is_wide else min(64, 8192 // heads.front_dim)
+    tile = max(16, tile // 2 if is_float32 else tile)
+    if is_short and not heads.is_wide and (is_float32 or heads.cache_bytes < heads.query_bytes):
+        # A tile of 8 bits and its 16-bit copy are held at once: of 64 keys they spill on 9.0 and 10.0, and so
+        # do 32 keys of float32, which no tensor core multiplies.
+        tile = max(16, tile // 2)
+    # Decode leaves room for a second program on the multiprocessor.
+    room = limits.shared_bytes // (2 if is_short and not heads.is_wide else 1)
+    while True:
+        # Of a wide tile of 8 bits the 16-bit copy and the sums are more than four warps' registers hold.
+        warps = 8 if rows > 16 or (heads.is_wide and heads.cache_bytes < heads.query_bytes) else 4
+        for stages, keys in ((3, tile), (3, tile // 2), (2, tile), (2, tile // 2), (1, 16)):
+            chosen = Tiling(rows, group_tile, max(16, keys), warps, stages)
+            if chosen.shared_bytes(heads, has_wgmma) <= room:
+                return chosen
+        if rows <= max(16, group_tile):
+            return chosen
+        rows //= 2
+
 
 MOST_REGISTERS = 255
 SLOTS = 2
 """Persistent programs of a split batch on a multiprocessor."""
 
 
-def attend_triton(
-    queries: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    batch: AttentionBatch,
-    rule: AttentionRule,
-    sink_queries: torch.Tensor | None = None,
-) -> torch.Tensor:
+@attention_kernel
+def attend_triton(call: AttentionCall) -> torch.Tensor:
     """Paged attention as `attend_reference` defines it, without tree attention."""
+    queries, keys, values, batch, rule, sink_queries = call
     metadata = batch.kernel_metadata(AttentionMetadata)
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     if sink_queries is not None and sink_queries.stride(2) != 1:
         sink_queries = sink_queries.contiguous()
+    call = AttentionCall(queries, keys, values, batch, rule, sink_queries)
     heads = HeadShape(
         queries.shape[2],
         values.dim,
@@ -49,7 +143,7 @@ def attend_triton(
         1 if sink_queries is None else 2,
     )
     limits = gpu_limits(queries.device)
-    out = queries.new_empty(*queries.shape[:2], values.dim)
+    out = call.empty_result()
     for is_short in (True, False):
         chosen = tiling(heads, limits, is_short)
         if (tiles := metadata.tiles(chosen.rows // chosen.group_tile, is_short)) is None:
@@ -59,13 +153,12 @@ def attend_triton(
         given |= {"HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile)}
         # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
         given |= {"maxnreg": MOST_REGISTERS if is_short else None}
-        arguments = queries, sink_queries, keys, values, rule, metadata, tiles
         if is_short:
             most = max(1, SLOTS * limits.multiprocessors // given["HEAD_PROGRAMS"])
-            _attend_in_parts(out, most, chosen, given, *arguments)
+            _attend_in_parts(out, most, chosen, given, call, metadata, tiles)
         else:
             programs = tiles.index.shape[0] * given["HEAD_PROGRAMS"]
-            _launch(programs, (out, out, out, out, out), 1, given, *arguments)
+            _launch(programs, (out, out, out, out, out), 1, given, call, metadata, tiles)
     return out
 
 
@@ -74,16 +167,12 @@ def _attend_in_parts(
     most: int,
     chosen: Tiling,
     given: dict[str, Any],
-    queries: torch.Tensor,
-    sink_queries: torch.Tensor | None,
-    keys: PagedTensor,
-    values: PagedTensor,
-    rule: AttentionRule,
+    call: AttentionCall,
     metadata: AttentionMetadata,
     tiles: Tiles,
 ) -> None:
     """Split-KV attention of the short sequences by at most `most` programs for each tile of heads."""
-    num_heads = queries.shape[1]
+    num_heads, values, rule = call.queries.shape[1], call.values, call.rule
     num_parts = min(MAX_PARTS, -(-tiles.width // PART_TOKENS))
     shape = (tiles.rows.numel(), num_heads, num_parts)
     part = out.new_empty(*shape, values.dim, dtype=torch.float32)
@@ -92,9 +181,8 @@ def _attend_in_parts(
     visibility = Visibility(chosen.tile, rule.window or 0, rule.num_sink_tokens, rule.chunk or 0)
     work = metadata.work_list(chosen.rows // chosen.group_tile, visibility, num_parts)
     workers = min(most, tiles.index.shape[0] * num_parts)
-    arguments = queries, sink_queries, keys, values, rule, metadata, tiles
     results = out, part, state, used, work
-    _launch(workers * given["HEAD_PROGRAMS"], results, num_parts, given, *arguments)
+    _launch(workers * given["HEAD_PROGRAMS"], results, num_parts, given, call, metadata, tiles)
     reduce: Any = reduce_parts
     reduce[(tiles.rows.numel(), num_heads)](
         out,
@@ -118,15 +206,12 @@ def _launch(
     results: tuple[torch.Tensor, ...],
     num_parts: int,
     given: dict[str, Any],
-    queries: torch.Tensor,
-    sink_queries: torch.Tensor | None,
-    keys: PagedTensor,
-    values: PagedTensor,
-    rule: AttentionRule,
+    call: AttentionCall,
     metadata: AttentionMetadata,
     tiles: Tiles,
 ) -> None:
     out = results[0]
+    queries, keys, values, _, rule, sink_queries = call
     met = queries if sink_queries is None else sink_queries
     key_scales, value_scales = keys.scales, values.scales
     kernel: Any = attend

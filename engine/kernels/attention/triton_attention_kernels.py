@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """Triton kernels of paged attention: FlashAttention-2 over block tables, and Flash-Decoding's reduction.
 
 The block table's entries of a tile of keys are loaded one tile ahead and carried through the loop: a load

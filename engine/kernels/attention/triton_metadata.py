@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...base.device import to_device
-from .paged_attention import AttentionBatch
+from .batch import AttentionBatch
 from .triton_attention_kernels import list_parts
 
 PART_TOKENS = 256
@@ -153,3 +153,167 @@ class AttentionMetadata:
 
     def _copied(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return to_device(np.array(values, dtype=np.int64), self._device)
+
+
+TILE_KINDS = 8
+"""Kinds of tiles (tokens of a tile, short spans or long) that a model's layers may ask for."""
+
+
+class Segment(NamedTuple):
+    """The tokens of one sequence in a step: its first row, tokens, tokens so far, and its blocks."""
+
+    begin: int
+    num_tokens: int
+    num_cached: int
+    block_ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class _TileKind:
+    """Where the tiles of a kind lie in the buffer: `num_tiles` triples, then `num_rows` rows."""
+
+    tokens: int
+    short: bool
+    begin: int
+    num_tiles: int
+    num_rows: int
+
+
+@dataclass(slots=True)
+class StaticBuffer:
+    """The host's and the device's copy of everything that a replay reads; one copy brings a step.
+
+    In order: `columns` of `size` numbers each (token ids, positions, slots, slots of adapters), segments,
+    tiles, block table.
+
+    Attributes:
+        size: tokens, the last of which is padding.
+        max_blocks: of a sequence.
+        num_filled: numbers that the last step has.
+    """
+
+    size: int
+    max_blocks: int
+    on_device: torch.Tensor
+    null_block: int
+    kinds: dict[tuple[int, bool], _TileKind] = field(default_factory=dict)
+    segments_filled: Sequence[Segment] = ()
+    num_filled: int = 0
+
+    columns = 4
+
+    @staticmethod
+    def capacity(size: int, max_blocks: int) -> int:
+        """Numbers that a buffer of `size` tokens takes."""
+        return StaticBuffer._table_begin(size) + 1 + size * max_blocks
+
+    @staticmethod
+    def _tile_begin(size: int) -> int:
+        return StaticBuffer.columns * size + 6 * (size + 1)
+
+    @staticmethod
+    def _table_begin(size: int) -> int:
+        # A kind has at most one tile a token, and one row a token.
+        return StaticBuffer._tile_begin(size) + TILE_KINDS * 4 * (size + 1)
+
+    def column(self, index: int) -> torch.Tensor:
+        """A column, int64 [size]."""
+        return self.on_device[index * self.size : (index + 1) * self.size]
+
+    @property
+    def segments(self) -> torch.Tensor:
+        """int64 [size + 1, 6]; the last is padding's."""
+        begin = self.columns * self.size
+        return self.on_device[begin : self._tile_begin(self.size)].view(-1, 6)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The concatenated block tables; the first entry is the null block."""
+        return self.on_device[self._table_begin(self.size) :]
+
+    def tiles(self, tokens: int, short: bool) -> Tiles:
+        """The tiles of a kind, which later steps fill."""
+        key = tokens, short
+        if key not in self.kinds:
+            assert len(self.kinds) < TILE_KINDS, "more kinds of tiles than a buffer holds"
+            begin = self._tile_begin(self.size) + len(self.kinds) * 4 * (self.size + 1)
+            long = self.size // tokens + self.size // (SHORT_SPAN + 1) + 1
+            num_tiles = self.size if short else min(self.size, long)
+            num_rows = self.size if short else 0
+            self.kinds[key] = _TileKind(tokens, short, begin, num_tiles, num_rows)
+            self._copy(begin, self._numbers(self.kinds[key], self.segments_filled))
+        kind = self.kinds[key]
+        rows = kind.begin + 3 * kind.num_tiles
+        index = self.on_device[kind.begin : rows].view(-1, 3)
+        return Tiles(index, self.on_device[rows : rows + kind.num_rows], self.max_blocks)
+
+    def fill(self, columns: Sequence[Sequence[int]], segments: Sequence[Segment]) -> None:
+        """Copy a step's values; `columns` and `segments` are of its tokens, padding follows."""
+        size, self.segments_filled = self.size, segments
+        host = np.zeros(self._table_begin(size) + 1, np.int64)
+        for index, column in enumerate(columns):
+            host[index * size : index * size + len(column)] = column
+        fields, table = self._fields(segments)
+        begin = self.columns * size
+        host[begin : begin + fields.size] = fields.ravel()
+        for kind in self.kinds.values():
+            numbers = self._numbers(kind, segments)
+            host[kind.begin : kind.begin + len(numbers)] = numbers
+        host[-1] = self.null_block
+        self.num_filled = len(host) + len(table)
+        self._copy(0, np.concatenate([host, np.array(table, np.int64)]))
+
+    def take_news(self) -> tuple[int, ...]:
+        """What a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
+        return (self.num_filled,)
+
+    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+        """Broadcast so many numbers from rank 0 to all."""
+        broadcast(self.on_device[: news[0]])
+
+    def _fields(self, segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
+        """The segments [size + 1, 6], and the blocks that follow the table's first entry."""
+        fields = np.zeros((self.size + 1, 6), np.int64)
+        table: list[int] = []
+        for row, (begin, count, num_cached, block_ids) in zip(fields, segments, strict=False):
+            row[:] = begin, count, num_cached, 0, 0, 1 + len(table)
+            table += block_ids
+        fields[-1] = self.size - 1, 1, 1, 0, 0, 0
+        return fields, table
+
+    def _numbers(self, kind: _TileKind, segments: Sequence[Segment]) -> np.ndarray:
+        """Tiles and rows of a kind: those of the segments, then padding's."""
+        index: list[tuple[int, int, int]] = []
+        rows: list[int] = []
+        for number, (begin, count, _, _) in enumerate(segments):
+            if (count <= SHORT_SPAN) != kind.short:
+                continue
+            base = len(rows)
+            index += [(number, first, base + first) for first in range(0, count, kind.tokens)]
+            rows += range(begin, begin + count)
+        padding, last = self.size, self.size - 1
+        if kind.short:
+            # Every row of the partial results must come from some tile.
+            index += [(padding, 0, row) for row in range(len(rows), kind.num_rows)]
+            rows += [last] * (kind.num_rows - len(rows))
+        index += [(padding, 0, last)] * (kind.num_tiles - len(index))
+        return np.array([number for tile in index for number in tile] + rows[: kind.num_rows])
+
+    def _copy(self, begin: int, values: np.ndarray) -> None:
+        given = to_device(values.astype(np.int64, copy=False), self.on_device.device)
+        self.on_device[begin : begin + len(values)].copy_(given, non_blocking=True)
+
+
+class StaticMetadata(AttentionMetadata):
+    """`AttentionMetadata` on a static buffer; made anew for each capture."""
+
+    def __init__(self, buffer: StaticBuffer, block_size: int) -> None:
+        self._buffer = buffer
+        self.table, self.segments = buffer.table, buffer.segments
+        self._device, self._block_size = buffer.on_device.device, block_size
+        self._made: dict[tuple[int, bool], Tiles | None] = {}
+        self._work_lists = {}
+
+    def _tiles(self, tokens: int, short: bool) -> Tiles | None:
+        tiles = self._buffer.tiles(tokens, short)
+        return Tiles(tiles.index, tiles.rows, tiles.width * self._block_size)

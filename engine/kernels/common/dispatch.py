@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .device_verdicts import current_verdicts
-from .verdicts import Trial
+from .verdicts import Trial, current_verdicts
 
 KernelQuery = TypeVar("KernelQuery")
 Implementation = TypeVar("Implementation")

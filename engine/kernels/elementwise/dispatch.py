@@ -1,27 +1,30 @@
-"""Dispatch of elementwise kernels: RMSNorm, gated activations, fused RoPE + KV-cache write (with QK-norm)."""
+"""Dispatch of elementwise kernels and their trials: RMSNorm, gated activations, fused RoPE + KV-cache write
+(with QK-norm), and the fused kernels of latent attention, without which attention composes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ..attention.paged_tensor import PagedTensor
+from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
-from ..common.runtime import refuses_rows
-from .head_norms import HeadNorms
-from .native_layer import (
-    CHANNELS,
-    NativeGate,
-    NativeNorm,
-    NativeRopeAndCache,
-    native_layer,
+from ..common.verdicts import RandomInputs, Trial, tolerance
+from .native_layer import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
+from .reference import (
+    TORCH_GATES,
+    GatedActivation,
+    GateKernel,
+    HeadNorms,
+    LatentKernel,
+    NormKernel,
+    RopeAndCacheKernel,
+    TorchNorm,
+    TorchRopeAndCache,
 )
-from .rotary import apply_rotary_emb
-from .trials import gate_trial, norm_trial, rope_trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,200 +39,159 @@ class RowKernelQuery:
         return f"rows of {self.size} in {self.dtype} on {self.device}"
 
 
-@runtime_checkable
-class TakesWideWeights(Protocol):
-    """A kernel that computes in float32: its norm weights may be float32 beside 16-bit rows (Gemma)."""
+COMPARED_ROWS = 33
+TIMED_ROWS = (1, 32, 2048)
+HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
 
-    takes_wide_weights: ClassVar[bool]
-
-
-class NormKernel(Protocol):
-    """RMSNorm of `x [rows, size]`, or fused add + RMSNorm of `x + added`: returns the sum and its norm."""
-
-    def __call__(
-        self, x: torch.Tensor, added: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+Timed = Sequence[Callable[[], object]]
 
 
-class TorchNorm:
-    """RMSNorm in torch."""
+def norm_trial(query: RowKernelQuery) -> Trial[Any]:
+    """RMSNorm, fused with an addition."""
+    random, size = RandomInputs(query.device, query.dtype), query.size
+    weight, x, added = random(size), random(COMPARED_ROWS, size), random(COMPARED_ROWS, size)
+    rows = [(random(count, size), random(count, size)) for count in TIMED_ROWS]
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+    def calls(make: Any) -> Timed:
+        norm = make(weight, 1e-5)
+        return [lambda pair=pair: norm(*pair) for pair in rows]
 
-    def __call__(
-        self, x: torch.Tensor, added: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x if added is None else x + added
-        return x, functional.rms_norm(x, (x.shape[-1],), self._weight, self._eps)
-
-
-GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Gated activation: `activation(gate) * up`, of `[rows, size]` each."""
+    return Trial(lambda make: make(weight, 1e-5)(x, added), tolerance(query.dtype), calls)
 
 
-def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiLU gate (SwiGLU) in torch."""
-    return functional.silu(gate) * up
+def gate_trial(query: RowKernelQuery, *arguments: Sequence[bool]) -> Trial[Any]:
+    """A gated activation, made with each of the `arguments`."""
+    random, size = RandomInputs(query.device, query.dtype), query.size
+    x, up = random(COMPARED_ROWS, size), random(COMPARED_ROWS, size)
+    rows = [(random(count, size), random(count, size)) for count in TIMED_ROWS]
+
+    def calls(make: Any) -> Timed:
+        gate = make(*arguments[0])
+        return [lambda pair=pair: gate(*pair) for pair in rows]
+
+    return Trial(
+        lambda make: [make(*each)(x, up) for each in arguments], tolerance(query.dtype), calls
+    )
 
 
-SWIGLU_ALPHA = 1.702
-SWIGLU_LIMIT = 7.0
+def rope_trial(query: RowKernelQuery) -> Trial[Any]:
+    """RoPE and KV-cache write of heads of `size` elements, with and without norms."""
+    random, size = RandomInputs(query.device, query.dtype), query.size
+    norms = HeadNorms(random(size), random(size), 1e-6)
+
+    def run(make: Any, tokens: int, heads: HeadNorms | None) -> Callable[[], list[torch.Tensor]]:
+        stacked = random(tokens, HEADS + 2 * KV_HEADS, size)
+        angle = 3 * random(tokens, 1, size // 2)
+        cos = torch.cat([angle.cos()] * 2, -1)
+        sin = torch.cat([-angle.sin(), angle.sin()], -1)
+        num_blocks = 1 + -(-tokens // BLOCK_SIZE)
+        keys, values = (
+            PagedTensor.zeros(num_blocks, BLOCK_SIZE, KV_HEADS, size, random.device, query.dtype)
+            for _ in "kv"
+        )
+        slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + tokens, device=random.device)
+        kernel = make()
+
+        def call() -> list[torch.Tensor]:
+            queries = kernel(stacked, HEADS, cos, sin, keys, values, slots, heads)
+            return [queries, keys.codes, values.codes]
+
+        return call
+
+    def compute(make: Any) -> list[torch.Tensor]:
+        nonlocal random
+        random = RandomInputs(query.device, query.dtype)  # the same inputs for each
+        return [each for heads in (None, norms) for each in run(make, COMPARED_ROWS, heads)()]
+
+    return Trial(
+        compute,
+        tolerance(query.dtype),
+        lambda make: [run(make, count, None) for count in TIMED_ROWS],
+    )
 
 
-def torch_clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of gpt-oss: gate and up are clamped, and 1 is added to `up`."""
-    gate = gate.clamp(max=SWIGLU_LIMIT)
-    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
+    """The refusal of the C kernel that takes rows of a multiple of `channels`."""
 
+    def refuses(kernel_query: RowKernelQuery) -> str | None:
+        if (reason := refuses_native(kernel_query, native_layer)) is not None:
+            return reason
+        if kernel_query.size % channels:
+            return f"it is for multiples of {channels} elements"
+        return None
 
-def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
-    approximate = "tanh" if is_tanh else "none"
-    return lambda gate, up: functional.gelu(gate, approximate=approximate) * up
-
-
-class RopeAndCacheKernel(Protocol):
-    """Fused RoPE + KV-cache write, optionally with QK-norm; returns the rotated queries.
-
-    `stacked` [tokens, heads, dim] holds queries, keys and values, and may be overwritten; `cos` and `sin` are
-    as `apply_rotary_emb` takes them. `norms` are applied before the rotation.
-    """
-
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor: ...
-
-
-class TorchRopeAndCache:
-    """RoPE and KV-cache write as separate torch operations: the reference."""
-
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        if norms is not None:
-            norms.apply(stacked, num_heads)
-        kv_heads = (stacked.shape[1] - num_heads) // 2
-        queries, new_keys, new_values = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
-        keys.write(apply_rotary_emb(new_keys, cos, sin), slots)
-        values.write(new_values, slots)
-        return apply_rotary_emb(queries, cos, sin)
-
-
-def _refuses(kernel_query: RowKernelQuery, channels: int = 1) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
-    if (reason := native_layer().reason) is not None:
-        return reason
-    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
-        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
-    if kernel_query.size % channels:
-        return f"it is for multiples of {channels} elements"
-    return None
-
-
-def _refuses_norm(kernel_query: RowKernelQuery) -> str | None:
-    return _refuses(kernel_query, CHANNELS)
-
-
-def _refuses_rope_and_cache(kernel_query: RowKernelQuery) -> str | None:
-    return _refuses(kernel_query, 2 * CHANNELS)
-
-
-def _refuses_triton(kernel_query: RowKernelQuery) -> str | None:
-    return refuses_rows(kernel_query.device, kernel_query.dtype)
+    return refuses
 
 
 def _triton_norm(weight: torch.Tensor, eps: float) -> NormKernel:
-    from .triton_norm import TritonNorm
+    from .triton_rows import TritonNorm
 
     return TritonNorm(weight, eps)
 
 
-def _triton_silu_gate() -> GateKernel:
-    from .triton_gate import TritonGate
+def _triton_gate(activation: GatedActivation) -> GateKernel:
+    from .triton_rows import TritonGate
 
-    return TritonGate("silu")
-
-
-def _triton_gelu_gate(is_tanh: bool) -> GateKernel:
-    from .triton_gate import TritonGate
-
-    return TritonGate("gelu_tanh" if is_tanh else "gelu")
-
-
-def _triton_clamped_swiglu() -> GateKernel:
-    from .triton_gate import TritonGate
-
-    return TritonGate("clamped_swiglu")
+    return TritonGate(activation)
 
 
 def _triton_rope_and_cache() -> RopeAndCacheKernel:
-    from .triton_rope_and_cache import TritonRopeAndCache
+    from .triton_cache_write import TritonRopeAndCache
 
     return TritonRopeAndCache()
+
+
+def _triton_latent() -> LatentKernel:
+    from .triton_cache_write import TritonLatent
+
+    return TritonLatent()
+
+
+def _gate_candidates(
+    activation: Callable[..., GatedActivation],
+) -> list[Candidate[RowKernelQuery, Callable[..., GateKernel]]]:
+    """The kernels of the gated activation that `activation` names, from the candidates' arguments."""
+    return [
+        Candidate("triton", refuses_rows, lambda *given: _triton_gate(activation(*given))),
+        Candidate("native", _refuses_native(1), lambda *given: NativeGate(activation(*given))),
+        Candidate("torch", serves_all, lambda *given: TORCH_GATES[activation(*given)]),
+    ]
 
 
 NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = Operation(
     "norm",
     [
-        Candidate("triton", _refuses_triton, _triton_norm),
-        Candidate("native", _refuses_norm, NativeNorm),
-        Candidate("torch", lambda _: None, TorchNorm),
+        Candidate("triton", refuses_rows, _triton_norm),
+        Candidate("native", _refuses_native(CHANNELS), NativeNorm),
+        Candidate("torch", serves_all, TorchNorm),
     ],
-    lambda q: norm_trial(torch.device(q.device), q.dtype, q.size),
+    norm_trial,
 )
 GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
-    "silu gate",
-    [
-        Candidate("triton", _refuses_triton, _triton_silu_gate),
-        Candidate("native", _refuses, lambda: NativeGate("silu")),
-        Candidate("torch", lambda _: None, lambda: torch_silu_gate),
-    ],
-    lambda q: gate_trial(torch.device(q.device), q.dtype, q.size, ()),
+    "silu gate", _gate_candidates(lambda: "silu"), lambda query: gate_trial(query, ())
 )
 GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
     "gelu gate",
-    [
-        Candidate("triton", _refuses_triton, _triton_gelu_gate),
-        Candidate(
-            "native", _refuses, lambda is_tanh: NativeGate("gelu_tanh" if is_tanh else "gelu")
-        ),
-        Candidate("torch", lambda _: None, _torch_gelu_gate),
-    ],
-    lambda q: gate_trial(torch.device(q.device), q.dtype, q.size, (True,), (False,)),
+    _gate_candidates(lambda is_tanh: "gelu_tanh" if is_tanh else "gelu"),
+    lambda query: gate_trial(query, (True,), (False,)),
 )
 """The candidates take whether to use the tanh approximation."""
 CLAMPED_SWIGLU_GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
-    "clamped swiglu gate",
-    [
-        Candidate("triton", _refuses_triton, _triton_clamped_swiglu),
-        Candidate("native", _refuses, lambda: NativeGate("clamped_swiglu")),
-        Candidate("torch", lambda _: None, lambda: torch_clamped_swiglu),
-    ],
+    "clamped swiglu gate", _gate_candidates(lambda: "clamped_swiglu")
 )
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
     [
-        Candidate("triton", _refuses_triton, _triton_rope_and_cache),
-        Candidate("native", _refuses_rope_and_cache, NativeRopeAndCache),
-        Candidate("torch", lambda _: None, TorchRopeAndCache),
+        Candidate("triton", refuses_rows, _triton_rope_and_cache),
+        Candidate("native", _refuses_native(2 * CHANNELS), NativeRopeAndCache),
+        Candidate("torch", serves_all, TorchRopeAndCache),
     ],
-    lambda q: rope_trial(torch.device(q.device), q.dtype, q.size),
+    rope_trial,
+)
+LATENT: Operation[RowKernelQuery, Callable[[], LatentKernel | None]] = Operation(
+    "latent attention's rotation and cache write",
+    [
+        Candidate("triton", refuses_rows, _triton_latent),
+        Candidate("composed", serves_all, lambda: None),
+    ],
 )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ....quant.native.build import Native, native
-from ..activations.quantized_activations import ActivationQuant, QuantizedActivations
 from ..attention.paged_tensor import PagedTensor
-from ..common.launch import launch
-from .head_norms import HeadNorms
+from ..common.graphs import launch
+from .activations import ActivationQuant, QuantizedActivations
+from .reference import GatedActivation, HeadNorms
 
 CHANNELS = 16
 """Supported row sizes are multiples of this."""
@@ -146,7 +146,6 @@ class NativeNorm:
         return total
 
 
-GatedActivation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 ACTIVATIONS: tuple[GatedActivation, ...] = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
 """In the order of their numbers in `layer.c`."""
 

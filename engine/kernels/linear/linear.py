@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
+from ..common.devices import serves_all
 from ..common.dispatch import Candidate, Operation
 
 
@@ -160,7 +161,7 @@ LINEAR: Operation[LinearKernelQuery, Callable[[torch.Tensor], LinearKernel]] = O
     "linear",
     [
         Candidate("onednn-prepacked", _refuses_onednn, OneDnnLinear),
-        Candidate("torch", lambda kernel_query: None, TorchLinear),
+        Candidate("torch", serves_all, TorchLinear),
     ],
 )
 

@@ -1,25 +1,17 @@
-"""Quantized linears: dispatch over GEMM kernels for packed weights, `y = x @ ((codes - zeros) * scales).T`.
-
-The weight is repacked once at load, into the kernel's layout. No kernel keeps a floating-point copy of
-it: the fallback dequantizes one tile at a time.
-"""
+"""When Triton's kernels for trellis and E8P codes can serve, and how the dispatch table makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from ....quant.base.errors import BadInput
 from ....quant.base.scheme import PER_CHANNEL, Scheme
-from ....quant.kinds.base.format import pack_words, unpack_words
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.codebook.kind import CodebookTensor
 from ....quant.kinds.e8p.scheme import E8pScheme
-from ....quant.kinds.fp4.kind import Fp4Tensor
 from ....quant.kinds.fp4.scheme import Fp4Scheme
 from ....quant.kinds.fp8.scheme import FloatScheme
 from ....quant.kinds.ggml.lattice import LATTICES
@@ -29,31 +21,51 @@ from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.integer.scheme import IntScheme
 from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.lookup.scheme import LookupScheme
+from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ..activations.fake_quantize import fake_quantize_inputs
+from ..common.devices import refuses_cpu, refuses_fp8, refuses_native, refuses_rows
 from ..common.dispatch import Candidate, NoKernel, Operation
-from ..common.runtime import refuses_fp8, refuses_rows
-from ..hadamard.e8p_linear import E8pLinear, NativeE8pLinear
-from ..hadamard.native_hadamard import FLOAT_BITS
-from ..hadamard.refusals import E8P, TRELLIS, HadamardKernels
-from ..hadamard.trellis_linear import NativeTrellisLinear, TransformedLinear
-from ..hadamard.triton_candidates import refuses_triton_codes, triton_codes
-from .deep_gemm import DeepGemmLinear, refuses_deep_gemm
-from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, grid_of, refuses_grid
-from .int8_linear import Int8MatmulLinear, VectorwiseLinear
-from .lattice_grid import LatticeGrid, lattice_grid
+from ..common.verdicts import RandomInputs, Trial, tolerance
+from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, LatticeGrid, grid_of, lattice_grid, refuses_grid
+from .hadamard_linear import (
+    E8P,
+    FLOAT_BITS,
+    TRELLIS,
+    E8pLinear,
+    HadamardKernels,
+    NativeE8pLinear,
+    NativeTrellisLinear,
+    TransformedLinear,
+)
+from .library_linear import DeepGemmLinear, MarlinLinear, refuses_deep_gemm, refuses_marlin
 from .linear import LinearKernel
-from .marlin import MarlinLinear, refuses_marlin
-from .native_linear import native_linear
-from .packed_linear import (
+from .native_linear import (
     Packed8Linear,
     Packed16Linear,
     PackedOutlierLinear,
+    native_linear,
     wants_8_bit_inputs,
 )
-from .trial import linear_trial
+from .torch_linear import (
+    Int4PackLinear,
+    Int8MatmulLinear,
+    Int8PackLinear,
+    TiledDequantLinear,
+    VectorwiseLinear,
+)
 from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group
+
+if TYPE_CHECKING:
+    from .triton_hadamard import TritonTransformedLinear
+
+
+def triton_codes(weight: QuantizedTensor, dtype: torch.dtype) -> TritonTransformedLinear:
+    """A `TritonTransformedLinear`; Triton is imported where it is made."""
+    from .triton_hadamard import TritonTransformedLinear
+
+    return TritonTransformedLinear(weight, dtype)
+
 
 MAX_INPUTS = 2**20
 
@@ -80,112 +92,9 @@ class QuantizedLinearKernelQuery:
         return f"{shape}, {self.scheme.label}, {inputs} on {self.device}"
 
 
-class TiledDequantLinear:
-    """The reference: dequantize `TILE_ROWS` output channels at a time, then `functional.linear`.
-
-    It supports every scheme on every device, in the activations' dtype; its codes are held without gaps.
-    """
-
-    TILE_ROWS = 1024
-
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._rows = weight.out_features
-        self._held = _DenseCodes(weight) if _DenseCodes.fits(weight) else _in_memory(weight)
-        self._scheme: Scheme = weight.scheme
-        self._input_scale = weight.parts().get("input_scale")
-        self.weight_bytes = self._held.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = fake_quantize_inputs(x, self._scheme, self._input_scale)
-        tiles = [
-            functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
-            for begin in range(0, self._rows, self.TILE_ROWS)
-        ]
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
-
-    def _tile(self, rows: slice) -> torch.Tensor:
-        """Dequantized weights of some output channels, [rows, in]."""
-        return self._held.rows(rows).dequantize(self._dtype)
-
-
-def _in_memory(weight: QuantizedTensor) -> QuantizedTensor:
-    """The weight without views of a mapped file, which may be written while the model serves."""
-    anything: Any = weight
-    mapped = {n: p for n, p in weight.parts().items() if not p.untyped_storage().resizable()}
-    return replace(anything, **{name: part.clone() for name, part in mapped.items()})
-
-
-class _DenseCodes:
-    """A weight with codes of fewer than 8 bits as bit streams, a row of words for each output channel."""
-
-    def __init__(self, weight: QuantizedTensor) -> None:
-        codes = weight.parts()["codes"]
-        self._bits, self._in_features = weight.scheme.bits, weight.in_features
-        self._words = pack_words(codes, self._bits)
-        # The weight without its codes: a single expanded byte is their placeholder.
-        self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
-        self.nbytes = self._words.nbytes + weight.nbytes - codes.nbytes
-
-    @staticmethod
-    def fits(weight: QuantizedTensor) -> bool:
-        kinds = IntTensor | CodebookTensor | Fp4Tensor | LookupTensor
-        return isinstance(weight, kinds) and weight.scheme.bits < 8
-
-    def rows(self, rows: slice) -> QuantizedTensor:
-        codes = unpack_words(self._words[rows], self._bits)[:, : self._in_features].contiguous()
-        return _with_codes(self._rest.rows(rows), codes)
-
-
-def _with_codes(weight: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor:
-    anything: Any = weight
-    return replace(anything, codes=codes)
-
-
-class Int4PackLinear:
-    """W4A16 GEMM of torch on CPU, for bf16 activations.
-
-    It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
-    """
-
-    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
-        group = weight.scheme.group_size
-        self._group = weight.in_features if group == PER_CHANNEL else group
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            weight.codes.to(torch.int32), 1
-        )
-        scales = weight.scales.float()
-        offsets = (8.0 - weight.zeros.float()) * scales
-        self._scales_and_offsets = (
-            torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous().to(dtype)
-        )
-        self.weight_bytes = self._packed.nbytes + self._scales_and_offsets.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self._packed, self._group, self._scales_and_offsets
-        )
-
-
-class Int8PackLinear:
-    """W8A16 GEMM of torch on CPU, for signed 8-bit weights with one scale per output channel."""
-
-    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
-        self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
-        self._scales = weight.scales.flatten().to(dtype)
-        self.weight_bytes = self._codes.nbytes + self._scales.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
-
-
 def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
-    if (reason := native_linear().reason) is not None:
+    if (reason := refuses_native(kernel_query, native_linear)) is not None:
         return reason
-    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
-        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.in_features > MAX_INPUTS:
         return f"its accumulators hold at most {MAX_INPUTS} inputs"
     if isinstance(kernel_query.scheme, LookupScheme) or _has_lattice(kernel_query.scheme):
@@ -209,8 +118,8 @@ def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
 
 
 def _refuses_cpu_bf16(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
+    if (reason := refuses_cpu(kernel_query.device)) is not None:
+        return reason
     if kernel_query.dtype is not torch.bfloat16:
         return f"it is fast with bfloat16 activations only, not {kernel_query.dtype}"
     return None
@@ -251,8 +160,8 @@ def _refuses_int8pack(kernel_query: QuantizedLinearKernelQuery) -> str | None:
 
 def _refuses_int8_matmul(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     scheme = kernel_query.scheme
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
+    if (reason := refuses_cpu(kernel_query.device)) is not None:
+        return reason
     if not isinstance(scheme, IntScheme) or scheme.activations is None:
         return f"it is for int8 weights and int8 inputs, not {scheme.label}"
     inputs = scheme.activations.kind == "int8" and scheme.activations.granularity != "group128"
@@ -263,15 +172,15 @@ def _refuses_int8_matmul(kernel_query: QuantizedLinearKernelQuery) -> str | None
 
 
 def _refuses_vectorwise(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
+    if (reason := refuses_cpu(kernel_query.device)) is not None:
+        return reason
     if not isinstance(kernel_query.scheme, VectorwiseScheme):
         return f"it is for LLM.int8(), not {kernel_query.scheme.label}"
     return None
 
 
 def _refuses_triton(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
+    if (reason := refuses_rows(kernel_query)) is not None:
         return reason
     return refuses_packing(kernel_query.scheme, kernel_query.in_features)
 
@@ -307,7 +216,9 @@ def _refuses_hadamard(
 
 
 def _refuses_triton_codes(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return refuses_triton_codes(kernel_query.device, kernel_query.dtype, kernel_query.scheme)
+    if not isinstance(kernel_query.scheme, TrellisScheme | E8pScheme):
+        return f"it is for trellis and E8P codes, not {kernel_query.scheme.label}"
+    return refuses_rows(kernel_query)
 
 
 def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
@@ -433,6 +344,32 @@ QUANTIZED_LINEAR: Operation[
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],
 )
+
+
+COMPARED_TOKENS = (1, 20, 100)
+"""A GEMV, a small GEMM, and the prefill path."""
+TIMED_TOKENS = (1, 16, 64)
+
+Prepare = Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+
+
+def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -> Trial[Prepare]:
+    """The GEMM of one weight."""
+    random = RandomInputs(next(iter(weight.parts().values())).device, dtype)
+    inputs = weight.in_features
+    compared = [random(count, inputs) for count in COMPARED_TOKENS]
+    timed = [random(count, inputs) for count in TIMED_TOKENS]
+
+    def compute(prepare: Prepare) -> list[torch.Tensor]:
+        kernel = prepare(weight, dtype)
+        return [kernel(x) for x in compared]
+
+    def calls(prepare: Prepare) -> Sequence[Callable[[], object]]:
+        kernel = prepare(weight, dtype)
+        return [lambda x=x: kernel(x) for x in timed]
+
+    quantizes = input_bits == 8 or weight.scheme.activations is not None
+    return Trial(compute, tolerance(dtype, quantizes_inputs=quantizes), calls)
 
 
 def prepare_quantized_linear(

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
 """Mixed-input GEMM with fused dequantization, `y = x @ weight.T`: one kernel for all grids and input dtypes.
 
@@ -20,15 +20,24 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gpu_limits import gpu_limits
-from ..common.ptx import HAS_PTX, LOOKUP_REGISTERS, lookup_ptx
-from ..common.runtime import MAGIC, power_of_two
-from ..common.triton_split import DECODE_SLOTS, FEW_ROWS, FEW_TOKENS, RESERVED, split_runs
+from ..common.devices import (
+    DECODE_SLOTS,
+    FEW_ROWS,
+    FEW_TOKENS,
+    MAGIC,
+    RESERVED,
+    gpu_limits,
+    power_of_two,
+    split_runs,
+)
 from .triton_dequantize import (
+    HAS_PTX,
+    LOOKUP_REGISTERS,
     constants,
     decode,
     group_of,
     look_up,
+    lookup_ptx,
     low_of,
     pointers,
     scale_of,

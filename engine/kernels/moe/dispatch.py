@@ -8,14 +8,22 @@ from typing import cast
 
 import torch
 
-from ..common.backends import package
+from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
-from ..common.runtime import refuses_rows
-from ..linear.deep_gemm import NAME as DEEP_GEMM
-from ..linear.deep_gemm import refuses_dtype
-from .experts import Expert, ExpertsKernel, LoopedExperts, RoutedExpert
+from ..linear.library_linear import NAME as DEEP_GEMM
+from ..linear.library_linear import refuses_dtype
+from .experts import (
+    Expert,
+    ExpertsKernel,
+    LoopedExperts,
+    Route,
+    RoutedExpert,
+    RouterLogits,
+    RoutingRule,
+    route_torch,
+    router_logits_torch,
+)
 from .native_experts import group_native, native_experts
-from .routing import Route, RouterLogits, RoutingRule, route_torch, router_logits_torch
 
 LOOP = "loop"
 """The candidate that computes experts one after the other."""
@@ -44,13 +52,10 @@ class RoutingKernelQuery:
 
     device: str
     count: int
+    dtype = torch.float32
 
     def __str__(self) -> str:
         return f"{self.count} experts on {self.device}"
-
-
-def _refuses_routing(kernel_query: RoutingKernelQuery) -> str | None:
-    return refuses_rows(kernel_query.device, torch.float32)
 
 
 def _route_triton(
@@ -68,8 +73,8 @@ def _route_triton(
 ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
     "routing",
     [
-        Candidate("triton", _refuses_routing, _route_triton),
-        Candidate("torch", lambda kernel_query: None, route_torch),
+        Candidate("triton", refuses_rows, _route_triton),
+        Candidate("torch", serves_all, route_torch),
     ],
 )
 
@@ -78,7 +83,7 @@ def _router_logits_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`router_logits`; Triton is imported by the first call."""
-    from .triton_router_logits import router_logits
+    from .triton_routing import router_logits
 
     return router_logits(x, weight, bias)
 
@@ -86,8 +91,8 @@ def _router_logits_triton(
 ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
     "router logits",
     [
-        Candidate("triton", _refuses_routing, _router_logits_triton),
-        Candidate("torch", lambda kernel_query: None, router_logits_torch),
+        Candidate("triton", refuses_rows, _router_logits_triton),
+        Candidate("torch", serves_all, router_logits_torch),
     ],
 )
 
@@ -97,16 +102,12 @@ def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
         return "it needs all experts in one process"
     if not kernel_query.is_gated:
         return "it takes gated MLPs"
-    return refuses_rows(kernel_query.device, kernel_query.dtype)
+    return refuses_rows(kernel_query)
 
 
 def _refuses_native(kernel_query: ExpertsKernelQuery) -> str | None:
-    if kernel_query.device != "cpu":
-        return "it is a CPU kernel"
-    if (reason := native_experts().reason) is not None:
+    if (reason := refuses_native(kernel_query, native_experts)) is not None:
         return reason
-    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
-        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     return None if kernel_query.is_gated else "it takes gated MLPs"
 
 
@@ -156,6 +157,6 @@ EXPERTS: Operation[
         Candidate("deep-gemm-grouped", _refuses_deep_gemm, _deep_gemm),
         Candidate("triton-grouped", _refuses_grouped, _grouped),
         Candidate("native-grouped", _refuses_native, _native),
-        Candidate(LOOP, lambda kernel_query: None, LoopedExperts),
+        Candidate(LOOP, serves_all, LoopedExperts),
     ],
 )

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from ....quant.native.build import Native, native
-from ..common.launch import launch
+from ..common.graphs import launch
 from ..elementwise.native_layer import CHANNELS, NativeGate
-from ..linear.native_linear import CallStruct, PackedLinear
-from ..linear.packed_linear import packed_of
+from ..linear.native_linear import CallStruct, PackedLinear, packed_of
 from .experts import Expert, ExpertLinear
 
 

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """Token permutation for grouped GEMMs (vLLM: moe_align_block_size), on the device, without host sync.
 
 A counting sort: the rank of a routed row is the rows of smaller experts, plus those of its own before it. A
@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.runtime import power_of_two
+from ..common.devices import power_of_two
+from ..elementwise.reference import GatedActivation
+from ..elementwise.triton_rows import activated
 from ..linear.triton_gemm import TokenPermutation
 
 MIN_ROWS, MAX_ROWS = 16, 128
@@ -191,3 +193,128 @@ def permute_tokens(
     shape["ROWS"] = rows
     _rank_blocks[(blocks,)](experts, counts, order, tiles, total, count, num_tiles, blocks, **shape)
     return TokenPermutation(tiles, order, rows, top_k)
+
+
+COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["size"])
+def _biased_gate(
+    row_ptr,
+    bias_ptr,
+    expert_ptr,
+    out_ptr,
+    size,
+    row_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`activation(gate) * up` of rows [gate, up] plus their expert's bias. Grid: rows, blocks of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = lanes < size
+    bias = bias_ptr + tl.load(expert_ptr + row) * 2 * size + lanes
+    place = row_ptr + row * row_stride + lanes
+    dtype = row_ptr.dtype.element_ty
+    gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    gate += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(place + size, mask=mask, other=0.0).to(tl.float32)
+    up += tl.load(bias + size, mask=mask, other=0.0).to(tl.float32)
+    # Rounded as the unfused sum is.
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + lanes, activated(gate, up, dtype, ACTIVATION), mask=mask)
+
+
+def biased_gate(
+    rows: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, activation: GatedActivation
+) -> torch.Tensor:
+    """`activation(gate) * up` [rows, inner] of `rows [rows, 2 * inner] + bias[experts]`, gate before up."""
+    count, size = rows.shape[0], rows.shape[1] // 2
+    out = rows.new_empty(count, size)
+    if count:
+        _biased_gate[(count, -(-size // COLUMNS))](
+            rows,
+            bias,
+            experts,
+            out,
+            size,
+            rows.stride(0),
+            ACTIVATION=activation,
+            BLOCK=COLUMNS,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["size"])
+def _weighted_sum(
+    row_ptr,
+    weight_ptr,
+    bias_ptr,
+    expert_ptr,
+    added_ptr,
+    out_ptr,
+    size,
+    added_row,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum of a token's rows in float32. Grid: tokens, blocks of a row."""
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = lanes < size
+    total = tl.zeros([COLUMNS], tl.float32)
+    for place in tl.static_range(TOP_K):
+        row = token * TOP_K + place
+        x = tl.load(row_ptr + row * size + lanes, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            bias = bias_ptr + tl.load(expert_ptr + row) * size + lanes
+            x += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            x *= tl.load(weight_ptr + row)
+        total += x
+    if HAS_ADDED:
+        added = added_ptr + token * added_row + lanes
+        total += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + lanes, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def weighted_sum(
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    top_k: int,
+    added: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sum(weights * (rows + bias[experts])) + added` over the `top_k` rows of each token, [tokens, size].
+
+    Args:
+        rows: [tokens * top_k, size]; `experts`, their experts.
+        weights: float32 [tokens, top_k]; None: 1.
+        bias: [experts, size].
+        added: [tokens, size].
+    """
+    size, tokens = rows.shape[1], rows.shape[0] // top_k
+    out = rows.new_empty(tokens, size)
+    if tokens:
+        _weighted_sum[(tokens, -(-size // COLUMNS))](
+            rows,
+            rows if weights is None else weights.contiguous(),
+            rows if bias is None else bias,
+            experts,
+            rows if added is None else added,
+            out,
+            size,
+            0 if added is None else added.stride(0),
+            TOP_K=top_k,
+            HAS_WEIGHTS=weights is not None,
+            HAS_BIAS=bias is not None,
+            HAS_ADDED=added is not None,
+            BLOCK=COLUMNS,
+            num_warps=4,
+        )
+    return out

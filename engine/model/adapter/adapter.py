@@ -17,7 +17,7 @@ import torch
 from ....quant.base.errors import BadInput, first_line
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
-from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
+from ...kernels.attention.batch import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard

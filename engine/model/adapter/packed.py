@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...kernels.attention.batch import AttentionRule
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from ...kernels.attention.paged_attention import AttentionRule
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.embedding import EmbeddedRows
 from ..spec.spec import KvLayout

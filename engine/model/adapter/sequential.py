@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from ....quant.model.auto import read_config
-from ...kernels.attention.paged_attention import AttentionBatch
+from ...kernels.attention.batch import AttentionBatch
 from ...planner.probe.build import build_on_meta
 from ...planner.probe.cache_growth import measure_cache
 from ..layers.attention import LayerCache, StepInputs

@@ -16,7 +16,8 @@ from ...kernels.attention.dispatch import (
     reads_in_place,
     takes_static_metadata,
 )
-from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
+from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
+from ...kernels.elementwise.reference import RopeAndCacheKernel
 from ...scheduling.block_pool import Window
 from ..layers.altup import AltUpStreams, PerLayerEmbedding
 from ..layers.attention import NO_CACHE, LayerCache, Step, StepInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.linear.linear import OneDnnLinear, onednn_rows
-from ...kernels.linear.lookup import LooksUpRows
+from ...kernels.linear.native_linear import LooksUpRows
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
 from ..layers.parallel import Shard
 from .reader import CheckpointReader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....quant.families.shapes import Latent
-from ...kernels.attention.paged_attention import AttentionRule
+from ...kernels.attention.batch import AttentionRule
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.norm import Norm
 from ..layers.parallel import Shard, WeightSlice

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ...kernels.activations.quantized_activations import Rows
+from ...kernels.elementwise.activations import Rows
 from ..layers.altup import PerLayerInput
 from ..layers.attention import HeadAttention, LatentAttention, LayerCache, SharedAttention, Step
 from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution

@@ -9,7 +9,7 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.families.spec_parts import AltUpSpec, NotCovered, RopeSpec
 from ....quant.model.checkpoint import Checkpoint
-from ...kernels.attention.paged_attention import AttentionRule
+from ...kernels.attention.batch import AttentionRule
 from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
 from ..layers.mlp import (
     ACTIVATIONS,

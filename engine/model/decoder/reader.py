@@ -14,7 +14,7 @@ from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.elementwise.dispatch import RowKernelQuery
-from ...kernels.linear.lookup import LooksUpRows, native_lookup
+from ...kernels.linear.native_linear import LooksUpRows, native_lookup
 from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.parallel import Shard, WeightSlice, take, take_rows
 from ..layers.projection import LinearSite, Projection

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 import torch
 
 from ....quant.families.spec_parts import Temperature
-from ...kernels.activations.quantized_activations import ActivationQuant, Rows
-from ...kernels.attention.key_scores import ScoredSpan, add_key_scores
-from ...kernels.attention.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
+from ...kernels.attention.batch import AttentionBatch, AttentionRule
+from ...kernels.attention.paged_attention import AttentionKernel, ScoredSpan, add_key_scores
 from ...kernels.attention.paged_tensor import PagedTensor
-from ...kernels.elementwise.dispatch import (
+from ...kernels.elementwise.activations import ActivationQuant, Rows
+from ...kernels.elementwise.dispatch import LATENT, RowKernelQuery
+from ...kernels.elementwise.reference import (
+    HeadNorms,
+    LatentKernel,
     RopeAndCacheKernel,
-    RowKernelQuery,
     TakesWideWeights,
     TorchRopeAndCache,
+    apply_rotary_emb,
+    interleaved_to_halves,
 )
-from ...kernels.elementwise.head_norms import HeadNorms
-from ...kernels.elementwise.latent import LATENT, LatentKernel
-from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout
 from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm

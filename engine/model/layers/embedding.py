@@ -10,8 +10,8 @@ import torch
 
 from ....quant.families.spec_parts import RopeSpec
 from ...kernels.elementwise.native_rows import cos_sin_rows, embedding_rows
-from ...kernels.elementwise.rotary import expand_cos_sin
-from ...kernels.linear.lookup import LooksUpRows
+from ...kernels.elementwise.reference import expand_cos_sin
+from ...kernels.linear.native_linear import LooksUpRows
 from ...scheduling.block_pool import Window
 from .projection import Projection
 from .rope import rope_axes, rope_frequencies, rope_table

@@ -9,11 +9,17 @@ import torch
 from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
-from ...kernels.activations.quantized_activations import ActivationQuant, Rows
-from ...kernels.elementwise.gated_norm import gate_then_norm, norm_then_gate
-from ...kernels.recurrent.causal_conv import causal_conv, causal_conv_step
-from ...kernels.recurrent.delta_rule import delta_rule, delta_rule_step
-from ...kernels.recurrent.ssd_scan import ssd_scan, ssd_step
+from ...kernels.elementwise.activations import ActivationQuant, Rows
+from ...kernels.recurrence import (
+    causal_conv,
+    causal_conv_step,
+    delta_rule,
+    delta_rule_step,
+    gate_then_norm,
+    norm_then_gate,
+    ssd_scan,
+    ssd_step,
+)
 from .attention import LayerCache, Step
 from .projection import Projection
 from .state import StateLayout

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, RouterSpec
-from ...kernels.activations.quantized_activations import ActivationQuant, FusesGateQuant, Rows
+from ...kernels.elementwise.activations import ActivationQuant, FusesGateQuant, Rows
 from ...kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     GATE,
@@ -19,8 +19,7 @@ from ...kernels.elementwise.dispatch import (
     RowKernelQuery,
 )
 from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
-from ...kernels.moe.experts import ExpertsKernel
-from ...kernels.moe.routing import Route, RouterLogits, RoutingRule
+from ...kernels.moe.experts import ExpertsKernel, Route, RouterLogits, RoutingRule
 from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 

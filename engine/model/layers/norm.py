@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from ...kernels.activations.quantized_activations import ActivationQuant, FusesNormQuant, Rows
-from ...kernels.elementwise.dispatch import (
-    NORM,
-    NormKernel,
-    RowKernelQuery,
-    TakesWideWeights,
-)
+from ...kernels.elementwise.activations import ActivationQuant, FusesNormQuant, Rows
+from ...kernels.elementwise.dispatch import NORM, RowKernelQuery
+from ...kernels.elementwise.reference import NormKernel, TakesWideWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.viterbi import TILE
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ...config.compatibility import refuse
-from ...kernels.common.launch import call_or_capture
+from ...kernels.common.graphs import call_or_capture
 from ..spec.spec import ModelSpec
 
 TIMEOUT = timedelta(minutes=5)

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ...base.device import packed
-from ...kernels.attention.paged_attention import AttentionBatch
+from ...kernels.attention.batch import AttentionBatch
 from ...scheduling.request import NULL_SLOT
 from ...scheduling.step_plan import Copies
 

@@ -11,7 +11,8 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
+from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
 from llmopt.engine.model.spec.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
@@ -107,10 +108,10 @@ def test_attention_over_codes_is_attention_over_what_they_mean(dtype, rule):
     everything = torch.arange(len(keys.codes))
     meant_keys = PagedTensor(packed_keys.read(everything, torch.float32))
     meant_values = PagedTensor(packed_values.read(everything, torch.float32))
-    got = pa.attend_sdpa(queries, packed_keys, packed_values, batch, given)
-    wanted = pa.attend_reference(queries, meant_keys, meant_values, batch, given)
+    got = attend_sdpa(queries, packed_keys, packed_values, batch, given)
+    wanted = attend_reference(queries, meant_keys, meant_values, batch, given)
     torch.testing.assert_close(got, wanted)
-    exact = pa.attend_reference(queries, keys, values, batch, given)
+    exact = attend_reference(queries, keys, values, batch, given)
     # Quantization errors average out over many keys; the bound is a few steps of one value.
     worst = {torch.int8: 0.05, torch.float8_e4m3fn: 0.4}[dtype]
     assert 0 < (got - exact).abs().max() < worst

@@ -11,7 +11,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
-from llmopt.engine.kernels.graphs.cpu_graph import GraphMemoryPool
+from llmopt.engine.kernels.common.graphs import GraphMemoryPool
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.lora_world import write_adapter

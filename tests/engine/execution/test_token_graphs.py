@@ -14,7 +14,7 @@ from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution import token_graphs
 from llmopt.engine.execution.graph_setting import GraphSetting
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 
 from ...support.model_families import save_model
 from ...support.triton_world import DEVICE

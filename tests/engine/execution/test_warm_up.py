@@ -11,7 +11,7 @@ from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.start_up import warm_up
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 
 from ...support.compilations import recording_compilations
 from ...support.model_families import FAMILIES, save_model

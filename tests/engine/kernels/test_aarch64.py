@@ -9,23 +9,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
+from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.native_attention import attend_native
-from llmopt.engine.kernels.attention.paged_attention import AttentionRule
+from llmopt.engine.kernels.elementwise.activations import ActivationQuant
 from llmopt.engine.kernels.elementwise.native_layer import (
     ACTIVATIONS,
     NativeGate,
     NativeNorm,
 )
-from llmopt.engine.kernels.linear.grid import grid_of
-from llmopt.engine.kernels.linear.lattice_grid import lattice_grid
+from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
 from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.native import arm, processor
+from llmopt.quant.native import processor
 from llmopt.quant.native.processor import VARIABLE, choose_path, processor_flags
 
 from ...support.attention_world import World
@@ -50,7 +49,7 @@ ASIMD, DOTPROD, I8MM, BF16 = 1 << 1, 1 << 20, 1 << 13, 1 << 14
 def test_the_path_follows_the_features(
     monkeypatch: pytest.MonkeyPatch, hwcap: int, hwcap2: int, name: str, option: str
 ) -> None:
-    features = arm.features_of(hwcap, hwcap2)
+    features = processor.features_of(hwcap, hwcap2)
     monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(processor, "arm_features", lambda: features)
     monkeypatch.setenv(VARIABLE, "auto")
@@ -64,9 +63,9 @@ def test_the_path_follows_the_features(
 
 
 def test_macos_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arm.sys, "platform", "darwin")
-    monkeypatch.setattr(arm, "_sysctl", lambda feature: feature != "FEAT_I8MM")
-    assert arm.arm_features() == {"asimd", "asimddp", "bf16"}
+    monkeypatch.setattr(processor.sys, "platform", "darwin")
+    monkeypatch.setattr(processor, "_sysctl", lambda feature: feature != "FEAT_I8MM")
+    assert processor.arm_features() == {"asimd", "asimddp", "bf16"}
 
 
 def _linear(scheme: Scheme, dtype: InputDtype) -> Compute:

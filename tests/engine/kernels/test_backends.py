@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention import flash_attention
-from llmopt.engine.kernels.attention.paged_attention import (
+from llmopt.engine.kernels.attention import library_attention
+from llmopt.engine.kernels.attention.batch import (
     AttentionBatch,
     AttentionRule,
     DecodeGroup,
     SequenceSpan,
-    attend_sdpa,
 )
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.common.backends import Backend
-from llmopt.engine.kernels.linear import deep_gemm, marlin
+from llmopt.engine.kernels.common.devices import Backend
+from llmopt.engine.kernels.linear import library_linear
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -108,7 +108,7 @@ def attention_world() -> tuple[torch.Tensor, PagedTensor, PagedTensor, Attention
 )
 def test_flash_attention(rule: AttentionRule, monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
-    monkeypatch.setattr(flash_attention, "hub_kernel", lambda name: Backend(library))
+    monkeypatch.setattr(library_attention, "hub_kernel", lambda name: Backend(library))
 
     def left(*_: Any) -> torch.Tensor:
         raise AssertionError("left to the other kernel")
@@ -116,14 +116,14 @@ def test_flash_attention(rule: AttentionRule, monkeypatch: pytest.MonkeyPatch) -
     otherwise: Any = left
 
     world = attention_world()
-    got = flash_attention.attend_flash(otherwise)(*world, rule)
+    got = library_attention.attend_flash(otherwise)(*world, rule)
     torch.testing.assert_close(got, attend_sdpa(*world, rule))
 
 
 def test_what_flash_attention_lacks_is_left_to_our_kernel() -> None:
     queries, keys, values, batch = attention_world()
     otherwise: Any = lambda *_: queries  # noqa: E731
-    attend = flash_attention.attend_flash(otherwise)
+    attend = library_attention.attend_flash(otherwise)
     for rule in (AttentionRule(1.0, sinks=torch.zeros(4)), AttentionRule(1.0, chunk=4)):
         assert attend(queries, keys, values, batch, rule) is queries
     stored = PagedTensor.zeros(12, 4, 2, 8, CPU, torch.int8)
@@ -168,8 +168,8 @@ def marlin_library(weight: torch.Tensor) -> Any:
 def test_marlin(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = round_to_nearest(torch.randn(128, 256), IntScheme(4, 64, True), torch.float32)
     library = marlin_library(weight.codes)
-    monkeypatch.setattr(marlin, "hub_kernel", lambda name: Backend(library))
-    linear = marlin.MarlinLinear(weight, torch.float32)
+    monkeypatch.setattr(library_linear, "hub_kernel", lambda name: Backend(library))
+    linear = library_linear.MarlinLinear(weight, torch.float32)
     x = torch.randn(3, 256)
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, atol=1e-4, rtol=1e-4)
 
@@ -193,8 +193,8 @@ def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         d.copy_(x @ weight.dequantize().T)
 
     library = SimpleNamespace(get_mn_major_tma_aligned_tensor=transposed, fp8_gemm_nt=fp8_gemm_nt)
-    monkeypatch.setattr(deep_gemm, "package", lambda name: Backend(library))
-    linear = deep_gemm.DeepGemmLinear(weight, torch.bfloat16)
+    monkeypatch.setattr(library_linear, "package", lambda name: Backend(library))
+    linear = library_linear.DeepGemmLinear(weight, torch.bfloat16)
     x = torch.randn(3, 384).bfloat16()
     expected = x.float() @ weight.dequantize().T
     # Of the inputs in e4m3.

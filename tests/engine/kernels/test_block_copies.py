@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 from llmopt.engine.cache.kv_cache import KvCache
-from llmopt.engine.kernels.attention.block_copies import (
+from llmopt.engine.kernels.attention.paged_tensor import (
     BLOCK_COPIES,
     BlockCopiesKernelQuery,
     TorchBlockCopies,
 )
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.model.spec.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.backends import Backend
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
-from llmopt.engine.kernels.linear import deep_gemm
+from llmopt.engine.kernels.linear import library_linear
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.decoder import expert_loader
@@ -76,11 +75,11 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmopt.engine.kernels.moe import deep_gemm_experts, dispatch
+    from llmopt.engine.kernels.moe import dispatch, triton_experts
 
     monkeypatch.setenv(VARIABLE, "interpret")
     Library.calls = 0
-    for module in (deep_gemm, deep_gemm_experts, dispatch):
+    for module in (library_linear, triton_experts, dispatch):
         monkeypatch.setattr(module, "package", lambda name: Backend(Library))
 
 
@@ -89,7 +88,7 @@ def expert(number: int) -> Any:
 
     def linear(out: int, inputs: int) -> Any:
         weight = torch.randn(out, inputs, generator=g) * inputs**-0.5
-        kernel = deep_gemm.DeepGemmLinear(
+        kernel = library_linear.DeepGemmLinear(
             round_to_fp8(weight, SCHEME, torch.float32), torch.bfloat16
         )
         return SimpleNamespace(kernel=kernel, bias=None, weight_bytes=kernel.weight_bytes)

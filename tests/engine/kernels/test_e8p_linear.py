@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.common import runtime
-from llmopt.engine.kernels.hadamard.e8p_linear import E8pLinear, NativeE8pLinear, native_e8p
+from llmopt.engine.kernels.common import devices
+from llmopt.engine.kernels.linear.hadamard_linear import E8pLinear, NativeE8pLinear, native_e8p
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -216,7 +216,7 @@ def test_a_gpu_decodes_in_triton_or_in_torch(monkeypatch: pytest.MonkeyPatch) ->
     reasons = dict(QUANTIZED_LINEAR.explain(query).reasons)
     able = [name for name, reason in reasons.items() if reason is None]
     assert able == ["triton-codes", "torch-e8p"]
-    monkeypatch.setenv(runtime.VARIABLE, "off")
+    monkeypatch.setenv(devices.VARIABLE, "off")
     assert QUANTIZED_LINEAR.select(query).name == "torch-e8p"
 
 

@@ -12,15 +12,12 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import decode_graphs
-from llmopt.engine.kernels.attention import dispatch, flashinfer, flashinfer_plans
+from llmopt.engine.kernels.attention import dispatch, flashinfer_plans, library_attention
+from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
-from llmopt.engine.kernels.attention.paged_attention import (
-    AttentionRule,
-    attend_reference,
-    attend_sdpa,
-)
+from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.common.backends import Backend
+from llmopt.engine.kernels.common.devices import Backend
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 
 from ...support import flashinfer_stand_in
@@ -38,7 +35,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     """FlashInfer is the stand-in, which writes to the log."""
     log = Log()
     library = Backend(stand_in(log))
-    for module in (flashinfer, flashinfer_plans):
+    for module in (library_attention, flashinfer_plans):
         monkeypatch.setattr(module, "package", lambda name: library)
     flashinfer_plans.workspace_on.cache_clear()
     yield log
@@ -68,7 +65,7 @@ def test_mixed_batches(rule: AttentionRule, log: Log) -> None:
         lengths = [new + random.randint(0, 30) for new in news]
         world = World(lengths, news, kv_heads=kv_heads)
         _, batch = world.batch()
-        attend = flashinfer.attend_flashinfer(never)
+        attend = library_attention.attend_flashinfer(never)
         layers = [attend(world.queries, world.keys, world.values, batch, rule) for _ in range(2)]
         expected = attend_reference(world.queries, world.keys, world.values, batch, rule)
         torch.testing.assert_close(layers, [expected] * 2, atol=1e-5, rtol=1e-5)
@@ -102,7 +99,7 @@ def test_latents(heads: int, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([9, 4, 17], [1, 3, 1], **dims)
     _, batch = world.batch()
     rule = AttentionRule(0.3)
-    attend = flashinfer.attend_flashinfer(attend_sdpa)
+    attend = library_attention.attend_flashinfer(attend_sdpa)
     got = attend(world.queries, world.keys, world.values, batch, rule)
     expected = attend_reference(world.queries, world.keys, world.values, batch, rule)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -113,7 +110,7 @@ def test_what_flashinfer_lacks_is_left_to_our_kernel() -> None:
     world = World([9, 4], [1, 3])
     _, batch = world.batch()
     otherwise: Any = lambda *_: world.queries  # noqa: E731
-    attend = flashinfer.attend_flashinfer(otherwise)
+    attend = library_attention.attend_flashinfer(otherwise)
     plain = AttentionRule(1.0)
     for rule in (
         AttentionRule(1.0, sinks=torch.zeros(8)),
@@ -145,11 +142,11 @@ def test_it_says_why_it_does_not_serve(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     missing = Backend(reason="flashinfer is not installed")
-    monkeypatch.setattr(flashinfer, "package", lambda name: missing)
-    refused = flashinfer.refuses_flashinfer(*query)
+    monkeypatch.setattr(library_attention, "package", lambda name: missing)
+    refused = library_attention.refuses_flashinfer(*query)
     assert refused is not None and refused.startswith(reason)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    old = flashinfer.refuses_flashinfer("cuda", torch.bfloat16, 128, 128)
+    old = library_attention.refuses_flashinfer("cuda", torch.bfloat16, 128, 128)
     assert old is not None and "compute capability 7.5" in old
 
 
@@ -185,7 +182,7 @@ def test_greedy_tokens(
     monkeypatch.setattr(
         "llmopt.engine.build.capture_on", lambda _: lambda call: Replayed(call, log)
     )
-    attend = flashinfer.attend_flashinfer(attend_sdpa)
+    attend = library_attention.attend_flashinfer(attend_sdpa)
     monkeypatch.setattr(dispatch, "_attend_flashinfer", attend)
     candidates = [Candidate("flashinfer", lambda query: None, attend)]
     monkeypatch.setattr(dispatch, "PAGED_ATTENTION", Operation("paged attention", candidates))
@@ -200,7 +197,7 @@ def test_it_serves_without_a_fault(
     eager: bool, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the pretended card no plan waits for the device, copies pageable memory or is captured."""
-    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (8, 16, 32, 64))
+    monkeypatch.setattr(library_attention, "HEAD_DIMS", (8, 16, 32, 64))
     save_model(tmp_path, *FAMILIES["gemma-2"])
     log.computes = False
     options: dict[str, Any] = {"num_blocks": 24, "block_size": 16, "enforce_eager": eager}

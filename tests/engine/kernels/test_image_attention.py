@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import attention_kernels
+from llmopt.engine.kernels.attention.paged_attention import attend_reference
 
 from ...support.attention_world import World
 
@@ -40,10 +41,10 @@ def kernels(world: World):
 
 
 def test_images_see_all_of_themselves_within_the_window(world, rule):
-    expected = attend(world, rule, lambda batch: pa.attend_reference)
+    expected = attend(world, rule, lambda batch: attend_reference)
     got = attend(world, rule, kernels(world).of)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
-    causal = attend(world, replace(rule, bidirectional=False), lambda batch: pa.attend_reference)
+    causal = attend(world, replace(rule, bidirectional=False), lambda batch: attend_reference)
     differs = (got - causal).abs().amax((1, 2)) > 1e-3
 
     assert differs[2:13].all(), "but for its last token, an image sees more"
@@ -60,4 +61,4 @@ def test_other_sequences_do_not_depend_on_an_image_in_the_batch(world, rule):
 def test_causal_layers_see_no_image(world):
     rule = pa.AttentionRule(0.2)
     got = attend(world, rule, kernels(world).of)
-    torch.testing.assert_close(got, world.attend(pa.attend_reference, rule), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(got, world.attend(attend_reference, rule), atol=2e-5, rtol=2e-5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.engine.doctor.kernel_table import table
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
+from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.dispatch import Candidate, NoKernel, Operation
 from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, TorchLinear
@@ -60,8 +61,8 @@ def test_attention_agrees_with_its_definition(heads, kv_heads, head_dim, block_s
         heads, kv_heads, head_dim, block_size, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2]
     )
     rule = pa.AttentionRule(0.3, window)
-    got = pa.attend_sdpa(*case, rule)
-    torch.testing.assert_close(got, pa.attend_reference(*case, rule), atol=1e-5, rtol=1e-5)
+    got = attend_sdpa(*case, rule)
+    torch.testing.assert_close(got, attend_reference(*case, rule), atol=1e-5, rtol=1e-5)
 
 
 RULES = {
@@ -79,10 +80,10 @@ def test_attention_rules_agree_with_their_definition(rule, value_dim):
     queries, keys, values, batch = case
     values = values.first_elements(value_dim)
     given = pa.AttentionRule(0.3, **RULES[rule])
-    got = pa.attend_sdpa(queries, keys, values, batch, given)
-    expected = pa.attend_reference(queries, keys, values, batch, given)
+    got = attend_sdpa(queries, keys, values, batch, given)
+    expected = attend_reference(queries, keys, values, batch, given)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    plain = pa.attend_reference(queries, keys, values, batch, pa.AttentionRule(0.3))
+    plain = attend_reference(queries, keys, values, batch, pa.AttentionRule(0.3))
     assert (expected - plain).abs().max() > 0.05, "the rule should change something"
 
 
@@ -93,15 +94,15 @@ def test_the_reference_is_plain_causal_attention():
     plain = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=0.25
     )
-    got = pa.attend_reference(queries, keys, values, batch, pa.AttentionRule(0.25))
+    got = attend_reference(queries, keys, values, batch, pa.AttentionRule(0.25))
     torch.testing.assert_close(got, plain[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_reads_the_null_block_and_nothing_of_it_shows():
     queries, keys, values, batch = attention_case(4, 2, 8, 4, [3, 17], [1, 1])
-    before = pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3))
+    before = attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3))
     keys.codes[0], values.codes[0] = 1e4, -1e4
-    assert torch.equal(before, pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3)))
+    assert torch.equal(before, attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3)))
 
 
 LINEARS = [
@@ -185,7 +186,7 @@ def test_evicted_tokens_were_not_attended_to(block_size, num_sink_tokens, window
     )
     rule = pa.AttentionRule(0.3, window=window, num_sink_tokens=num_sink_tokens)
     sink_queries = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
-    whole = pa.attend_reference(queries, keys, values, batch, rule, sink_queries)
+    whole = attend_reference(queries, keys, values, batch, rule, sink_queries)
     num_sink_blocks = -(-num_sink_tokens // block_size)
 
     def cut(blocks: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
@@ -222,9 +223,9 @@ def test_evicted_tokens_were_not_attended_to(block_size, num_sink_tokens, window
     assert max(span.evicted_span for span in spans) > 0
     held = pa.AttentionBatch(spans, decode, block_size, queries.dtype)
     for attend, given in (
-        (pa.attend_sdpa, batch),
-        (pa.attend_sdpa, held),
-        (pa.attend_reference, held),
+        (attend_sdpa, batch),
+        (attend_sdpa, held),
+        (attend_reference, held),
     ):
         got = attend(queries, keys, values, given, rule, sink_queries)
         torch.testing.assert_close(got, whole, atol=1e-5, rtol=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 
 from tools.launches import launches_per_layer
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
+from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.scheduling.draft_length import Tree
 from llmopt.quant.native.processor import VARIABLE
 
@@ -50,7 +51,7 @@ def test_it_agrees_with_the_definition(path: str) -> None:
             stored=data.draw(st.sampled_from(STORED)),
         )
         rule = data.draw(rules(heads))
-        got, expected = world.attend(attend_native, rule), world.attend(pa.attend_reference, rule)
+        got, expected = world.attend(attend_native, rule), world.attend(attend_reference, rule)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
     sweep()
@@ -61,7 +62,7 @@ def test_long_sequences_and_bfloat16(path: str, stored: torch.dtype) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         world = World([700, 40, 1, 513], [1, 40, 1, 150], stored=stored, dtype=dtype)
         for rule in (pa.AttentionRule(0.2), pa.AttentionRule(0.2, window=300, num_sink_tokens=4)):
-            got, expected = world.attend(attend_native, rule), world.attend(pa.attend_sdpa, rule)
+            got, expected = world.attend(attend_native, rule), world.attend(attend_sdpa, rule)
             bound = 2e-2 if dtype is torch.bfloat16 else 2e-5
             torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
 
@@ -95,7 +96,7 @@ def test_token_trees(path: str) -> None:
         batch = pa.AttentionBatch(spans, batch.decode, world.block_size, world.dtype)
         rule = data.draw(rules(8))
         inputs = (world.queries[rows], world.keys, world.values, batch, rule)
-        expected = pa.attend_reference(*inputs)
+        expected = attend_reference(*inputs)
         torch.testing.assert_close(attend_native(*inputs), expected, atol=2e-5, rtol=2e-5)
 
     sweep()
@@ -104,7 +105,7 @@ def test_token_trees(path: str) -> None:
 def test_values_in_the_first_elements_of_the_keys(path: str) -> None:
     world = World([90, 33], [1, 12], heads=16, kv_heads=1, dims=(80, 64), in_keys=True)
     got = world.attend(attend_native, pa.AttentionRule(0.1))
-    expected = world.attend(pa.attend_reference, pa.AttentionRule(0.1))
+    expected = world.attend(attend_reference, pa.AttentionRule(0.1))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from llmopt.engine.kernels.common.graphs import CpuGraph, GraphMemoryPool
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
-from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts
+from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts, RoutingRule, route_torch
 from llmopt.engine.kernels.moe.native_experts import NativeExperts, native_experts
-from llmopt.engine.kernels.moe.routing import RoutingRule, route_torch
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme

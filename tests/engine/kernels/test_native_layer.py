@@ -9,28 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.activations.quantized_activations import (
-    ActivationQuant,
-    TakesQuantizedInput,
-)
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.dispatch import (
-    GATE,
-    NORM,
-    ROPE_AND_CACHE,
-    RowKernelQuery,
-    TorchNorm,
-    TorchRopeAndCache,
-    torch_clamped_swiglu,
-    torch_silu_gate,
-)
+from llmopt.engine.kernels.elementwise.activations import ActivationQuant, TakesQuantizedInput
+from llmopt.engine.kernels.elementwise.dispatch import GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
 from llmopt.engine.kernels.elementwise.native_layer import (
     NativeGate,
     NativeNorm,
     NativeRopeAndCache,
     native_layer,
 )
-from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
+from llmopt.engine.kernels.elementwise.reference import (
+    TorchNorm,
+    TorchRopeAndCache,
+    expand_cos_sin,
+    torch_clamped_swiglu,
+    torch_silu_gate,
+)
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.integer.kind import round_to_nearest

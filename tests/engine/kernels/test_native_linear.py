@@ -10,17 +10,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.activations.fake_quantize import (
+from llmopt.engine.kernels.elementwise.activations import (
     fake_quantize_activations,
     fake_quantize_inputs,
     split_outliers,
 )
-from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of, refuses_grid
-from llmopt.engine.kernels.linear.lattice_grid import lattice_grid
-from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
-from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
-from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
-from llmopt.engine.kernels.linear.packed_scales import SCALE_TABLE, packed_scales
+from llmopt.engine.kernels.linear.grid import (
+    TABLE_BLOCKS,
+    WHOLE_BLOCKS,
+    grid_of,
+    lattice_grid,
+    refuses_grid,
+)
+from llmopt.engine.kernels.linear.native_linear import (
+    PackedLinear,
+    PackedOutlierLinear,
+    native_linear,
+)
+from llmopt.engine.kernels.linear.native_pack import (
+    SCALE_TABLE,
+    pack_codes,
+    pack_codes_torch,
+    packed_scales,
+)
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -33,7 +45,7 @@ from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import LAYOUTS, block_codes_torch, quantize_blocks
+from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor
@@ -479,15 +491,3 @@ def test_packing_in_c_is_packing_in_torch(path: str, bits: int) -> None:
         assert torch.equal(pack_codes(codes, bits), pack_codes_torch(codes, bits))
         wide = torch.randint(0, 2**bits, (out, 2 * inputs), dtype=torch.uint8, generator=g)
         assert torch.equal(pack_codes(wide[:, ::2], bits), pack_codes_torch(wide[:, ::2], bits))
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_blocks_are_packed_as_their_codes(path: str, kind: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    scheme = GgufScheme(kind)
-    width, size = scheme.block
-    for out, blocks in ((1, 1), (33, 3), (64, 11)):
-        data = torch.randint(0, 256, (out, blocks * size), dtype=torch.uint8, generator=g)
-        weight, bits = GgufTensor(data, scheme), 4 if kind in TABLE_BLOCKS else scheme.bits
-        codes = block_codes_torch(data.view(-1, size), kind).view(out, blocks * width)
-        assert torch.equal(pack_codes(weight, bits), pack_codes_torch(codes, bits))

@@ -9,7 +9,7 @@ from llmopt.engine.kernels.elementwise.native_rows import (
     embedding_rows,
     native_rows,
 )
-from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
+from llmopt.engine.kernels.elementwise.reference import expand_cos_sin
 from torch.nn import functional
 
 pytestmark = pytest.mark.skipif(

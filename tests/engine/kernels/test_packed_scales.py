@@ -9,7 +9,13 @@ import torch
 from llmopt.engine.kernels.linear import native_pack
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, Grid, grid_of
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
-from llmopt.engine.kernels.linear.packed_scales import SCALE_KINDS, PackedScales, packed_scales
+from llmopt.engine.kernels.linear.native_pack import (
+    SCALE_KINDS,
+    PackedScales,
+    pack_codes,
+    pack_codes_torch,
+    packed_scales,
+)
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
@@ -17,7 +23,7 @@ from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.ggml.blocks import LAYOUTS, block_codes_torch, quantize_blocks
 from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor
@@ -132,3 +138,15 @@ def test_halves_of_256_values_are_bytes(path: str, count: int) -> None:
     else:
         assert packed.table is not None
         assert torch.equal(packed.table[packed.scales.long()], scales.float())
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_blocks_are_packed_as_their_codes(path: str, kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    scheme = GgufScheme(kind)
+    width, size = scheme.block
+    for out, blocks in ((1, 1), (33, 3), (64, 11)):
+        data = torch.randint(0, 256, (out, blocks * size), dtype=torch.uint8, generator=g)
+        weight, bits = GgufTensor(data, scheme), 4 if kind in TABLE_BLOCKS else scheme.bits
+        codes = block_codes_torch(data.view(-1, size), kind).view(out, blocks * width)
+        assert torch.equal(pack_codes(weight, bits), pack_codes_torch(codes, bits))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
-from llmopt.engine.kernels.common.ptx import LOOKUP_REGISTERS, lookup_ptx, nibble_ptx
+from llmopt.engine.kernels.linear.triton_dequantize import LOOKUP_REGISTERS, lookup_ptx, nibble_ptx
 from llmopt.quant.kinds.codebook.kind import codebook
 from llmopt.quant.kinds.ggml.small_blocks import MXFP4_VALUES
 

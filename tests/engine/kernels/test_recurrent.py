@@ -6,14 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention.paged_attention import (
-    AttentionBatch,
-    DecodeGroup,
-    SequenceSpan,
+from llmopt.engine.kernels.attention.batch import AttentionBatch, DecodeGroup, SequenceSpan
+from llmopt.engine.kernels.recurrence import (
+    causal_conv,
+    causal_conv_step,
+    delta_rule,
+    delta_rule_step,
+    ssd_scan,
+    ssd_step,
 )
-from llmopt.engine.kernels.recurrent.causal_conv import causal_conv, causal_conv_step
-from llmopt.engine.kernels.recurrent.delta_rule import delta_rule, delta_rule_step
-from llmopt.engine.kernels.recurrent.ssd_scan import ssd_scan, ssd_step
 from llmopt.engine.model.layers.state import StateBatch, StepStates
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.runtime import VARIABLE as TRITON
-from llmopt.engine.kernels.hadamard.trellis_linear import (
+from llmopt.engine.kernels.common.devices import VARIABLE as TRITON
+from llmopt.engine.kernels.linear.hadamard_linear import (
     NativeTrellisLinear,
     TransformedLinear,
     native_trellis,

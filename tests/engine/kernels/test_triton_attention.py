@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.attention.paged_attention import attend_reference
+from llmopt.engine.kernels.common.devices import VARIABLE
 
 from ...support.attention_world import STORED, World
 from ...support.triton_world import DEVICE
@@ -44,7 +45,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = [
 def check(world: World, rule: pa.AttentionRule, bound: float = 2e-5) -> None:
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
-    got, expected = world.attend(attend_triton, rule), world.attend(pa.attend_reference, rule)
+    got, expected = world.attend(attend_triton, rule), world.attend(attend_reference, rule)
     torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
 
 
@@ -75,7 +76,7 @@ def test_evicted_tokens_were_not_attended_to() -> None:
     shape: Any = {"heads": 4, "kv_heads": 2, "block_size": 4, "device": DEVICE}
     world = World([50, 30, 33], [1, 1, 9], **shape)
     rule = pa.AttentionRule(0.3, window=7, num_sink_tokens=6)
-    whole = world.attend(pa.attend_reference, rule)
+    whole = world.attend(attend_reference, rule)
     num_sink_blocks, spans, tables, evicted_spans = 2, [], [], []
     for index, first in enumerate((49, 29, 24)):
         stop = max(num_sink_blocks, (first - 6) // 4)
@@ -129,9 +130,7 @@ def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[st
         monkeypatch.setattr(attention, "gpu_limits", lambda device, few=few: few)
         found.append(world.attend(attention.attend_triton, rule))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    torch.testing.assert_close(
-        found[0], world.attend(pa.attend_reference, rule), atol=2e-5, rtol=2e-5
-    )
+    torch.testing.assert_close(found[0], world.attend(attend_reference, rule), atol=2e-5, rtol=2e-5)
 
 
 def test_the_work_list_has_every_part_once() -> None:
@@ -164,7 +163,7 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
     rule = pa.AttentionRule(0.3)
     for queries in (wide[:, 3:7], wide.transpose(1, 2).contiguous().transpose(1, 2)[:, :4]):
         got = attend_triton(queries, world.keys, world.values, batch, rule)
-        expected = pa.attend_reference(queries, world.keys, world.values, batch, rule)
+        expected = attend_reference(queries, world.keys, world.values, batch, rule)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -189,7 +188,7 @@ def test_which_queries_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_that_was_imported_too_early_is_refused() -> None:
     script = (
-        "import triton; from llmopt.engine.kernels.common.runtime import refuses_triton;"
+        "import triton; from llmopt.engine.kernels.common.devices import refuses_triton;"
         "print(refuses_triton('cpu'))"
     )
     environment = {**os.environ, VARIABLE: "interpret"}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.runtime import VARIABLE
-from llmopt.engine.kernels.hadamard.triton_code_gemm import (
-    dequantize_codes,
-    e8p_tiles,
-    trellis_tiles,
-)
-from llmopt.engine.kernels.hadamard.triton_linear import TritonTransformedLinear
-from llmopt.engine.kernels.hadamard.triton_transform import TransformedRows, stages_of
+from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.engine.kernels.linear.triton_code_gemm import dequantize_codes, e8p_tiles, trellis_tiles
+from llmopt.engine.kernels.linear.triton_hadamard import (
+    TransformedRows,
+    TritonTransformedLinear,
+    stages_of,
+)
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.incoherence import HadamardBlocks, whole_width
 from llmopt.quant.kinds.e8p.kind import E8pTensor

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.common import triton_crossover as crossover
-from llmopt.engine.kernels.common.triton_crossover import (
+from llmopt.engine.kernels.common.verdicts import VerdictTable
+from llmopt.engine.kernels.linear import triton_linear
+from llmopt.engine.kernels.linear.triton_linear import (
     DEFAULT_CROSSOVER,
     TOKENS,
     crossover_tokens,
     last_faster_size,
 )
-from llmopt.engine.kernels.common.verdicts import VerdictTable
 
 
 def test_the_crossover_is_the_last_before_the_first_that_is_slower() -> None:
@@ -47,13 +47,13 @@ def test_it_is_measured_once_on_a_device_and_kept_in_its_table(
 
     def measured() -> int:
         table = VerdictTable(tmp_path / "card.json", seconds)
-        monkeypatch.setattr(crossover, "current_verdicts", lambda: table)
+        monkeypatch.setattr(triton_linear, "current_verdicts", lambda: table)
         inputs: Any = Activations()
         # The fused GEMM takes a second a token, the other a hundred for any number.
         return crossover_tokens("int4", inputs, lambda x: x, lambda x: 100)  # type: ignore
 
     timed: list[float] = []
-    monkeypatch.setattr(crossover, "seconds_of", seconds)
+    monkeypatch.setattr(triton_linear, "seconds_of", seconds)
     assert measured() == 64
     assert timed == [16, 100, 32, 100, 64, 100, 128, 100]
     assert measured() == 64 and len(timed) == 8  # another process

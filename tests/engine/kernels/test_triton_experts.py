@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.rotary import (
+from llmopt.engine.kernels.elementwise.reference import (
     apply_rotary_emb,
     expand_cos_sin,
     interleaved_to_halves,
@@ -30,7 +30,7 @@ def turned(x: torch.Tensor, cos_sin: Any, interleaved: bool) -> torch.Tensor:
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_norms_rotation_and_cache_write(interleaved: bool, stored: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_latent import TritonLatent
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonLatent
 
     both = random(TOKENS, QUERY_RANK + RANK + ROPE)
     queries, latent = both.split([QUERY_RANK, RANK + ROPE], dim=1)
@@ -64,7 +64,7 @@ def test_norms_rotation_and_cache_write(interleaved: bool, stored: torch.dtype) 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_queries(interleaved: bool) -> None:
-    from llmopt.engine.kernels.elementwise.triton_latent import TritonLatent
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonLatent
 
     heads = random(TOKENS, HEADS, 16 + ROPE)
     absorbed = random(HEADS, TOKENS, RANK, seed=1)

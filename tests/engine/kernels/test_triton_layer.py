@@ -6,23 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.quantized_activations import (
-    ActivationQuant,
-    QuantizedActivations,
-)
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.activations import ActivationQuant, QuantizedActivations
 from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     GELU_GATE,
     NORM,
     ROPE_AND_CACHE,
     RowKernelQuery,
+)
+from llmopt.engine.kernels.elementwise.reference import (
+    HeadNorms,
     TorchNorm,
     TorchRopeAndCache,
+    expand_cos_sin,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.quant.base.scheme import Activations
 from torch.nn import functional
 
@@ -49,7 +48,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", [1, 64, 65, 1000, 1024])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonNorm
 
     weight = random(size, seed=1, dtype=dtype)
     wide = random(rows, size + 3, seed=2, dtype=dtype)
@@ -63,7 +62,7 @@ def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 172, 1024, 1500])
 def test_gates(size: int, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate
 
     both = random(3, 2 * size, dtype=dtype) * 4
     gate, up = both.split(size, dim=1)
@@ -75,7 +74,7 @@ def test_gates(size: int, dtype: torch.dtype) -> None:
 
 
 def test_gates_far_from_zero_are_no_nan() -> None:
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate
 
     gate = torch.tensor([[-300.0, -90.0, 0.0, 90.0, 300.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]], device=DEVICE)
@@ -97,9 +96,7 @@ def test_norms_and_gates_quantize_what_they_write(
     size: int, activations: Activations, dtype: torch.dtype
 ) -> None:
     """Bit-identical to quantizing the float output."""
-    from llmopt.engine.kernels.activations.triton_per_token_quant import round_rows
-    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
-    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate, TritonNorm, round_rows
 
     fixed = None if activations.dynamic else torch.tensor([0.02], device=DEVICE)
     activation_quant = ActivationQuant(activations, fixed)
@@ -137,7 +134,7 @@ ROPE_CASES: list[tuple[dict[str, Any], torch.dtype]] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "stored"), ROPE_CASES)
 def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
 
     given = {"heads": 4, "kv_heads": 2, "dim": 32, "width": None, "normed": False, **shape}
     heads, kv_heads, dim = given["heads"], given["kv_heads"], given["dim"]
@@ -172,7 +169,7 @@ def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch
 
 def test_values_are_stored_bit_for_bit() -> None:
     """They are only copied, so codes are equal: round half to even, as torch."""
-    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
 
     codes = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.49], device=DEVICE)
     stacked = codes.view(1, 1, 8).repeat(3, 3, 1)

@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.fake_quantize import (
+from llmopt.engine.kernels.common.devices import VARIABLE
+from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
+from llmopt.engine.kernels.elementwise.activations import (
+    ActivationQuant,
     fake_quantize_activations,
     fake_quantize_inputs,
 )
-from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
-from llmopt.engine.kernels.common.runtime import VARIABLE
-from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -170,7 +170,7 @@ def test_quantized_inputs(case: tuple[Scheme, int, int]) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("size", [1, 80, 320, 1000])
 def test_per_token_quantization_is_bit_exact(size: int, kind: Any, granularity: str) -> None:
-    from llmopt.engine.kernels.activations.triton_per_token_quant import round_rows
+    from llmopt.engine.kernels.elementwise.triton_rows import round_rows
 
     dynamic, shared_by = granularity != "static", cast(Any, granularity)
     fixed = None if dynamic else torch.tensor([0.013], device=DEVICE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels.elementwise.dispatch import torch_clamped_swiglu
-from llmopt.engine.kernels.moe.routing import RoutingRule, route_torch, router_logits_torch
+from llmopt.engine.kernels.elementwise.reference import torch_clamped_swiglu
+from llmopt.engine.kernels.moe.experts import RoutingRule, route_torch, router_logits_torch
 
 from ...support.triton_world import DEVICE
 
@@ -46,7 +46,7 @@ def test_of_equal_scores_no_expert_is_taken_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_router_logits(dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.moe.triton_router_logits import FEW_TOKENS, router_logits
+    from llmopt.engine.kernels.moe.triton_routing import FEW_TOKENS, router_logits
 
     weight, bias = random(20, 200, seed=3), random(20, seed=4)
     for tokens in (0, 1, 17, FEW_TOKENS + 1):
@@ -59,7 +59,7 @@ def test_router_logits(dtype: torch.dtype) -> None:
 
 
 def test_expert_rows() -> None:
-    from llmopt.engine.kernels.moe.triton_expert_rows import biased_gate, weighted_sum
+    from llmopt.engine.kernels.moe.triton_token_permutation import biased_gate, weighted_sum
 
     tokens, top_k, count, size = 3, 2, 4, 70
     experts = torch.tensor([3, 0, 1, 1, 0, 2], device=DEVICE)

@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention.dispatch import AttentionKernelQuery
+from llmopt.engine.kernels.attention.dispatch import AttentionKernelQuery, attention_trial
 from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.attention.trial import attention_trial
-from llmopt.engine.kernels.common import device_verdicts, dispatch
+from llmopt.engine.kernels.common import dispatch, verdicts
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable, relative_error
 from llmopt.quant.base.errors import Failure
@@ -227,24 +226,25 @@ def test_the_file_is_of_the_device_the_driver_and_the_kernels(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cards = [("NVIDIA H200", (9, 0)), ("NVIDIA H100 80GB HBM3", (9, 0))]
-    names = {device_verdicts.verdict_file(*card) for card in cards}
-    monkeypatch.setattr(device_verdicts, "driver_version", lambda: "NVRM version: 999.1")
-    names.add(device_verdicts.verdict_file(*cards[0]))
-    monkeypatch.setattr(device_verdicts, "KERNELS", tmp_path)
-    names.add(device_verdicts.verdict_file(*cards[0]))
+    names = {verdicts.verdict_file(*card) for card in cards}
+    monkeypatch.setattr(verdicts, "driver_version", lambda: "NVRM version: 999.1")
+    names.add(verdicts.verdict_file(*cards[0]))
+    monkeypatch.setattr(verdicts, "KERNELS", tmp_path)
+    names.add(verdicts.verdict_file(*cards[0]))
     assert len(names) == 4 and all(name.is_relative_to(tmp_path) for name in names)
 
 
 def test_trials_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LLMOPT_KERNEL_TRIALS", "off")
-    assert device_verdicts.current_verdicts() is None
+    assert verdicts.current_verdicts() is None
     assert operation(broken, square).select(Query()).name == "broken"
 
 
 def test_attention_is_tried_on_decode_alone_and_on_each_rule() -> None:
     """A library takes another of its kernels for each of them."""
-    trial = attention_trial(torch.device("cpu"), torch.float32, 64, 64)
+    trial = attention_trial(AttentionKernelQuery("cpu", torch.float32, 64, 64))
+    assert trial is not None
     tried: list[tuple[bool, bool, bool]] = []
 
     def seen(queries: Any, keys: Any, values: Any, batch: Any, rule: Any, *rest: Any) -> Any:
@@ -261,7 +261,8 @@ def test_attention_is_tried_on_the_cache_that_it_will_read(stored: torch.dtype |
     """The case is one of its own, and who forgets the scales of 8-bit keys and values is found out."""
     query = AttentionKernelQuery("cpu", torch.float32, 64, 64, stored=stored)
     assert str(query).endswith("cpu" if stored is None else f"cached in {stored}")
-    trial = attention_trial(torch.device("cpu"), query.dtype, 64, 64, stored)
+    trial = attention_trial(query)
+    assert trial is not None
     seen: set[torch.dtype] = set()
 
     def forgetful(queries: Any, keys: PagedTensor, values: PagedTensor, *rest: Any) -> Any:

@@ -15,7 +15,8 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.cache.step_inputs import Run, step_inputs
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention import batch as pa
+from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.open import open_model
 from llmopt.engine.sampling.rowwise import SamplingRow
@@ -88,8 +89,8 @@ def test_attention_over_a_tree_agrees_with_its_definition(
         PagedTensor(torch.randn(width + 1, 4, 2, 8, generator=generator)) for _ in range(2)
     )
     queries = torch.randn(len(tokens), 4, 8, generator=generator)
-    got = pa.attend_sdpa(queries, keys, values, batch, rule)
-    expected = pa.attend_reference(queries, keys, values, batch, rule)
+    got = attend_sdpa(queries, keys, values, batch, rule)
+    expected = attend_reference(queries, keys, values, batch, rule)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

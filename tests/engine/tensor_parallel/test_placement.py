@@ -9,7 +9,7 @@ import pytest
 from llmopt.engine.base.host import Topology, read_topology
 from llmopt.engine.execution import worker
 from llmopt.engine.execution.worker import bind_shard, share_of
-from llmopt.engine.kernels.common.thread_choice import ThreadChoice, choose_by, choose_threads
+from llmopt.engine.kernels.common.cpu_measurements import ThreadChoice, choose_by, choose_threads
 
 from ..base.test_topology import EVERY, server
 

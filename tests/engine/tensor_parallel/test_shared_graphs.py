@@ -20,7 +20,7 @@ from llmopt.engine.execution import workers
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.attention.native_attention import native_attention
-from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.scheduling.step_plan import DecodeRows
 
 from ...support.model_families import save_model
@@ -104,7 +104,7 @@ def test_async_and_preempted_steps_give_the_tokens_of_eager_ones(
 
 
 REFUSING = """
-from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
+from llmopt.engine.kernels.common.graphs import CpuGraph
 made = CpuGraph.__init__
 def refuse(self, call, pool, count=[0]):
     count[0] += 1

@@ -106,14 +106,14 @@ def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -
 KERNELS = {
     "engine.kernels.attention.native_attention": ["native_attention"],
     "engine.kernels.elementwise.native_layer": ["native_layer"],
-    "engine.kernels.elementwise.native_rows": ["native_rows"],
-    "engine.kernels.graphs.advance_step": ["native_advance"],
-    "engine.kernels.hadamard.e8p_linear": ["native_e8p"],
-    "engine.kernels.hadamard.trellis_linear": ["native_trellis", "native_trellis_integer"],
-    "engine.kernels.linear.lookup": ["native_lookup"],
-    "engine.kernels.linear.native_linear": ["native_linear"],
+    "engine.kernels.elementwise.native_rows": ["native_rows", "native_advance", "native_argmax"],
+    "engine.kernels.linear.hadamard_linear": [
+        "native_e8p",
+        "native_trellis",
+        "native_trellis_integer",
+    ],
+    "engine.kernels.linear.native_linear": ["native_lookup", "native_linear"],
     "engine.kernels.moe.native_experts": ["native_experts"],
-    "engine.kernels.sampling.argmax": ["native_argmax"],
     "quant.kinds.ggml.blocks": ["native_codes"],
     "quant.kinds.trellis.viterbi": ["native_viterbi"],
 }

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from llmopt.quant.native import build, openmp
+from llmopt.quant.native import build
 from llmopt.quant.native.build import HEADERS, BuildFailed, compiled, parallel_start
 
 from ...support.native_paths import native_paths
@@ -143,13 +143,13 @@ def test_openmp_is_asked_how_long_it_spins(
     policy: str | None,
     sleeps: bool,
 ) -> None:
-    monkeypatch.setattr(openmp, "OPENMP_SPINS_ARE_BOUNDED", bounded)
-    monkeypatch.setattr(openmp.sys, "platform", "linux")
+    monkeypatch.setattr(build, "OPENMP_SPINS_ARE_BOUNDED", bounded)
+    monkeypatch.setattr(build.sys, "platform", "linux")
     for name, value in (("GOMP_SPINCOUNT", spins), ("OMP_WAIT_POLICY", policy)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert openmp.sleeps_soon() is sleeps
+    assert build.sleeps_soon() is sleeps
 
 
 def test_the_engine_bounds_the_spins_before_torch_is_loaded() -> None:

@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import torch
 from llmopt.engine.execution import workers
-from llmopt.engine.execution.worker import Channel, Loaded, pack, work
+from llmopt.engine.execution.worker import Channel, pack, work
+from llmopt.quant.model.parameters import Loaded
 from torch import distributed
 
 from .card import Card

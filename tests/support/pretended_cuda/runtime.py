@@ -70,7 +70,7 @@ def pretended_cuda(card: Card) -> Iterator[Card]:
 @contextmanager
 def _driver(card: Card) -> Iterator[None]:
     """Triton's driver, as far as launches ask it for limits; which the project remembers by device."""
-    from llmopt.engine.kernels.common import device_verdicts, gpu_limits
+    from llmopt.engine.kernels.common import devices, verdicts
     from triton.runtime import driver
 
     properties = {"max_shared_mem": card.shared_bytes, "multiprocessor_count": 132}
@@ -78,7 +78,7 @@ def _driver(card: Card) -> Iterator[None]:
         utils=SimpleNamespace(get_device_properties=lambda _: properties),
         get_current_device=lambda: card.current,
     )
-    remembered = [device_verdicts._table, gpu_limits._limits_of]
+    remembered = [verdicts._table, devices._limits_of]
     for each in remembered:
         each.cache_clear()
     before, driver._active = driver._active, fake
@@ -94,9 +94,9 @@ def _replacements(card: Card, dispatch: Dispatch) -> Iterator[tuple[Any, str, An
     for name, value in (_runtime(card) | _memory(card) | _graphs(card, dispatch)).items():
         yield torch.cuda, name, value
 
-    from llmopt.engine.kernels.common import device_verdicts
+    from llmopt.engine.kernels.common import verdicts
 
-    yield device_verdicts, "FLUSH_BYTES", 1
+    yield verdicts, "FLUSH_BYTES", 1
 
     def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
         card.refuse_in_capture("pin_memory")

@@ -1,1 +1,0 @@
-"""Dynamic quantization of activations: per token, per group, per tensor."""

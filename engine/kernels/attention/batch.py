@@ -1,0 +1,283 @@
+"""Attention metadata of a step: its sequences, block tables and masks, and a layer's rule.
+
+A batch is a flat run of tokens, sequence after sequence. A block table may omit evicted blocks. Draft tokens
+may form a token tree (tree attention): several share a position, and each attends to the known tokens and to
+its ancestors in the tree. The tokens of an image may also attend to its later ones (bidirectional attention).
+
+A library may have to plan a captured step on the host (FlashInfer): a graph holds the launches, and a plan,
+which splits the work of the sequences at hand over them, lies in buffers that the launches read. The first
+run of a step makes its plans, before it is captured, and `renew` precedes each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+
+class KernelPlan(Protocol):
+    """A kernel's plan of a captured step."""
+
+    def renew(self, num_held: Sequence[int]) -> None:
+        """Plan a step whose sequences have so many tokens in their blocks."""
+        ...
+
+
+Planned = TypeVar("Planned", bound=KernelPlan)
+
+
+class StepPlans:
+    """The plans of one graph, which outlive the captured call.
+
+    Attributes:
+        num_held: tokens in the blocks of each of its sequences.
+    """
+
+    def __init__(self, num_held: Sequence[int]) -> None:
+        self.num_held = num_held
+        self._plans: dict[object, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._plans)
+
+    def of(self, kind: object, make: Callable[[], Planned]) -> Planned:
+        """The plan of a kind, made by the first call."""
+        if kind not in self._plans:
+            self._plans[kind] = make()
+        return self._plans[kind]
+
+    def renew(self, num_held: Sequence[int]) -> None:
+        """Plan the step that is replayed next."""
+        self.num_held = num_held
+        for plan in self._plans.values():
+            plan.renew(num_held)
+
+
+KernelMetadata = TypeVar("KernelMetadata")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRule:
+    """A layer's attention mask and score transform.
+
+    Attributes:
+        scale: factor on the scores.
+        window: sliding window, in tokens, the query's included; None: full causal attention.
+        num_sink_tokens: sink tokens: first tokens of a sequence, visible whatever the window (StreamingLLM).
+        chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
+        softcap: logit softcapping, `cap * tanh(score / cap)` (Gemma 2).
+        sinks: [heads], learned sink logits: a score per head in the softmax that weighs no value (gpt-oss).
+        bidirectional: tokens of one image attend to each other, within the window (Gemma 3).
+    """
+
+    scale: float
+    window: int | None = None
+    num_sink_tokens: int = 0
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    bidirectional: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused attention supports it."""
+        return self.softcap is None and self.sinks is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMask:
+    """Tree mask of the draft tokens at the end of a sequence, in the order of their slots.
+
+    Attributes:
+        depths: int64 [draft], depth in the tree: the position relative to the last known token, from 1 on.
+        ancestors: bool [draft, draft], the ancestors of each draft token, itself included.
+    """
+
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """The tokens of one sequence in a batch.
+
+    Attributes:
+        begin, end: their rows in the batch.
+        num_cached: tokens of the sequence so far, these included.
+        block_ids: int64, the block table, without the blocks of the `evicted_span` tokens that follow
+            the first `sink_length`.
+        tree: of the last tokens so far, where they are a tree of draft tokens; a draft token's slot then
+            follows from its index, and its position from its depth.
+        images: positions of the images that some of these tokens belong to, all of which they see in layers
+            that are bidirectional; what is not in the cache of them is among these tokens.
+    """
+
+    begin: int
+    end: int
+    num_cached: int
+    block_ids: torch.Tensor
+    sink_length: int = 0
+    evicted_span: int = 0
+    tree: TreeMask | None = None
+    images: tuple[range, ...] = ()
+
+    @property
+    def num_held(self) -> int:
+        """Tokens in the blocks: all but the evicted ones."""
+        return self.num_cached - self.evicted_span
+
+
+class DecodeCounts(NamedTuple):
+    """What the host knows of a decode group: its rows, and its sequences' tokens in their blocks."""
+
+    rows: Sequence[int]
+    num_held: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """The decode sequences of a batch (one query token each), block tables padded to one width.
+
+    Attributes:
+        rows: int64 [sequences], the rows of their tokens in the batch.
+        block_ids: int64 [sequences * width], padded with the null block.
+        lengths: int64 [sequences], tokens so far.
+        evicted_spans: int64 [sequences], evicted tokens that follow the first `sink_length`.
+        counts: what the host knows of them; None: nothing, as of a captured step.
+    """
+
+    rows: torch.Tensor
+    block_ids: torch.Tensor
+    lengths: torch.Tensor
+    evicted_spans: torch.Tensor
+    sink_length: int = 0
+    counts: DecodeCounts | None = None
+
+
+class AttentionBatch:
+    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers.
+
+    Attributes:
+        plans: of a captured step, where kernels are planned on the host; None: it is eager.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[SequenceSpan],
+        decode: DecodeGroup | None,
+        block_size: int,
+        dtype: torch.dtype,
+        kernel_metadata: object = None,
+        plans: StepPlans | None = None,
+    ) -> None:
+        self.spans = spans
+        self.decode = decode
+        self.block_size = block_size
+        self.plans = plans
+        self._dtype = dtype
+        self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
+        self._static_metadata = kernel_metadata
+        self._kernel_metadata: dict[object, Any] = {}
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether draft tokens of a sequence form a token tree."""
+        return any(span.tree is not None for span in self.spans)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some tokens see later ones of their image, in layers with bidirectional attention."""
+        return any(span.images for span in self.spans)
+
+    @cached_property
+    def parts(self) -> tuple[AttentionBatch, AttentionBatch]:
+        """The spans with images, and the rest of the batch."""
+        images = [span for span in self.spans if span.images]
+        others = [span for span in self.spans if not span.images]
+        return (
+            AttentionBatch(images, None, self.block_size, self._dtype),
+            AttentionBatch(others, self.decode, self.block_size, self._dtype),
+        )
+
+    def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
+        """A kernel's metadata of the batch, made once for all layers."""
+        known: Any = self._static_metadata
+        if known is None and (known := self._kernel_metadata.get(make)) is None:
+            known = self._kernel_metadata[make] = make(self)
+        return known
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is known by its kernel's metadata alone, which a captured step fills."""
+        return self._static_metadata is not None
+
+    def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
+        """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""
+        assert self.decode is not None
+        key = (-1, rule.window, rule.num_sink_tokens, rule.chunk, False)
+        if key not in self._masks:
+            width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
+            slot = torch.arange(width, device=self.decode.rows.device)
+            position = slot + (slot >= self.decode.sink_length) * self.decode.evicted_spans[:, None]
+            last = self.decode.lengths[:, None]
+            self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
+        return self._masks[key]
+
+    @cached_property
+    def decode_unwritten(self) -> torch.Tensor:
+        """Slots of the decode tables behind their tokens, bool [sequences, width * block_size, 1, 1]."""
+        group = self.decode
+        assert group is not None
+        width = group.block_ids.numel() // group.rows.numel() * self.block_size
+        num_held = (group.lengths - group.evicted_spans)[:, None]
+        return (torch.arange(width, device=num_held.device) >= num_held)[..., None, None]
+
+    def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
+        """Additive mask of the tokens of span `index`: 0 or -inf, [tokens, num_held]."""
+        key = (index, rule.window, rule.num_sink_tokens, rule.chunk, rule.bidirectional)
+        if key not in self._masks:
+            span = self.spans[index]
+            device = span.block_ids.device
+            slot = torch.arange(span.num_held, device=device)
+            position = slot + (slot >= span.sink_length) * span.evicted_span
+            first = span.num_cached - (span.end - span.begin)
+            query_position = torch.arange(first, span.num_cached, device=device)
+            images = span.images if rule.bidirectional else ()
+            if (tree := span.tree) is not None:
+                count = tree.depths.numel()
+                rows = min(count, query_position.numel())
+                draft_positions = tree.depths + (span.num_cached - count - 1)
+                position = torch.cat([position[:-count], draft_positions])
+                query_position = torch.cat([query_position[:-rows], draft_positions[-rows:]])
+                bias = self._bias(position, query_position[:, None], rule, images)
+                bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
+                self._masks[key] = bias
+            else:
+                self._masks[key] = self._bias(position, query_position[:, None], rule, images)
+        return self._masks[key]
+
+    def _bias(
+        self,
+        position: torch.Tensor,
+        query_position: torch.Tensor,
+        rule: AttentionRule,
+        images: Sequence[range] = (),
+    ) -> torch.Tensor:
+        visible = position <= query_position
+        for image in images:
+            visible |= _is_within(position, image) & _is_within(query_position, image)
+        if rule.window is not None:
+            in_window = position > query_position - rule.window
+            visible &= in_window | (position < rule.num_sink_tokens)
+        if rule.chunk is not None:
+            visible &= position >= query_position - query_position % rule.chunk
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
+        return bias.masked_fill_(~visible, float("-inf"))
+
+
+def _is_within(position: torch.Tensor, image: range) -> torch.Tensor:
+    return (position >= image.start) & (position < image.stop)

@@ -1,0 +1,211 @@
+"""Paged attention by libraries: FlashAttention-3 (Shah et al., 2024), from `kernels-community/flash-attn3` of
+the hub, and FlashInfer (Ye et al., 2025), from the package `flashinfer-python`.
+
+Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits, of any
+block size; FlashInfer (its layout NHD) also latents [blocks, block_size, 1, latent + rotated] (MLA). Their
+8-bit caches have a scale for a tensor, ours for each token and head. What they do not have stays with our
+kernel: 8-bit caches, sinks, chunks, token trees, images, evicted spans behind sink tokens; of FlashInfer also
+captured steps of several tokens, and latents with windows, soft caps or heads that do not divide 128. How a
+library splits the keys of a sequence depends on the batch, so its logits do too, in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.device import to_device
+from ..common.devices import hub_kernel, package, refuses_device
+from .batch import AttentionBatch, SequenceSpan
+from .flashinfer_plans import NAME, CapturedPlans, EagerPlans, Shape
+from .paged_attention import AttentionCall, AttentionKernel, attention_kernel
+
+REPOSITORY = "kernels-community/flash-attn3"
+MAX_HEAD_DIM = 256
+HEAD_DIMS = (64, 128, 256)
+"""Those of FlashInfer."""
+LATENT_DIMS = (576, 512)
+"""Elements of DeepSeek's latents with their rotated part, and without."""
+LATENT_TILE, MOST_LATENT_TILES = 64, 15_000
+"""Query heads of a tile, and what a plan of latents takes of them: 16,384 with those that it splits."""
+WIDEST_LATENT_TILE = 128
+"""Query heads of two tiles side by side. A plan refuses queries whose heads lie in two of these in part: its
+causal bound would lose their last key."""
+
+
+def refuses_flash_attention(
+    device: str, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> str | None:
+    """The reason why FlashAttention-3 does not support heads of a dtype and size on a device, or None."""
+    if (reason := refuses_device(device, (8, 9), dtype)) is not None:
+        return reason
+    if key_dim != value_dim or key_dim > MAX_HEAD_DIM or key_dim % 8:
+        return f"it takes heads of multiples of 8 up to {MAX_HEAD_DIM}, keys as wide as values"
+    return hub_kernel(REPOSITORY).reason
+
+
+def refuses_flashinfer(device: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
+    """The reason why FlashInfer does not support heads of a dtype and size on a device, or None."""
+    if (reason := refuses_device(device, (8, 9, 10, 12), dtype)) is not None:
+        return reason
+    if (key_dim, value_dim) != LATENT_DIMS and (key_dim != value_dim or key_dim not in HEAD_DIMS):
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        return f"it takes heads of {sizes}, keys as wide as values, and latents of 512 and 64"
+    return package(NAME).reason
+
+
+def attend_flash(otherwise: AttentionKernel) -> AttentionKernel:
+    """Attention by FlashAttention-3, and by the kernel `otherwise` of what it does not serve."""
+
+    @attention_kernel
+    def attend(call: AttentionCall) -> torch.Tensor:
+        return _by_flash(call) if _is_plain(call) else otherwise(*call)
+
+    return attend
+
+
+def attend_flashinfer(otherwise: AttentionKernel) -> AttentionKernel:
+    """Attention by FlashInfer, and by the kernel `otherwise` of what it does not serve."""
+
+    @attention_kernel
+    def attend(call: AttentionCall) -> torch.Tensor:
+        is_served = _is_plain(call) and _is_planned(call.batch) and _has_flashinfer_heads(call)
+        return _by_flashinfer(call) if is_served else otherwise(*call)
+
+    return attend
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether a layer of a step asks for nothing that both libraries lack."""
+    batch, rule = call.batch, call.rule
+    if call.keys.scales is not None or rule.sinks is not None or rule.chunk is not None:
+        return False
+    if call.sink_queries is not None or rule.num_sink_tokens:
+        return False
+    if batch.has_trees or batch.is_static:
+        return False
+    if batch.decode is not None and batch.decode.sink_length:
+        return False
+    return not any(span.sink_length or span.images for span in batch.spans)
+
+
+def _is_planned(batch: AttentionBatch) -> bool:
+    """Whether the host knows what FlashInfer plans a step by."""
+    return batch.decode is None or batch.decode.counts is not None or batch.plans is not None
+
+
+def _has_flashinfer_heads(call: AttentionCall) -> bool:
+    """Whether FlashInfer takes the heads: keys as wide as values, or latents of a size that it can plan."""
+    queries, keys, values, batch, rule, _ = call
+    if keys.dim == values.dim:
+        return True
+    shared = keys.codes.data_ptr() == values.codes.data_ptr() and keys.num_heads == 1
+    if not shared or rule.window is not None or rule.softcap is not None:
+        return False
+    heads = queries.shape[1]
+    if WIDEST_LATENT_TILE % heads:
+        return False
+    tiles = sum(-(-heads * (span.end - span.begin) // LATENT_TILE) for span in batch.spans)
+    if batch.decode is not None:
+        tiles += len(batch.decode.rows) * -(-heads // LATENT_TILE)
+    return tiles <= MOST_LATENT_TILES
+
+
+def _by_flashinfer(call: AttentionCall) -> torch.Tensor:
+    queries, keys, values, batch, rule, _ = call
+    shape = Shape(
+        queries.shape[1],
+        keys.num_heads,
+        keys.dim,
+        values.dim,
+        batch.block_size,
+        queries.dtype,
+        rule.scale,
+        rule.window,
+        rule.softcap,
+    )
+    if (plans := batch.plans) is None:
+        planned = batch.kernel_metadata(EagerPlans)
+    else:
+        planned = plans.of(CapturedPlans, partial(CapturedPlans, batch, plans.num_held))
+    return planned.run(shape, queries, keys, values)
+
+
+class FlashMetadata:
+    """int32 block tables, lengths and offsets of a batch; made once a step."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        decode, self._spans = batch.decode, batch.spans
+        self.rows: torch.Tensor | None = None
+        if decode is not None:
+            self.rows = decode.rows
+            self.tables = decode.block_ids.view(len(decode.rows), -1).int()
+            # Places are relative: what was evicted before a window shifts queries and keys alike.
+            self.lengths = (decode.lengths - decode.evicted_spans).int()
+        if self._spans:
+            self._of_spans(self._spans, self._spans[0].block_ids.device)
+
+    def _of_spans(self, spans: Any, device: torch.device) -> None:
+        counts = [span.end - span.begin for span in spans]
+        held = [span.num_held for span in spans]
+        rows = [row for span in spans for row in range(span.begin, span.end)]
+        self.longest = max(counts)
+        ends = np.cumsum([0, *counts, *held], dtype=np.int64)[: len(counts) + 1]
+        self.span_offsets = to_device(ends.astype(np.int32), device)
+        self.span_lengths = to_device(np.array(held, np.int32), device)
+        self.span_rows = to_device(np.array(rows, np.int64), device)
+        self.span_tables = _padded(spans)
+
+
+def _padded(spans: list[SequenceSpan]) -> torch.Tensor:
+    """Block tables, int32 [spans, widest]; padding is not read."""
+    tables = [span.block_ids.int() for span in spans]
+    return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+
+
+def _by_flash(call: AttentionCall) -> torch.Tensor:
+    queries, keys, values, batch, rule, _ = call
+    flash: Callable[..., torch.Tensor] = hub_kernel(REPOSITORY).module.flash_attn_with_kvcache
+    metadata = batch.kernel_metadata(FlashMetadata)
+    window = (-1, -1) if rule.window is None else (rule.window - 1, 0)
+    shared: dict[str, Any] = {
+        "softmax_scale": rule.scale,
+        "causal": True,
+        "window_size": window,
+        "softcap": rule.softcap or 0.0,
+    }
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if metadata.rows is not None:
+        rows = metadata.rows
+        chosen = queries if len(rows) == len(queries) else queries.index_select(0, rows)
+        out = flash(
+            chosen.unsqueeze(1),
+            keys.codes,
+            values.codes,
+            cache_seqlens=metadata.lengths,
+            page_table=metadata.tables,
+            **shared,
+        )
+        parts.append((rows, out.squeeze(1)))
+    if metadata.rows is None or len(metadata.rows) < len(queries):
+        rows = metadata.span_rows
+        chosen = queries if len(rows) == len(queries) else queries.index_select(0, rows)
+        out = flash(
+            chosen,
+            keys.codes,
+            values.codes,
+            cache_seqlens=metadata.span_lengths,
+            page_table=metadata.span_tables,
+            cu_seqlens_q=metadata.span_offsets,
+            max_seqlen_q=metadata.longest,
+            **shared,
+        )
+        parts.append((rows, out))
+    whole = call.empty_result()
+    for rows, out in parts:
+        whole.index_copy_(0, rows, out)
+    return whole

@@ -1,0 +1,116 @@
+"""Roofline ceilings of this CPU: memory-read bandwidth, and peak 8-bit operations per second."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ....quant.native.build import native
+
+READ_BYTES = 2**27
+ROUNDS = 500_000
+
+
+class NoRoofs(RuntimeError):
+    """There are no C kernels to measure with; the message gives the reason."""
+
+
+class Roofs:
+    """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
+
+    Raises:
+        NoRoofs: there are no C kernels to measure with.
+    """
+
+    def __init__(self, threads: int) -> None:
+        kernels = native(Path(__file__).with_name("roofs.c"))
+        if kernels.library is None:
+            raise NoRoofs(f"no C kernels here: {kernels.reason}")
+        self._library, self._threads = kernels.library, threads
+        self._library.llmopt_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._library.llmopt_multiply.argtypes = [ctypes.c_int64, ctypes.c_int64]
+        self._library.llmopt_multiply.restype = ctypes.c_int64
+        self._data = torch.ones(READ_BYTES, dtype=torch.uint8)
+        self.bytes: list[float] = []
+        self.operations: list[float] = []
+
+    def measure(self) -> None:
+        """Take one sample of each."""
+        begin = time.perf_counter()
+        self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
+        middle = time.perf_counter()
+        count = self._library.llmopt_multiply(ROUNDS, self._threads)
+        self.bytes.append(READ_BYTES / (middle - begin))
+        self.operations.append(count / (time.perf_counter() - middle))
+
+
+STEP_BYTES, STEP_CALLS, SAMPLES = 2**25, 128, 5
+MOST_SECONDS = 0.5
+"""No further samples after this time: beside busy processes a step may take seconds."""
+CLEARLY_FASTER = 1.1
+"""What fewer threads must gain: prefill and later steps use every core that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """The choice, and what it rests on.
+
+    Attributes:
+        num_threads: chosen.
+        seconds: median time of a made-up step by number of threads; empty: not measured.
+        reason: why it was not measured; None if it was.
+    """
+
+    num_threads: int
+    seconds: tuple[tuple[int, float], ...] = ()
+    reason: str | None = None
+
+
+@lru_cache
+def choose_threads(most: int) -> ThreadChoice:
+    """The fastest of `most` threads, three quarters, half and a quarter of them; `most` unless another is
+    clearly faster."""
+    if most == 1:
+        return ThreadChoice(1, reason="one core")
+    step = _step()
+    if step is None:
+        return ThreadChoice(most, reason="no C kernels to measure with")
+    return choose_by(step, most)
+
+
+def choose_by(step: Callable[[int], float], most: int) -> ThreadChoice:
+    """The choice by `step`, which runs a step on some threads and returns its seconds."""
+    counts = sorted({most, *(max(1, most * quarters // 4) for quarters in (1, 2, 3))}, reverse=True)
+    samples: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(SAMPLES):
+        for count in counts:
+            samples[count].append(step(count))
+        if sum(map(sum, samples.values())) > MOST_SECONDS:
+            break
+    seconds = {count: statistics.median(times) for count, times in samples.items()}
+    fastest = min(counts, key=lambda count: seconds[count])
+    chosen = fastest if seconds[fastest] * CLEARLY_FASTER < seconds[most] else most
+    return ThreadChoice(chosen, tuple(seconds.items()))
+
+
+def _step() -> Callable[[int], float] | None:
+    """A made-up step of this machine; None without C kernels."""
+    library = native(Path(__file__).with_name("roofs.c")).library
+    if library is None:
+        return None
+    data = torch.ones(STEP_BYTES, dtype=torch.uint8)
+    library.llmopt_read_in_calls.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
+
+    def run(num_threads: int) -> float:
+        begin = time.perf_counter()
+        library.llmopt_read_in_calls(data.data_ptr(), STEP_BYTES, STEP_CALLS, num_threads)
+        return time.perf_counter() - begin
+
+    return run

@@ -1,0 +1,233 @@
+"""Devices: why they do not support a C kernel, a Triton kernel or another library's, and limits of a GPU.
+
+Triton is imported only where its kernels are used. Libraries (extra `cuda-kernels`) are installed packages,
+or builds of the hub's `kernels`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from ....quant.base.errors import first_line
+from ....quant.native.build import Native
+
+CPU_DTYPES = (torch.bfloat16, torch.float32)
+"""Activations of the C kernels."""
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LIBRARY_DTYPES = (torch.bfloat16, torch.float16)
+VARIABLE = "LLMOPT_TRITON"
+"""`off`: no Triton kernels. `interpret`: they also run on the CPU, in Triton's (slow) interpreter."""
+
+
+class ActivationsQuery(Protocol):
+    """A kernel query about activations of a dtype on a device type."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def serves_all(_: object) -> None:
+    """Refuse no kernel query: the reference serves all."""
+
+
+def refuses_cpu(device: str) -> str | None:
+    """The reason why a CPU kernel does not support a device type, or None."""
+    return None if device == "cpu" else "it is a CPU kernel"
+
+
+def refuses_native(query: ActivationsQuery, kernel: Callable[[], Native]) -> str | None:
+    """The reason why a C kernel does not serve a query: device, compiler, dtype; or None."""
+    if (reason := refuses_cpu(query.device)) is not None:
+        return reason
+    if (reason := kernel().reason) is not None:
+        return reason
+    if query.dtype not in CPU_DTYPES:
+        return f"it takes bfloat16 and float32, not {query.dtype}"
+    return None
+
+
+def refuses_triton(device: str) -> str | None:
+    """The reason why Triton kernels do not support a device type, or None."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted == "off":
+        return f"{VARIABLE}=off"
+    if device != "cuda" and not (device == "cpu" and wanted == "interpret"):
+        return "it is a GPU kernel"
+    if not _is_installed():
+        return "Triton is not installed"
+    if wanted == "interpret" and not interpret():
+        return "Triton was imported before it was told to interpret: set TRITON_INTERPRET=1"
+    return None
+
+
+def refuses_rows(query: ActivationsQuery) -> str | None:
+    """The reason why Triton kernels do not serve a query, or None."""
+    if (reason := refuses_triton(query.device)) is not None:
+        return reason
+    if query.dtype not in TRITON_DTYPES:
+        return f"it takes bfloat16, float16 and float32, not {query.dtype}"
+    return None
+
+
+@cache
+def interpret() -> bool:
+    """Switch Triton to its interpreter: the environment must say so before Triton is first imported."""
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    from .interpreter import patch_interpreter
+
+    return patch_interpreter()
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def refuses_fp8(device: str) -> str | None:
+    """The reason why a device type has no FP8 (e4m3 x e4m3) GEMM, or None."""
+    if device == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"a GPU of compute capability {capability[0]}.{capability[1]} has no FP8"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A module with kernels; `reason`: why there is none."""
+
+    module: Any = None
+    reason: str | None = None
+
+
+@cache
+def hub_kernel(repository: str) -> Backend:
+    """The kernels of a repository of the hub, built for this torch and CUDA: fetched once, then cached."""
+    if find_spec("kernels") is None:
+        return Backend(reason="needs the extra cuda-kernels")
+    try:
+        return Backend(import_module("kernels").get_kernel(repository))
+    except Exception as problem:
+        # The hub, its cache, a build that is missing, a library that does not load.
+        return Backend(reason=f"{repository}: {type(problem).__name__}: {first_line(problem)}")
+
+
+@cache
+def package(name: str) -> Backend:
+    """An installed package."""
+    if find_spec(name) is None:
+        return Backend(reason=f"{name} is not installed")
+    try:
+        return Backend(import_module(name))
+    except Exception as problem:
+        return Backend(reason=f"{name}: {type(problem).__name__}: {first_line(problem)}")
+
+
+def refuses_device(
+    device: str, majors: tuple[int, ...], dtype: torch.dtype | None = None
+) -> str | None:
+    """The reason why a library for GPUs of these compute capabilities does not support a device, or None.
+
+    Args:
+        dtype: of the activations, where it takes 16 bits alone.
+    """
+    if device != "cuda" or not torch.cuda.is_available():
+        return "it is a CUDA library"
+    major, minor = torch.cuda.get_device_capability()
+    if major not in majors:
+        supported = ", ".join(f"{each}.x" for each in majors)
+        return f"it has no build for compute capability {major}.{minor} ({supported})"
+    if dtype is not None and dtype not in LIBRARY_DTYPES:
+        return f"it takes bfloat16 and float16, not {dtype}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """Limits of a GPU that launches depend on.
+
+    Attributes:
+        capability: compute capability, 90 for 9.0.
+        multiprocessors: how many it has.
+        shared_bytes: the most shared memory that a program may take.
+    """
+
+    capability: int
+    multiprocessors: int
+    shared_bytes: int
+
+
+HOPPER = GpuLimits(90, 132, 227 * 1024)
+_pretended = HOPPER
+
+
+def gpu_limits(device: torch.device) -> GpuLimits:
+    """The limits of a device; without a GPU, those of `pretended_gpu`, or of an H100."""
+    return _limits_of(device.index or 0) if device.type == "cuda" else _pretended
+
+
+@contextmanager
+def pretended_gpu(limits: GpuLimits) -> Iterator[None]:
+    """Context in which launches from a CPU are those for this GPU."""
+    global _pretended
+    before, _pretended = _pretended, limits
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+@cache
+def _limits_of(index: int) -> GpuLimits:
+    import triton
+
+    driver: Any = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    return GpuLimits(
+        10 * major + minor, properties["multiprocessor_count"], properties["max_shared_mem"]
+    )
+
+
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+"""The bits of the number whose unit in the last place is 1 (128; 1024), in both halves of a word."""
+
+FEW_TOKENS = 64
+"""Decode-sized batches: tokens per call up to which a GEMM is split-K."""
+FEW_ROWS = 16
+"""Rows of the least tile. Of 8, Hopper would take another instruction, whose sums differ in the last bits."""
+DECODE_SLOTS = 4
+"""Most programs on a multiprocessor that a decode-sized batch is split for; a prefill-sized one has one."""
+RESERVED = 1024
+"""Shared memory that the GPU keeps of each program."""
+SPLIT_RUNS = 2
+"""What a program takes beside its runs, in runs: the first loads, and its part of the reduction."""
+
+
+def split_runs(num_tiles: int, num_runs: int, slots: int) -> int:
+    """Runs of a split: those with which the rounds of programs on the GPU's slots end first."""
+
+    def cost(each: int) -> int:
+        programs = num_tiles * -(-num_runs // each)
+        return -(-programs // slots) * (each + SPLIT_RUNS)
+
+    return min(range(min(2, num_runs), num_runs + 1), key=lambda each: (cost(each), -each))
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`: the sizes that `tl.arange` takes."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,424 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+"""Per-token and per-group activation quantization; bit-identical to `fake_quantize_activations`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ....quant.kinds.fp8.kind import E4M3_MAX
+from ..common.devices import power_of_two
+from .activations import RUN, ActivationQuant, QuantizedActivations
+from .reference import GatedActivation
+
+
+@triton.jit
+def quantize_block(
+    x, mask, fixed_ptr, LEVELS: tl.constexpr, IS_INT8: tl.constexpr, IS_FIXED: tl.constexpr
+):
+    """Scale float32 `x [groups, width]` into the range of its codes; returns it and the scales `[groups]`."""
+    if IS_FIXED:
+        scale = tl.load(fixed_ptr) + tl.zeros([x.shape[0]], tl.float32)
+    else:
+        largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
+        scale = tl.div_rn(largest, tl.full([x.shape[0]], LEVELS, tl.float32))
+        scale = tl.where(scale > 0.0, scale, 1.0)
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    if IS_INT8:
+        x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+        # Adding 1.5 * 2**23 leaves a float32 no fraction bits: rounds half to even, as torch does.
+        x = (x + 12582912.0) - 12582912.0
+    else:
+        x = tl.minimum(tl.maximum(x, -LEVELS), LEVELS)
+    return x, scale
+
+
+@triton.jit
+def store_quantized(
+    x,
+    mask,
+    code_ptr,
+    scale_ptr,
+    fixed_ptr,
+    row,
+    num_runs,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Quantize and store a whole row `x [BLOCK]`; `mask` is its first SIZE elements, `RUN` the group size."""
+    RUNS: tl.constexpr = BLOCK // RUN
+    x, scale = quantize_block(
+        tl.reshape(x, [RUNS, RUN]),
+        tl.reshape(mask, [RUNS, RUN]),
+        fixed_ptr,
+        LEVELS,
+        IS_INT8,
+        IS_FIXED,
+    )
+    lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    tl.store(code_ptr + row * SIZE + lanes, x.to(code_ptr.dtype.element_ty), mask=lanes < SIZE)
+    run = tl.arange(0, RUNS)
+    tl.store(scale_ptr + row * num_runs + run, scale, mask=run < num_runs)
+
+
+@triton.jit
+def _per_token_quant(
+    x_ptr,
+    code_ptr,
+    scale_ptr,
+    fixed_ptr,
+    x_row,
+    size,
+    num_runs,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Grid: rows, tiles of groups. `RUN` is the group size; `WIDTH` the power of two that holds it."""
+    row = tl.program_id(0).to(tl.int64)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    within = tl.arange(0, WIDTH)
+    lanes = run[:, None] * RUN + within[None, :]
+    mask = (within < RUN)[None, :] & (lanes < size)
+    x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    x, scale = quantize_block(x, mask, fixed_ptr, LEVELS, IS_INT8, IS_FIXED)
+    tl.store(code_ptr + row * size + lanes, x.to(code_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + row * num_runs + run, scale, mask=run < num_runs)
+
+
+def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedActivations:
+    """Quantize `x [tokens, in]`: codes and scales."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, size = x.shape
+    rows = empty_quantized(x, size, activation_quant)
+    num_runs = rows.scales.shape[1]
+    if tokens:
+        run = RUN if activation_quant.activations.granularity == "group128" else size
+        runs, width = min(8, power_of_two(num_runs)), power_of_two(run)
+        _per_token_quant[(tokens, -(-num_runs // runs))](
+            x,
+            rows.codes,
+            rows.scales,
+            rows.scales if activation_quant.input_scale is None else activation_quant.input_scale,
+            x.stride(0),
+            size,
+            num_runs,
+            RUNS=runs,
+            RUN=run,
+            WIDTH=width,
+            **constants(activation_quant),
+            num_warps=min(16, max(1, runs * width // 512)),
+        )
+    return rows
+
+
+def empty_quantized(
+    x: torch.Tensor, size: int, activation_quant: ActivationQuant
+) -> QuantizedActivations:
+    """Uninitialised quantized activations: as many rows as `x`, of `size` elements each."""
+    activations, rows = activation_quant.activations, x.shape[0]
+    num_runs = -(-size // RUN) if activations.granularity == "group128" else 1
+    dtype = torch.int8 if activations.kind == "int8" else torch.float8_e4m3fn
+    codes = torch.empty(rows, size, dtype=dtype, device=x.device)
+    return QuantizedActivations(
+        codes, torch.empty(rows, num_runs, dtype=torch.float32, device=x.device)
+    )
+
+
+def constants(activation_quant: ActivationQuant) -> dict[str, float | bool]:
+    """Compile-time constants of `quantize_block`."""
+    is_int8 = activation_quant.activations.kind == "int8"
+    return {
+        "LEVELS": 127.5 if is_int8 else E4M3_MAX,
+        "IS_INT8": is_int8,
+        "IS_FIXED": activation_quant.input_scale is not None,
+    }
+
+
+def store_arguments(
+    rows: QuantizedActivations, activation_quant: ActivationQuant, block: int
+) -> dict[str, Any]:
+    """Arguments of a kernel that stores its output with `store_quantized`."""
+    num_runs = rows.scales.shape[1]
+    return {
+        "scale_ptr": rows.scales,
+        "fixed_ptr": rows.scales
+        if activation_quant.input_scale is None
+        else activation_quant.input_scale,
+        "num_runs": num_runs,
+        "RUN": RUN if activation_quant.activations.granularity == "group128" else block,
+        **constants(activation_quant),
+    }
+
+
+def store_float_arguments(unread: torch.Tensor) -> dict[str, Any]:
+    """The same arguments for an unquantized output; `unread` fills the unused pointers."""
+    pointers = {"scale_ptr": unread, "fixed_ptr": unread}
+    nothing = {"RUN": 0, "LEVELS": 0.0, "IS_INT8": False, "IS_FIXED": False}
+    return {**pointers, "num_runs": 0, **nothing}
+
+
+def block_of(size: int) -> int:
+    """Block size of a program that holds a row of `size` elements."""
+    return max(RUN, power_of_two(size))
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    added_ptr,
+    total_ptr,
+    out_ptr,
+    weight_ptr,
+    scale_ptr,
+    fixed_ptr,
+    num_runs,
+    x_row,
+    added_row,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Grid: rows. The sum is rounded to the stored dtype before its norm is taken, as in torch.
+
+    `RUN`: group size of the output's quantization; 0: unquantized.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mask = lanes < SIZE
+    x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        x += tl.load(added_ptr + row * added_row + lanes, mask=mask, other=0.0).to(tl.float32)
+        stored_sum = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * SIZE + lanes, stored_sum, mask=mask)
+        x = stored_sum.to(tl.float32)
+    weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    out = (x * factor * weight).to(x_ptr.dtype.element_ty)
+    if RUN > 0:
+        out = out.to(tl.float32)
+        store_quantized(
+            out,
+            mask,
+            out_ptr,
+            scale_ptr,
+            fixed_ptr,
+            row,
+            num_runs,
+            SIZE,
+            BLOCK,
+            RUN,
+            LEVELS,
+            IS_INT8,
+            IS_FIXED,
+        )
+    else:
+        tl.store(out_ptr + row * SIZE + lanes, out, mask=mask)
+
+
+class TritonNorm:
+    """RMSNorm with a weight [size], of the rows' dtype or of float32."""
+
+    takes_wide_weights: ClassVar[bool] = True
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.contiguous(), eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        out = x.new_empty(x.shape)
+        return self._run(x, added, out, store_float_arguments(out)), out
+
+    def quantized(
+        self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
+    ) -> tuple[torch.Tensor, QuantizedActivations]:
+        """The same, with a quantized norm."""
+        rows = empty_quantized(x, x.shape[1], activation_quant)
+        return self._run(
+            x, added, rows.codes, store_arguments(rows, activation_quant, block_of(x.shape[1]))
+        ), rows
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        out: torch.Tensor,
+        stored: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write the norm to `out`; returns the sum."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rows, size = x.shape
+        other, total = x, x
+        if added is not None:
+            other = added if added.stride(1) == 1 else added.contiguous()
+            total = x.new_empty(rows, size)
+        if rows:
+            block = block_of(size)
+            _norm[(rows,)](
+                x,
+                other,
+                total,
+                out,
+                self._weight,
+                x_row=x.stride(0),
+                added_row=other.stride(0),
+                eps=self._eps,
+                SIZE=size,
+                BLOCK=block,
+                HAS_ADDED=added is not None,
+                **stored,
+                num_warps=min(16, max(1, block // 512)),
+            )
+        return total
+
+
+BLOCK = 1024
+SWIGLU_ALPHA = tl.constexpr(1.702)
+SWIGLU_LIMIT = tl.constexpr(7.0)
+"""Of gpt-oss: gate and up are clamped to the limit."""
+
+
+@triton.jit
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """`activation(gate) * up`, rounded to `dtype` after the activation, as torch's two operations are."""
+    if ACTIVATION == "silu":
+        active = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, SWIGLU_LIMIT)
+        up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1.0
+        active = gate / (1.0 + tl.exp(gate * -SWIGLU_ALPHA))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    return (active.to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def _gate(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    size,
+    gate_row,
+    up_row,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: rows, blocks of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < size
+    gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    out = activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION)
+    tl.store(out_ptr + row * size + lanes, out, mask=mask)
+
+
+@triton.jit
+def _quantized_gate(
+    gate_ptr,
+    up_ptr,
+    code_ptr,
+    scale_ptr,
+    fixed_ptr,
+    num_runs,
+    gate_row,
+    up_row,
+    ACTIVATION: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Gated activation with quantized output. Grid: whole rows, because a scale depends on all of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mask = lanes < SIZE
+    gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    out = activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION).to(tl.float32)
+    store_quantized(
+        out,
+        mask,
+        code_ptr,
+        scale_ptr,
+        fixed_ptr,
+        row,
+        num_runs,
+        SIZE,
+        BLOCK,
+        RUN,
+        LEVELS,
+        IS_INT8,
+        IS_FIXED,
+    )
+
+
+class TritonGate:
+    """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
+
+    def __init__(self, activation: GatedActivation) -> None:
+        self.activation: GatedActivation = activation
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if gate.stride(1) != 1 or up.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        rows, size = gate.shape
+        out = gate.new_empty(rows, size)
+        if rows:
+            _gate[(rows, -(-size // BLOCK))](
+                gate,
+                up,
+                out,
+                size,
+                gate.stride(0),
+                up.stride(0),
+                ACTIVATION=self.activation,
+                BLOCK=BLOCK,
+                num_warps=4,
+            )
+        return out
+
+    def quantized(
+        self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
+    ) -> QuantizedActivations:
+        """The same, with quantized output."""
+        if gate.stride(1) != 1 or up.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        count, size = gate.shape
+        rows, block = empty_quantized(gate, size, activation_quant), block_of(size)
+        if count:
+            _quantized_gate[(count,)](
+                gate,
+                up,
+                rows.codes,
+                gate_row=gate.stride(0),
+                up_row=up.stride(0),
+                ACTIVATION=self.activation,
+                SIZE=size,
+                BLOCK=block,
+                **store_arguments(rows, activation_quant, block),
+                num_warps=min(16, max(1, block // 512)),
+            )
+        return rows

@@ -1,0 +1,159 @@
+"""4-bit linears by Marlin (Frantar et al., 2024), from `kernels-community/quantization` of the hub."""
+
+from __future__ import annotations
+
+import torch
+
+from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.kinds.base.tensor import QuantizedTensor
+from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
+from ....quant.kinds.fp8.scheme import FloatScheme
+from ....quant.kinds.integer.kind import IntTensor
+from ....quant.kinds.integer.scheme import IntScheme
+from ..common.devices import hub_kernel, package, refuses_device
+from ..elementwise.activations import ActivationQuant, QuantizedActivations, Rows
+
+REPOSITORY = "kernels-community/quantization"
+GROUPS = (32, 64, 128)
+LEAST_OUT, LEAST_IN = 64, 128
+LOCKS = 16
+"""Locks in the workspace for each tile of `LEAST_OUT` outputs."""
+_GROUPED = [row + 8 * column for row in range(8) for column in range(8)]
+_WHOLE = [2 * row + column for row in range(4) for column in (0, 1, 8, 9, 16, 17, 24, 25)]
+"""The order of scales in which a thread meets them: with several groups of inputs, and with one."""
+
+
+def refuses_marlin(
+    device: str, dtype: torch.dtype, scheme: Scheme, out_features: int, in_features: int
+) -> str | None:
+    """The reason why it does not support a linear, or None."""
+    if (reason := refuses_device(device, (8, 9, 10, 12))) is not None:
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if not isinstance(scheme, IntScheme) or scheme.activations is not None:
+        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
+    if scheme.bits != 4 or not scheme.symmetric or scheme.permuted:
+        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
+    if scheme.group_size not in (PER_CHANNEL, *GROUPS) or not scheme.divides(in_features):
+        return f"it has no groups of {scheme.group_size}"
+    if out_features % LEAST_OUT or in_features % LEAST_IN:
+        shape = f"{out_features} × {in_features}"
+        return f"it needs out % {LEAST_OUT} = 0 and in % {LEAST_IN} = 0, not {shape}"
+    return hub_kernel(REPOSITORY).reason
+
+
+class MarlinLinear:
+    """`gptq_marlin_gemm` on a weight in Marlin's order."""
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, IntTensor)
+        self._shape = weight.out_features, weight.in_features
+        device = weight.codes.device
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        library = hub_kernel(REPOSITORY).module
+        out_features, in_features = self._shape
+        words = packed_by_inputs(weight.codes)
+        self._codes = library.gptq_marlin_repack(words, self._none, in_features, out_features, 4)
+        self._scales = permuted_scales(weight.scales.to(dtype))
+        locks = out_features // LEAST_OUT * LOCKS
+        self._workspace = torch.zeros(locks, dtype=torch.int32, device=device)
+        self._type = library.scalar_type.scalar_types.uint4b8
+        self.weight_bytes = self._codes.nbytes + self._scales.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out_features, in_features = self._shape
+        return hub_kernel(REPOSITORY).module.gptq_marlin_gemm(
+            x.contiguous(),
+            None,
+            self._codes,
+            self._scales,
+            None,
+            self._none,
+            self._none,
+            self._none,
+            self._workspace,
+            self._type,
+            len(x),
+            out_features,
+            in_features,
+            True,
+            False,
+            True,
+            False,
+        )
+
+
+def packed_by_inputs(codes: torch.Tensor) -> torch.Tensor:
+    """GPTQ's layout: codes uint8 [out, in], eight consecutive inputs in an int32, [in / 8, out]."""
+    by_word = codes.T.reshape(-1, 8, len(codes)).to(torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    # Bits do not overlap, so the sum is their union; in int32 it wraps to the sign.
+    return (by_word << shifts[None, :, None]).sum(dim=1, dtype=torch.int32).contiguous()
+
+
+def permuted_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [out, groups] in Marlin's order, [groups, out]."""
+    by_group = scales.T.contiguous()
+    order = _WHOLE if len(by_group) == 1 else _GROUPED
+    return by_group.reshape(-1, len(order))[:, order].reshape(by_group.shape).contiguous()
+
+
+NAME = "deep_gemm"
+
+
+def refuses_dtype(device: str, dtype: torch.dtype) -> str | None:
+    """The reason why it does not support a dtype on a device, installed or not, or None."""
+    # Compute capability 10 takes scales that are powers of two, which ours are not.
+    if (reason := refuses_device(device, (9,))) is not None:
+        return reason
+    return None if dtype is torch.bfloat16 else f"its outputs are bfloat16, not {dtype}"
+
+
+def refuses_deep_gemm(
+    device: str, dtype: torch.dtype, scheme: Scheme, out_features: int, in_features: int
+) -> str | None:
+    """The reason why it does not support a linear, or None."""
+    if (reason := refuses_dtype(device, dtype)) is not None:
+        return reason
+    if not isinstance(scheme, FloatScheme) or scheme.granularity != "block":
+        return f"it is for e4m3 in blocks with e4m3 inputs, not {scheme.label}"
+    if (activations := scheme.activations) is None:
+        return f"it is for e4m3 in blocks with e4m3 inputs, not {scheme.label}"
+    if (
+        activations.kind != "fp8"
+        or activations.granularity != "group128"
+        or not activations.dynamic
+    ):
+        return f"it is for e4m3 inputs with a scale for each {BLOCK}, not {scheme.label}"
+    if out_features % BLOCK or in_features % BLOCK:
+        return f"it needs whole blocks, not {out_features} × {in_features}"
+    return package(NAME).reason
+
+
+class DeepGemmLinear:
+    """`fp8_gemm_nt`: codes and scales of inputs and weight in, bfloat16 out.
+
+    Attributes:
+        weight: e4m3 [out, in], and float32 scales [out / 128, in / 128].
+    """
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, Fp8Tensor) and weight.scheme.activations is not None
+        self.activation_quant = ActivationQuant(weight.scheme.activations)
+        self.weight = weight.values.contiguous(), weight.scales.float().contiguous()
+        self._dtype = dtype
+        self.weight_bytes = sum(part.nbytes for part in self.weight)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        from ..elementwise.triton_rows import round_rows
+
+        rows = x if isinstance(x, QuantizedActivations) else round_rows(x, self.activation_quant)
+        values = self.weight[0]
+        out = torch.empty(len(rows.codes), len(values), dtype=self._dtype, device=values.device)
+        if len(out):
+            library = package(NAME).module
+            # As Hopper's kernel reads them: transposed, rows padded to 16 bytes.
+            scales = library.get_mn_major_tma_aligned_tensor(rows.scales)
+            library.fp8_gemm_nt((rows.codes, scales), self.weight, out)
+        return out

@@ -1,0 +1,201 @@
+"""Causal depthwise convolution over tokens, whose state is the window of the last inputs.
+
+    out[t, c] = bias[c] + sum over k of weight[c, k] * x[t - kernel + 1 + k, c]
+
+Inputs before a sequence's first token are zeros. The state is the window of the newest token: its inputs and
+those of the `kernel - 1` tokens before it. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def causal_conv(
+    x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Consecutive tokens of one sequence, at once.
+
+    Args:
+        x: [tokens, channels].
+        window: [channels, kernel], before these tokens.
+        weight: [channels, kernel]; `bias` is [channels] or None.
+
+    Returns:
+        [tokens, channels] in x's dtype, and the window after them.
+    """
+    kernel = window.shape[1]
+    inputs = torch.cat([window.to(x.dtype), x.T], dim=1)
+    out = functional.conv1d(inputs[None, :, 1:], weight[:, None], bias, groups=len(weight))
+    return out[0].T, inputs[:, -kernel:]
+
+
+def causal_conv_step(
+    x: torch.Tensor, windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each sequence: x [sequences, channels], windows [sequences, channels, kernel]."""
+    windows = torch.cat([windows[:, :, 1:].to(x.dtype), x[:, :, None]], dim=2)
+    out = (windows.float() * weight.float()).sum(dim=-1)
+    out = out if bias is None else out + bias.float()
+    return out.to(x.dtype), windows
+
+
+CHUNK = 64
+"""Tokens of a chunk at most."""
+
+
+def in_chunks(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, dim] as [chunks, heads, size, dim], the last chunk filled with zeros."""
+    size = min(CHUNK, len(x))
+    missing = -len(x) % size
+    padded = functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+    return padded.unflatten(0, (-1, size)).transpose(1, 2)
+
+
+def of_chunks(chunks: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+    """The first tokens [num_tokens, heads, dim] of chunks [heads, size, dim]."""
+    return torch.stack(chunks).transpose(1, 2).flatten(0, 1)[:num_tokens]
+
+
+def decay_between(decay: torch.Tensor) -> torch.Tensor:
+    """exp(decay[i] - decay[j]) for j <= i, else 0: [..., size, size] of summed log decays [..., size]."""
+    size = decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
+    between = decay[..., :, None] - decay[..., None, :]
+    return between.masked_fill(later, float("-inf")).exp()
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    rate: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Consecutive tokens of one sequence, chunk by chunk.
+
+    Args:
+        query, key: [tokens, heads, key_dim].
+        value: [tokens, heads, value_dim].
+        log_decay, rate: [tokens, heads]; g, at most 0, and b.
+        state: [heads, key_dim, value_dim].
+
+    Returns:
+        [tokens, heads, value_dim], and the state after the tokens.
+    """
+    num_tokens = len(query)
+    rows = [in_chunks(x) for x in (query, key, value, log_decay[..., None], rate[..., None])]
+    query, key, value, log_decay, rate = rows  # [chunks, heads, size, …]
+    decay = log_decay.squeeze(-1).cumsum(dim=-1)
+    between = decay_between(decay)
+    corrected = key * rate
+    system = corrected @ key.transpose(-1, -2) * between
+    sides = torch.cat([value * rate, corrected * decay.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, keys = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    inside = query @ key.transpose(-1, -2) * between
+    read = query * decay.exp()[..., None]
+    written = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2)
+    kept = decay[..., -1:, None].exp()
+    outputs = []
+    for chunk in range(len(query)):
+        new = values[chunk] - keys[chunk] @ state
+        outputs.append(read[chunk] @ state + inside[chunk] @ new)
+        state = state * kept[chunk] + written[chunk] @ new
+    return of_chunks(outputs, num_tokens), state
+
+
+def delta_rule_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    rate: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each sequence: as `delta_rule`, with sequences in place of tokens, and a state of
+    each, [sequences, heads, key_dim, value_dim]."""
+    states = states * log_decay.exp()[..., None, None]
+    predicted = (key[..., None] * states).sum(dim=-2)
+    correction = (value - predicted) * rate[..., None]
+    states = states + key[..., None] * correction[..., None, :]
+    return (query[..., None] * states).sum(dim=-2), states
+
+
+def ssd_scan(
+    x: torch.Tensor,
+    length: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    state: torch.Tensor,
+    rate: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Consecutive tokens of one sequence, chunk by chunk.
+
+    Args:
+        x: [tokens, heads, head_dim].
+        length: [tokens, heads], the step lengths d.
+        into, out_of: [tokens, groups, state_size], B and C.
+        state: [heads, head_dim, state_size].
+        rate: [heads], below 0.
+
+    Returns:
+        [tokens, heads, head_dim], and the state after the tokens.
+    """
+    num_tokens, shared = len(x), x.shape[1] // into.shape[1]
+    x = in_chunks(x * length[..., None])  # [chunks, heads, size, …], as are all below
+    decay = in_chunks((length * rate)[..., None]).squeeze(-1).cumsum(dim=-1)
+    into, out_of = in_chunks(into), in_chunks(out_of)
+    scores = (out_of @ into.transpose(-1, -2)).repeat_interleave(shared, dim=1)
+    inside = scores * decay_between(decay) @ x
+    into = into.repeat_interleave(shared, dim=1) * (decay[..., -1:] - decay).exp()[..., None]
+    added = x.transpose(-1, -2) @ into
+    out_of = out_of.repeat_interleave(shared, dim=1) * decay.exp()[..., None]
+    kept = decay[..., -1:, None].exp()
+    outputs = []
+    for chunk in range(len(x)):
+        outputs.append(inside[chunk] + out_of[chunk] @ state.transpose(-1, -2))
+        state = state * kept[chunk] + added[chunk]
+    return of_chunks(outputs, num_tokens), state
+
+
+def ssd_step(
+    x: torch.Tensor,
+    length: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    states: torch.Tensor,
+    rate: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each sequence: as `ssd_scan`, with sequences in place of tokens, and a state of
+    each, [sequences, heads, head_dim, state_size]."""
+    shared = x.shape[1] // into.shape[1]
+    into, out_of = (part.repeat_interleave(shared, dim=1) for part in (into, out_of))
+    kept = (length * rate).exp()[..., None, None]
+    states = states * kept + (x * length[..., None])[..., None] * into[..., None, :]
+    return (states * out_of[..., None, :]).sum(dim=-1), states
+
+
+def norm_then_gate(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`rms_norm(x) * silu(gate)` of each head: x and gate [tokens, heads, size], weight [size].
+
+    Returns the gate's dtype.
+    """
+    normed = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * functional.silu(gate.float())).to(gate.dtype)
+
+
+def gate_then_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`rms_norm(x * silu(gate))` of each group: x and gate [tokens, width], weight [groups, width / groups].
+
+    Returns the gate's dtype.
+    """
+    gated = (x.float() * functional.silu(gate.float())).unflatten(-1, weight.shape)
+    normed = functional.rms_norm(gated, weight.shape[-1:], None, eps) * weight.float()
+    return normed.flatten(-2).to(gate.dtype)

@@ -1,1 +1,0 @@
-"""Sampling kernels: penalties, token masks, min-p / top-k / top-p, exponential-race sampling."""
