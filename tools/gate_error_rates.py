@@ -19,7 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llmopt.bench.gate.error_rates import (
+from llmopt.bench.gate.limits import Limit, parse_gate, with_waiting
+from llmopt.bench.page.page import markdown_table
+from llmopt.quant.base.atomic_io import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.gate_rates import (
     SLOWDOWNS,
     JobRates,
     RecordedPairs,
@@ -29,9 +34,6 @@ from llmopt.bench.gate.error_rates import (
     read_pairs,
     read_starts,
 )
-from llmopt.bench.gate.limits import Limit, parse_gate, with_waiting
-from llmopt.bench.page.page import markdown_table
-from llmopt.quant.base.atomic_io import write_atomically
 
 OLD = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")
 STARTS = ("identical-starts", "identical-starts-loaded")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.execution.step import Phase
 from ...engine.execution.step_loop import StepRecorder, StepTrace
-from ..page.page import Table, number, percent
+from ..page.page import number, percent
 from ..workloads.workload import Workload
 from .load import Target, drive
 
@@ -82,22 +82,6 @@ def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
         "step_ms": step_ms,
         "parts_ms": split | {"rest": step_ms - sum(split.values())},
     }
-
-
-def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
-    """Phase times of one or several runs, where known."""
-    splits = {
-        name: split for name, r in results.items() if (split := r["llmopt"].get("step_split"))
-    }
-    if not splits:
-        return None
-    rows = [
-        [part, *(number(split["parts_ms"].get(part, 0.0)) for split in splits.values()), words]
-        for part, words in (PARTS | DRAFTING).items()
-        if any(part in split["parts_ms"] for split in splits.values())
-    ]
-    rows.append(["whole step", *(number(split["step_ms"]) for split in splits.values()), ""])
-    return Table(["ms of a decode step", *splits, ""], rows, caption=f"{FORMULA}.")
 
 
 def split_sentence(result: Mapping[str, Any]) -> str | None:

@@ -64,10 +64,16 @@ def sections_of(template: str, **record: Any) -> list[Section]:
     return _rendered(template, record).sections
 
 
+def tables_of(template: str, **record: Any) -> list[Table]:
+    """The tables of a template that is a part of sections."""
+    return list(_rendered(f"## \n{{% include {template!r} %}}", record).sections[0].tables)
+
+
 def _rendered(template: str, record: Mapping[str, Any]) -> PageReader:
-    reader = PageReader()
-    text = _environment().get_template(template).render(insert=reader.insert, **record)
-    return reader.read(text)
+    """A template by its path below `bench/`, or as text."""
+    reader, environment = PageReader(), _environment()
+    read = environment.from_string if "\n" in template else environment.get_template
+    return reader.read(read(template).render(insert=reader.insert, **record))
 
 
 class PageReader:

@@ -1,4 +1,4 @@
-"""Report sections: quality with intervals, the passages that lost most, layer errors."""
+"""Quality for reports: its scores in their order, the passages that lost most, errors of the layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ...quant.manifest.manifest import MANIFEST_NAME
 from ...quant.model.checkpoint import read_json
-from ..page.page import MarkedText, Section, Table, bounds, number, percent
+from ..page.page import MarkedText
 
 # KL divergence in nats from which a token gets each shade.
 SHADES = (0.05, 0.25, 1.0, 3.0)
-ROWS = (
+SCORES = (
     ("Perplexity", "perplexity", 4),
     ("Perplexity of the reference", "reference_perplexity", 4),
     ("Perplexity ratio to the reference", "perplexity_ratio", 5),
@@ -30,57 +30,6 @@ SHARES = (
     ("Tokens whose rank moved", "rank_moved"),
 )
 LAYER = re.compile(r"\.layers?\.(\d+)\.|\.h\.(\d+)\.")
-
-
-def quality_sections(quality: Mapping[str, Any] | None) -> list[Section]:
-    """The section of a run's `llmopt.quality`; none for results of older versions."""
-    if not quality or "intervals" not in quality:
-        return []
-    texts = [marked(passage) for passage in quality.get("hurt") or ()]
-    paragraphs = [words for words in (speed_sentence(quality.get("speed")),) if words]
-    if texts:
-        limits = ", ".join(f"{limit:g}" for limit in SHADES)
-        paragraphs.append(
-            f"Below the table: the passages that lost most, each token shaded from {limits} nats of KL on."
-        )
-    table = quality_table(quality)
-    return [Section("Quality by position", paragraphs, (), (table,), texts=texts)]
-
-
-def quality_table(quality: Mapping[str, Any]) -> Table:
-    """Every score that the run has, with its 95 % interval."""
-    intervals = quality["intervals"]
-    rows = []
-    for label, key, digits in ROWS:
-        if (value := quality.get(key)) is not None:
-            interval = intervals.get(key)
-            between = bounds(interval, digits) if interval else ""
-            rows.append([label, number(value, digits), between])
-    for label, key in SHARES:
-        if (value := quality.get(key)) is not None:
-            sides = intervals.get(key) or ()
-            between = " to ".join(percent(side, 2) for side in sides)
-            rows.append([label, percent(value, 2), between])
-    caption = (
-        f"{quality['num_tokens']:,} positions of {quality['source']}, protocol {quality['protocol']}: "
-        f"{quality['description']}. Reference: {quality['reference'] or 'none'}. "
-        f"Intervals: {quality['interval_method']}."
-    )
-    return Table(["", "value", "95 % interval"], rows, caption=caption)
-
-
-def speed_sentence(speed: Mapping[str, Any] | None) -> str:
-    """Rate of scoring beside that of prefill."""
-    if not speed or speed.get("share_of_prefill_rate") is None:
-        return ""
-    prefill = f"{number(speed['prefill_tokens_per_second'], 0)}"
-    if (other := speed.get("reference_prefill_tokens_per_second")) is not None:
-        prefill += f" and {number(other, 0)} (reference)"
-    return (
-        f"Scored {number(speed['scored_tokens_per_second'], 0)} positions/s, "
-        f"{percent(speed['share_of_prefill_rate'], 0)} of the rate of prefill in the same run (512 tokens, "
-        f"{prefill} tokens/s)."
-    )
 
 
 def marked(passage: Mapping[str, Any]) -> MarkedText:
@@ -125,24 +74,11 @@ def recorded_layer_errors(folder: Path) -> list[dict[str, Any]]:
     return layer_errors(read_json(path)) if path.is_file() else []
 
 
-def layer_sections(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
-    """A table with a row per layer and a column per run; nothing where no checkpoint has errors."""
-    columns = {
-        name: {one["layer"]: one for one in found}
-        for name, result in results.items()
-        if (found := result["llmopt"].get("layer_errors"))
-    }
-    layers = sorted({layer for column in columns.values() for layer in column})
-    rows = []
-    for layer in layers:
-        ones = [column.get(layer) for column in columns.values()]
-        cells = [
-            "" if one is None else f"{one['error']:.5f} ({one['worst'].rpartition('.')[2]})"
-            for one in ones
-        ]
-        rows.append([str(layer), *cells])
-    caption = (
-        "Mean relative output error of the quantized linears of each layer, and the worst of them."
-    )
-    table = Table(["layer", *columns], rows, caption=caption)
-    return [Section("Layer errors", (), (), (table,))] if rows else []
+def layer_rows(
+    results: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[int, list[Mapping[str, Any] | None]]]:
+    """(layer, its errors in each run whose checkpoint has some), by layer."""
+    found = [result["llmopt"].get("layer_errors") for result in results.values()]
+    columns = [{one["layer"]: one for one in errors} for errors in found if errors]
+    layers = sorted({layer for column in columns for layer in column})
+    return [(layer, [column.get(layer) for column in columns]) for layer in layers]

@@ -9,31 +9,34 @@ from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
 from ..load import certify
-from ..load.step_split import reason_in_words, split_sentence, split_table
+from ..load.step_split import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
 from ..metrics import metrics, run_statistics, turns
 from ..page.page import Page, Table, to_html, to_markdown
 from ..page.templates import flat, page_of
 from ..quality import summary
-from ..quality.sections import layer_sections, quality_sections
-from ..tasks.items import task_tables
+from ..quality.sections import SCORES, SHADES, SHARES, layer_rows, marked
+from ..tasks.items import metric_name, score_words, task_rows
 
 
 def report_page(template: str, **record: Any) -> Page:
     """The page of a template that uses the parts of `report/parts.jinja`."""
-    shared = {
+    return page_of(template, **shared(), **record)
+
+
+def shared() -> dict[str, Any]:
+    """{name in the templates: function or constant} of all reports."""
+    functions = (facts, formula_table, layer_rows, load_words, marked, metric_name)
+    functions = (*functions, reason_in_words, score_words, split_sentence, task_rows)
+    return {
         "COST_FORMULAS": run_statistics.COST_FORMULAS,
-        "facts": facts,
-        "formula_table": formula_table,
-        "layer_sections": layer_sections,
-        "load_words": load_words,
-        "quality_sections": quality_sections,
-        "reason_in_words": reason_in_words,
-        "split_sentence": split_sentence,
-        "split_table": split_table,
-        "task_tables": task_tables,
+        "SCORES": SCORES,
+        "SHADES": SHADES,
+        "SHARES": SHARES,
+        "STEP_FORMULA": FORMULA,
+        "STEP_PARTS": PARTS | DRAFTING,
+        **{each.__name__: each for each in functions},
     }
-    return page_of(template, **shared, **record)
 
 
 def load_words(load: Mapping[str, Any]) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.bench.gate.error_rates import (
+from llmopt.bench.gate.limits import parse_gate, with_waiting
+from llmopt.bench.gate.measured_runs import other_load
+
+from tools.gate_rates import (
     RunData,
     binomial_interval,
     error_rates,
@@ -16,8 +19,6 @@ from llmopt.bench.gate.error_rates import (
     slowed,
     spinning,
 )
-from llmopt.bench.gate.limits import parse_gate, with_waiting
-from llmopt.bench.gate.measured_runs import other_load
 
 RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu"
 NAMES = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.gate.error_rates import as_run
 from llmopt.bench.gate.limits import Outcome, parse_gate
 from llmopt.bench.gate.task_checks import task_changes
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
 from llmopt.bench.tasks.items import TaskItems, items_of
 from llmopt.quant.base.errors import BadInput
+
+from tools.gate_rates import as_run
 
 REQUESTS = [
     {

@@ -12,9 +12,11 @@ from llmopt.bench.load.step_split import (
     mean_split,
     reason_in_words,
     split_sentence,
-    split_table,
 )
 from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.page.page import Table
+from llmopt.bench.page.templates import tables_of
+from llmopt.bench.report.parts import shared
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step import Phase
@@ -25,6 +27,10 @@ RECORDS = native_attention().reason is None
 OPTIONS = BenchOptions(
     num_prompts=4, num_runs=1, output_len=6, quality=False, num_threads=1, max_concurrency=4
 )
+
+
+def split_table(results: dict[str, Any]) -> Table | None:
+    return next(iter(tables_of("report/step_split.jinja", results=results, **shared())), None)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from llmopt.bench.page.page import MarkedText, Page, Section, Verdict, to_html, to_markdown
+from llmopt.bench.page.templates import sections_of
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
-from llmopt.bench.quality.sections import marked, quality_sections
+from llmopt.bench.quality.sections import marked
 from llmopt.bench.quality.summary import hurt_passages, worst_runs
 
 
@@ -66,4 +67,5 @@ def test_without_a_reference_or_a_loss_there_is_no_passage() -> None:
 
 
 def test_older_results_have_no_section() -> None:
-    assert quality_sections(None) == [] == quality_sections({"perplexity": 3.0})
+    for quality in (None, {"perplexity": 3.0}):
+        assert sections_of("report/quality.jinja", quality=quality) == []

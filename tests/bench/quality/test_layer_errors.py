@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.bench.quality.sections import layer_errors, layer_sections, recorded_layer_errors
+from llmopt.bench.page.templates import sections_of
+from llmopt.bench.quality.sections import layer_errors, layer_rows, recorded_layer_errors
+
+
+def layer_sections(results):
+    return sections_of("report/layers.jinja", results=results, layer_rows=layer_rows)
 
 
 def manifest(errors: dict[str, float]) -> dict[str, object]:

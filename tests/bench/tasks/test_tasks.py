@@ -12,10 +12,11 @@ import pytest
 import torch
 import typer
 from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.page.templates import tables_of
+from llmopt.bench.report.parts import shared
 from llmopt.bench.session.sweep import SweepTarget
 from llmopt.bench.tasks.backends import EngineBackend
 from llmopt.bench.tasks.harness import lm_eval_model, metric_rows, prepare_tasks
-from llmopt.bench.tasks.items import task_tables
 from llmopt.bench.tasks.scorer import (
     TaskScorer,
     TaskWindow,
@@ -201,13 +202,14 @@ def test_rows_of_a_result_and_their_table() -> None:
     assert rows[0]["num_samples"] == 4 and rows[1]["num_fewshot"] == 5 and rows[2]["is_group"]
     part = {"lm_eval_version": "0", "protocol": "p", "limit": 4, "error": None, "metrics": rows}
     runs = {name: {"llmopt": {"tasks": part}} for name in ("a", "b")}
-    (table,) = task_tables({**runs, "c": {"llmopt": {}}})
+    runs["c"] = {"llmopt": {}}
+    (table,) = tables_of("report/tasks.jinja", results=runs, **shared())
     assert [row[:4] for row in table.rows][:3] == [
         ["one", "acc", "a", "0.5000 ± 0.1000"],
         ["one", "acc", "b", "0.5000 ± 0.1000"],
         ["two", "em (strict)", "a", "0.2500"],
     ]
-    assert task_tables({"c": {"llmopt": {}}}) == []
+    assert tables_of("report/tasks.jinja", results={"c": {"llmopt": {}}}) == []
 
 
 def write_task(folder: Path, name: str, rows: list[dict[str, Any]], body: str) -> Path:

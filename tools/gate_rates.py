@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from .compare import RunData, compare
-from .limits import Limit, Outcome
-from .measured_starts import WAITING
-from .sequential import CODES, SequentialPlan, decide
+from llmopt.bench.gate.compare import RunData, compare
+from llmopt.bench.gate.limits import Limit, Outcome
+from llmopt.bench.gate.measured_starts import WAITING
+from llmopt.bench.gate.sequential import CODES, SequentialPlan, decide
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
 RATE_STATISTICS = ("median", "mean", "p90", "p95", "p99")
@@ -298,7 +297,7 @@ def job_rates(
 
 def binomial_interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Clopper and Pearson's interval of a share."""
-    from ..metrics.statistics import binomial_tails
+    from llmopt.bench.metrics.statistics import binomial_tails
 
     tail = (1 - confidence) / 2
 
