@@ -77,7 +77,7 @@ class Body:
         return EncodedRequest(batch[0].request_id, body, batch[0].arrival_seconds)
 
     def mark(self, token: int) -> bytes:
-        """What replaces `MARK`, so that prompts begin with this token."""
+        """Text or id that replaces `MARK`, so that prompts begin with this token."""
         if self.backend in (CHAT, TRANSFORMERS, RERANK):
             return json.dumps(self.decode([token]))[1:-1].encode()
         return b"%d" % token

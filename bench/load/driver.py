@@ -213,7 +213,7 @@ class HttpDriver:
     def _incomplete(
         self, batch: tuple[WorkloadItem, ...], answer: Answer, trace: RequestTrace
     ) -> str:
-        """What a well-formed response lacks; empty if nothing."""
+        """Say what a well-formed response lacks; empty if nothing."""
         if not self._endpoint.is_pooled:
             return "" if trace.output_len else "the response has no token"
         expected = len(batch) - (self._body.backend == RERANK)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...quant.base.progress import Progress, Silent
-from ..machine.machine_meter import process_seconds
+from ..machine.pass_usage import process_cpu_seconds
 from .exchange import EncodedRequest, Endpoint, Exchange, PassWindow, Report, WorkerJob
 from .load import PassProgress
 
@@ -167,7 +167,7 @@ class Fleet:
 
     def cpu_seconds(self) -> float:
         """CPU time of the workers; 0 where the system does not report it."""
-        return sum(process_seconds(worker.pid) for worker in self._workers)
+        return sum(process_cpu_seconds(worker.pid) or 0.0 for worker in self._workers)
 
     def _set_places(self, count: int) -> None:
         """Reset to exactly `count` free permits; none is held between passes."""

@@ -83,7 +83,7 @@ class InProcessTarget:
 
     @property
     def image_preparation(self) -> ImagePreparation:
-        """What the images of the requests cost before the engine had them."""
+        """Counts and seconds of preparing images, before the engine has them."""
         return self._images
 
     def send(self, item: WorkloadItem) -> None:
@@ -179,7 +179,7 @@ class InProcessTarget:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """What `Engine.add_request` takes."""
+    """Token ids and images, as `Engine.add_request` takes them."""
 
     token_ids: Sequence[int]
     images: Images = NO_IMAGES

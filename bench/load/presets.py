@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,10 @@ from ...quant.base.errors import BadInput
 
 HOST = "127.0.0.1"
 MODEL, NAME, PORT = "{model}", "{name}", "{port}"
+
+
+Arguments = Callable[[str, str, int], list[str]]
+"""Takes a model, its served name and a port, and returns command-line arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Preset:
     """
 
     program: str | None
-    arguments: Callable[[str, str, int], list[str]]
+    arguments: Arguments
     version: tuple[str, ...]
     install: str
     backend: str = "openai"
@@ -64,12 +68,7 @@ class Preset:
         )
 
 
-def _vllm(model: str, name: str, port: int) -> list[str]:
-    where = ["--host", HOST, "--port", str(port)]
-    return ["serve", model, "--served-model-name", name, *where]
-
-
-def _of_engine(engine: ServerCommand) -> Callable[[str, str, int], list[str]]:
+def _of_engine(engine: ServerCommand) -> Arguments:
     """The arguments of an engine that `serve-local --engine` knows too."""
 
     def arguments(model: str, name: str, port: int) -> list[str]:
@@ -81,52 +80,59 @@ def _of_engine(engine: ServerCommand) -> Callable[[str, str, int], list[str]]:
     return arguments
 
 
-def _llama_cpp(model: str, name: str, port: int) -> list[str]:
-    return ["--model", model, "--alias", name, "--host", HOST, "--port", str(port)]
+def _filling(*words: str) -> Arguments:
+    """Words in which {model}, {name}, {host} and {port} are filled in."""
+
+    def arguments(model: str, name: str, port: int) -> list[str]:
+        values = {MODEL: model, NAME: name, "{host}": HOST, PORT: str(port)}
+        # Not str.format: braces may also be JSON.
+        return [_filled(word, values) for word in words]
+
+    return arguments
 
 
-def _transformers(model: str, name: str, port: int) -> list[str]:
-    return ["serve", model, "--host", HOST, "--port", str(port)]
-
-
-def _llmopt(model: str, name: str, port: int) -> list[str]:
-    where = ["--host", HOST, "--port", str(port)]
-    return ["-m", "llmopt.cli.main", "serve-local", model, "--served-model-name", name, *where]
-
-
-def _vllm_adapters(folders: Mapping[str, Path]) -> list[str]:
-    return ["--enable-lora", "--lora-modules", *_named(folders)]
-
-
-def _sglang_adapters(folders: Mapping[str, Path]) -> list[str]:
-    return ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *_named(folders)]
-
-
-def _llmopt_adapters(folders: Mapping[str, Path]) -> list[str]:
-    return [word for each in _named(folders) for word in ("--lora", each)]
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
+    return word
 
 
 def _named(folders: Mapping[str, Path]) -> list[str]:
     return [f"{name}={folder}" for name, folder in folders.items()]
 
 
+WHERE = ("--host", "{host}", "--port", PORT)
+SERVED = (MODEL, "--served-model-name", NAME)
 PRESETS = {
-    "vllm": Preset("vllm", _vllm, ("--version",), "pip install vllm", adapters=_vllm_adapters),
+    "vllm": Preset(
+        "vllm",
+        _filling("serve", *SERVED, *WHERE),
+        ("--version",),
+        "pip install vllm",
+        adapters=lambda folders: ["--enable-lora", "--lora-modules", *_named(folders)],
+    ),
     "sglang": Preset(
-        SGLANG.program, _of_engine(SGLANG), ("version",), SGLANG.install, adapters=_sglang_adapters
+        SGLANG.program,
+        _of_engine(SGLANG),
+        ("version",),
+        SGLANG.install,
+        # Its batches have a slot for requests without an adapter too.
+        adapters=lambda folders: (
+            ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *_named(folders)]
+        ),
     ),
     # It names its model by the folder, whatever the requests say.
     "trtllm": Preset(TRTLLM.program, _of_engine(TRTLLM), (), TRTLLM.install, has_no_name=True),
     "llama.cpp": Preset(
         "llama-server",
-        _llama_cpp,
+        _filling("--model", MODEL, "--alias", NAME, *WHERE),
         ("--version",),
         "install llama.cpp (github.com/ggml-org/llama.cpp)",
         needs_gguf=True,
     ),
     "transformers": Preset(
         "transformers",
-        _transformers,
+        _filling("serve", MODEL, *WHERE),
         ("version",),
         "pip install 'transformers[serving]'",
         backend="transformers",
@@ -134,16 +140,12 @@ PRESETS = {
     ),
     "llmopt": Preset(
         None,
-        _llmopt,
+        _filling("-m", "llmopt.cli.main", "serve-local", *SERVED, *WHERE),
         ("-c", "from importlib.metadata import version; print(version('llmopt'))"),
         "it is part of llmopt",
-        adapters=_llmopt_adapters,
+        adapters=lambda folders: [word for each in _named(folders) for word in ("--lora", each)],
     ),
 }
-
-
-def known_presets() -> Sequence[str]:
-    return tuple(PRESETS)
 
 
 def preset(name: str) -> Preset:
@@ -167,23 +169,11 @@ def _of_command(line: str) -> Preset:
         program, *words = shlex.split(line)
     except ValueError as error:
         raise BadInput(f"--serve {line!r}: {error}") from error
-
-    def arguments(model: str, name: str, port: int) -> list[str]:
-        values = {MODEL: model, NAME: name, "{host}": HOST, PORT: str(port)}
-        # Not str.format: braces may also be JSON.
-        return [_filled(word, values) for word in words]
-
     return Preset(
         program,
-        arguments,
+        _filling(*words),
         (),
         "give the program's path",
         is_served_by_path=NAME not in line and MODEL in line,
         has_no_name=NAME not in line,
     )
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    for placeholder, value in values.items():
-        word = word.replace(placeholder, value)
-    return word

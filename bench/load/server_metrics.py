@@ -99,7 +99,7 @@ def _kind(family_type: str, sample_name: str) -> SampleKind | None:
 
 
 def counter_deltas(first: Mapping[str, Sample], last: Mapping[str, Sample]) -> dict[str, float]:
-    """What each counter rose by; one that fell (the server was restarted) is left out."""
+    """Increase of each counter; one that fell (the server was restarted) is left out."""
     return {
         name: sample.value - first[name].value
         for name, sample in last.items()

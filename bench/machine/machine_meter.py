@@ -51,15 +51,6 @@ def machine_busy_seconds(stat: Path = STAT) -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def process_seconds(pid: int) -> float:
-    """CPU seconds of a process; 0 where the system does not report it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def other_load(before: CpuTimes, after: CpuTimes, helpers: float = 0.0) -> float | None:
     """Background load: fraction (0 to 1) of the machine's CPUs used by other processes; `helpers` are CPU
     seconds of our own child processes, which do not count.
@@ -122,28 +113,23 @@ def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
     return Reading(joules, ranges), None
 
 
-def no_energy(reason: str) -> dict[str, Any]:
-    """`llmopt.energy` of a result whose energy cannot be measured, in the form of `EnergyMeter.part`."""
-    found: dict[str, Any] = {}
-    for name in ("cpu", "gpu"):
-        found |= {f"{name}_joules": None, f"{name}_reason": reason}
-    return {
-        **found,
-        "joules": None,
-        "joules_per_million_input_tokens": None,
-        "joules_per_million_output_tokens": None,
-    }
-
-
 class EnergyMeter:
     """Accumulates energy over the spans between `start` and `stop`.
 
     Args:
         device: the engine's device; NVML is read only for a GPU.
         nvml: replaces the GPU in tests.
+        not_because: why this machine's energy is not the target's; None where it is.
     """
 
-    def __init__(self, device: str, *, powercap: Path = POWERCAP, nvml: Nvml | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        *,
+        powercap: Path = POWERCAP,
+        nvml: Nvml | None = None,
+        not_because: str | None = None,
+    ) -> None:
         self._powercap = powercap
         self._nvml, self._gpu_reason = nvml, None if nvml else "the engine runs on the CPU"
         if device.startswith("cuda") and nvml is None:
@@ -152,6 +138,7 @@ class EnergyMeter:
             except OSError as error:
                 self._gpu_reason = str(error)
         _, self._cpu_reason = read_rapl(powercap)
+        self._elsewhere = not_because
         self._before: dict[str, Reading] = {}
         self._joules: dict[str, float | None] = {"cpu": 0.0, "gpu": 0.0}
 
@@ -165,7 +152,7 @@ class EnergyMeter:
             total = self._joules[name]
             self._joules[name] = None if used is None or total is None else total + used
         known = [used for used in spans.values() if used is not None]
-        return sum(known) if known else None
+        return sum(known) if known and self._elsewhere is None else None
 
     def _read(self) -> dict[str, Reading]:
         joules = self._nvml.energy_joules() if self._nvml else None
@@ -177,7 +164,7 @@ class EnergyMeter:
         reasons = {"cpu": self._cpu_reason, "gpu": self._gpu_reason}
         found: dict[str, Any] = {}
         for name, joules in self._joules.items():
-            reason = reasons[name]
+            reason = self._elsewhere or reasons[name]
             if joules is None and reason is None:
                 reason = "the counter cannot be read on this machine"
             found[f"{name}_joules"] = joules if reason is None else None
@@ -207,8 +194,7 @@ class MachineMeter:
     ) -> None:
         self._device = device
         self._passes = passes
-        self._no_energy_because = no_energy_because
-        self._energy = EnergyMeter(device)
+        self._energy = EnergyMeter(device, not_because=no_energy_because)
         self._state_before = machine_state(device)
         self._clock = CpuTimes.now()
 
@@ -228,14 +214,10 @@ class MachineMeter:
         usage = self._passes.stop() if self._passes is not None else no_usage()
         joules = self._energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
-        if self._no_energy_because is not None:
-            joules = None
         return {"other_load": others, "joules": joules, **usage.as_dict()}
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
         """`llmopt.energy` of a result: over all passes, and per million tokens."""
-        if self._no_energy_because is not None:
-            return no_energy(self._no_energy_because)
         return self._energy.part(input_tokens, output_tokens)
 
     def environment(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _open_counter(thread: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
-    """What the scheduler gave a thread so far.
+    """Time that the scheduler gave a thread so far.
 
     Attributes:
         cpu_seconds: on a CPU.
@@ -200,7 +200,7 @@ def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class PassUsage:
-    """What a pass used and suffered. None is what the kernel does not report.
+    """CPU time and disturbances of a pass; None where the kernel does not report one.
 
     Attributes:
         cpu_seconds: CPU time over all threads of the process, or of a server's process tree.

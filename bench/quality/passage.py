@@ -86,7 +86,7 @@ class Passage:
 
     @property
     def sha256(self) -> str:
-        """Of the protocol, its settings and the tokens: scores of equal hashes are of the same positions."""
+        """Hash of protocol, settings and tokens: scores of equal hashes are of the same positions."""
         digest = hashlib.sha256(f"{self.protocol} {sorted(self.settings.items())}".encode())
         for window in self.windows:
             numbers = [len(window.token_ids), window.first_scored, *window.token_ids]
@@ -166,28 +166,56 @@ def read_passage(
     except UnicodeDecodeError as error:
         raise BadInput(f"quality text {path} is not UTF-8: byte {error.start}") from error
     window = options.window_of(max_model_len)
-    make: Callable[..., Passage] = {
+    given = _Text(tokenizer, text, path, num_tokens, window, options)
+    make: Callable[[_Text], Passage] = {
         "documents": _documents,
         "gptq": _gptq,
         "strided": _strided,
         "llama.cpp": _llama_cpp,
     }[options.name]
-    return make(tokenizer, text, path, num_tokens, window, options)
+    return make(given)
 
 
-def _documents(
-    tokenizer: TextTokenizer,
-    text: str,
-    path: Path,
-    num_tokens: int,
-    window: int,
-    _: ProtocolOptions,
-) -> Passage:
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text to be cut into windows of `window` tokens, over at most `num_tokens` of its tokens."""
+
+    tokenizer: TextTokenizer
+    text: str
+    path: Path
+    num_tokens: int
+    window: int
+    options: ProtocolOptions
+
+    def encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, verbose=False))
+
+    def whole_windows(self, ids: Sequence[int], *, at_least: int) -> Iterator[tuple[int, ...]]:
+        """Windows of exactly `window` tokens; the rest is left out."""
+        if len(ids) < at_least * self.window:
+            needed = f"{at_least} windows" if at_least > 1 else "one window"
+            raise BadInput(
+                f"quality text {self.path} gives {len(ids)} tokens, and {self.options.name} needs {needed} "
+                f"of {self.window}: raise --quality-tokens, lower --quality-window, or give a longer "
+                "--quality-text"
+            )
+        for begin in range(0, len(ids) - self.window + 1, self.window):
+            yield tuple(ids[begin : begin + self.window])
+
+    def passage(
+        self, windows: Sequence[PassageWindow], description: str, **settings: int | bool
+    ) -> Passage:
+        name = f"{self.options.name} v1"
+        settings = {"window": self.window, **settings}
+        return Passage(tuple(windows), self.path.name, name, description, settings)
+
+
+def _documents(given: _Text) -> Passage:
     """Each document is tokenized by itself, with special tokens."""
     windows: list[PassageWindow] = []
-    left = num_tokens
-    for number, document in enumerate(filter(str.strip, text.split("\n\n"))):
-        ids = _encode(tokenizer, document.strip())
+    left, window = given.num_tokens, given.window
+    for number, document in enumerate(filter(str.strip, given.text.split("\n\n"))):
+        ids = given.encoded(document.strip())
         for start in range(0, len(ids), window):
             tokens = tuple(ids[start : start + min(window, left)])
             if len(tokens) < 2:
@@ -197,46 +225,30 @@ def _documents(
         if left < 2:
             break
     if not windows:
-        raise BadInput(f"quality text {path} gives no window of two tokens: nothing to score")
-    description = f"documents by blank line, windows of {window}, no overlap, v1"
-    return Passage(tuple(windows), path.name, "documents v1", description, {"window": window})
+        raise BadInput(f"quality text {given.path} gives no window of two tokens: nothing to score")
+    return given.passage(windows, f"documents by blank line, windows of {window}, no overlap, v1")
 
 
-def _gptq(
-    tokenizer: TextTokenizer,
-    text: str,
-    path: Path,
-    num_tokens: int,
-    window: int,
-    options: ProtocolOptions,
-) -> Passage:
-    ids = _encode(tokenizer, joined_rows(text))[:num_tokens]
-    windows = [
-        PassageWindow(tokens) for tokens in _whole_windows(ids, window, path, options, at_least=1)
-    ]
+def _gptq(given: _Text) -> Passage:
+    ids = given.encoded(joined_rows(given.text))[: given.num_tokens]
+    windows = [PassageWindow(tokens) for tokens in given.whole_windows(ids, at_least=1)]
     description = (
-        f"joined text, whole windows of {window}, no overlap, every token but the first of a window, "
+        f"joined text, whole windows of {given.window}, no overlap, every token but the first of a window, "
         "as in the GPTQ paper"
     )
-    return Passage(tuple(windows), path.name, "gptq v1", description, {"window": window})
+    return given.passage(windows, description)
 
 
-def _strided(
-    tokenizer: TextTokenizer,
-    text: str,
-    path: Path,
-    num_tokens: int,
-    window: int,
-    options: ProtocolOptions,
-) -> Passage:
-    stride = options.stride or max(1, window // 2)
+def _strided(given: _Text) -> Passage:
+    window = given.window
+    stride = given.options.stride or max(1, window // 2)
     if stride > window:
         raise BadInput(
             f"quality stride {stride} exceeds the window of {window} tokens: tokens between would be left out"
         )
-    ids = _encode(tokenizer, joined_rows(text))[:num_tokens]
+    ids = given.encoded(joined_rows(given.text))[: given.num_tokens]
     if len(ids) < 2:
-        raise BadInput(f"quality text {path} gives {len(ids)} tokens: nothing to score")
+        raise BadInput(f"quality text {given.path} gives {len(ids)} tokens: nothing to score")
     windows: list[PassageWindow] = []
     scored = 1  # the first token has no context
     for begin in range(0, len(ids), stride):
@@ -250,30 +262,21 @@ def _strided(
         if end == len(ids):
             break
     description = f"joined text, windows of {window} every {stride} tokens, only new tokens scored"
-    settings = {"window": window, "stride": stride}
-    return Passage(tuple(windows), path.name, "strided v1", description, settings)
+    return given.passage(windows, description, stride=stride)
 
 
-def _llama_cpp(
-    tokenizer: TextTokenizer,
-    text: str,
-    path: Path,
-    num_tokens: int,
-    window: int,
-    options: ProtocolOptions,
-) -> Passage:
-    ids = _encode(tokenizer, text.removesuffix("\n"))[:num_tokens]
-    bos = leading_special_tokens(tokenizer)
+def _llama_cpp(given: _Text) -> Passage:
+    ids = given.encoded(given.text.removesuffix("\n"))[: given.num_tokens]
+    bos, window = leading_special_tokens(given.tokenizer), given.window
     windows: list[PassageWindow] = []
-    for tokens in _whole_windows(ids, window, path, options, at_least=2):
+    for tokens in given.whole_windows(ids, at_least=2):
         begun = (bos[0], *tokens[1:]) if bos else tokens
         windows.append(PassageWindow(begun, window // 2 + 1))
     description = (
         f"whole windows of {window}, no overlap, {'BOS for the first token, ' if bos else ''}"
         "second half scored, as llama-perplexity"
     )
-    settings = {"window": window, "bos": bool(bos)}
-    return Passage(tuple(windows), path.name, "llama.cpp v1", description, settings)
+    return given.passage(windows, description, bos=bool(bos))
 
 
 def joined_rows(text: str) -> str:
@@ -291,21 +294,3 @@ def leading_special_tokens(tokenizer: TextTokenizer) -> list[int]:
         if whole[begin : begin + len(plain)] == plain:
             return whole[:begin]
     return []
-
-
-def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode(text, verbose=False))
-
-
-def _whole_windows(
-    ids: Sequence[int], window: int, path: Path, options: ProtocolOptions, *, at_least: int
-) -> Iterator[tuple[int, ...]]:
-    """Windows of exactly `window` tokens; the rest is left out."""
-    if len(ids) < at_least * window:
-        needed = f"{at_least} windows" if at_least > 1 else "one window"
-        raise BadInput(
-            f"quality text {path} gives {len(ids)} tokens, and {options.name} needs {needed} of {window}: "
-            "raise --quality-tokens, lower --quality-window, or give a longer --quality-text"
-        )
-    for begin in range(0, len(ids) - window + 1, window):
-        yield tuple(ids[begin : begin + window])

@@ -104,7 +104,7 @@ class Blocks:
             yield rng.multinomial(self.count, even, size=size).astype(np.float64)
 
     def mean(self, values: np.ndarray) -> Interval:
-        """Of the mean of a column."""
+        """Interval of the mean of a column."""
         return self._interval(self.resampled_means(values))
 
     def resampled_means(self, values: np.ndarray) -> np.ndarray:
@@ -114,11 +114,11 @@ class Blocks:
         return np.concatenate([(w @ sums) / (w @ counts) for w in self.weights()])
 
     def exp_mean(self, values: np.ndarray) -> Interval:
-        """Of exp of the mean: of a perplexity, from NLLs, or of a ratio of two, from their differences."""
+        """Interval of exp of the mean: a perplexity, from NLLs, or a ratio of two, from their differences."""
         return self._interval(np.exp(self.resampled_means(values)))
 
     def quantile(self, values: np.ndarray, share: float) -> Interval:
-        """Of a quantile. A side that no position of the sample bounds, by order statistics, is None."""
+        """Interval of a quantile. A side that no position bounds, by order statistics, is None."""
         low, high = self._interval(self.resampled_quantiles(values, share))
         tail = (1 - CONFIDENCE) / 2
         count = len(values)

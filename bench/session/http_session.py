@@ -181,7 +181,7 @@ class HttpSession(BenchSession):
         return backend if backend == CHAT or self._options.is_pooling else COMPLETIONS
 
     def _unusual(self) -> dict[str, Any]:
-        """What only some loads have, so that older results stay comparable."""
+        """Parts that only some loads have, so that older results stay comparable."""
         options = self._options
         parts: dict[str, Any] = {}
         if options.loras:

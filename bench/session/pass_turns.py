@@ -37,7 +37,7 @@ class PassTurns:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PassTurns:
-        """As LLMOPT_PASS_TURNS says.
+        """Read LLMOPT_PASS_TURNS.
 
         Raises:
             BadInput: it is malformed.
@@ -77,7 +77,7 @@ class TurnPipe:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What the process inherits (`pass_fds` of subprocess)."""
+        """Descriptors that the process inherits (`pass_fds` of subprocess)."""
         (read, _), (_, write) = self._pipes
         return read, write
 

@@ -152,7 +152,7 @@ class ConversationBuilder:
         self._counts[f"dropped: {reason}"] += 1
 
     def notes(self) -> list[str]:
-        """What was cut or dropped, and what the template implies."""
+        """Say what was cut or dropped, and what the template implies."""
         notes = [f"{count} conversations {what}" for what, count in self._counts.items()]
         if self._segments.is_plain:
             notes.append(

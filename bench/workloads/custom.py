@@ -15,7 +15,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput, first_line
 from .synthetic import IMAGE_NOTE, data_url
-from .workload import Tokenizer, Workload, numbered
+from .workload import Tokenizer, Workload, numbered, oversampled, read_text
 
 DEFAULT_OUTPUT_LEN = 256
 KINDS = {
@@ -32,6 +32,9 @@ TURNS = ("conversations", "conversation", "messages")
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "text")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SHUFFLE_BUFFER = 1000
+
+Pair = tuple[list[int], int]
+"""Token ids of a prompt, and its output length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +66,54 @@ def custom_workload(
     Raises:
         BadInput: no such file, an invalid line (with its number), or no prompt left.
     """
-    default = output_len if output_len is not None else DEFAULT_OUTPUT_LEN
     prompts = read_prompts(path)
     if shuffle:
         random.Random(seed).shuffle(prompts)
-    pairs: list[tuple[list[int], int]] = []
-    images: list[tuple[str, ...]] = []
-    too_long = cut = 0
+    fitted = _Fitted(tokenizer, max_model_len)
+    rows: list[tuple[Pair, tuple[str, ...]]] = []
     for line in prompts:
-        if len(pairs) == num_prompts:
+        if len(rows) == num_prompts:
             break
-        ids = list(tokenizer.encode(line.prompt))
-        max_output_len = max_model_len - len(ids)
-        if max_output_len < 1:
-            too_long += 1
-            continue
-        length = line.output_len or default
-        cut += length > max_output_len
-        pairs.append((ids, min(length, max_output_len)))
-        images.append(tuple(_sent(name, path) for name in line.images))
-    if not pairs:
+        length = line.output_len or (output_len if output_len is not None else DEFAULT_OUTPUT_LEN)
+        if (pair := fitted.pair(line.prompt, length)) is not None:
+            rows.append((pair, tuple(_sent(name, path) for name in line.images)))
+    if not rows:
         raise BadInput(f"dataset {path}: every prompt is longer than the context, {max_model_len}")
-    notes = []
-    if too_long:
-        notes.append(f"{too_long} prompts left out: longer than the context of {max_model_len}")
-    if cut:
-        notes.append(f"{cut} output lengths cut to the context of {max_model_len}")
-    if len(pairs) < num_prompts and oversample:
-        missing = num_prompts - len(pairs)
-        notes.append(f"{missing} of {num_prompts} prompts are repeats: the file has too few")
-        repeats = random.Random(seed).choices(range(len(pairs)), k=missing)
-        pairs += [pairs[index] for index in repeats]
-        images += [images[index] for index in repeats]
-    items = numbered(pairs)
-    if any(images):
+    notes = fitted.notes()
+    if oversample:
+        rows = oversampled(rows, num_prompts, seed, notes)
+    items = numbered([pair for pair, _ in rows])
+    if any(images for _, images in rows):
         notes.append(IMAGE_NOTE)
-        items = tuple(replace(item, images=of) for item, of in zip(items, images, strict=True))
+        items = tuple(replace(item, images=of) for item, (_, of) in zip(items, rows, strict=True))
     return Workload("custom", f"prompts of {path.name}", items, tuple(notes))
+
+
+class _Fitted:
+    """Prompts that fit the context, with their output lengths cut to it; counts both."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+        self.left_out = self._cut = 0
+
+    def pair(self, prompt: str, output_len: int) -> Pair | None:
+        """Token ids and output length; None where the prompt leaves no room for a token."""
+        ids = list(self._tokenizer.encode(prompt))
+        room = self._max_model_len - len(ids)
+        if room < 1:
+            self.left_out += 1
+            return None
+        self._cut += output_len > room
+        return ids, max(1, min(output_len, room))
+
+    def notes(self, without: int = 0) -> list[str]:
+        """Say what was left out and cut; `without` rows had no text."""
+        said = (
+            (self.left_out, f"prompts left out: longer than the context of {self._max_model_len}"),
+            (without, "rows left out: no text in them"),
+            (self._cut, f"output lengths cut to the context of {self._max_model_len}"),
+        )
+        return [f"{count} {words}" for count, words in said if count]
 
 
 def _sent(name: str, path: Path) -> str:
@@ -117,14 +131,8 @@ def _sent(name: str, path: Path) -> str:
 
 def read_prompts(path: Path) -> list[CustomPrompt]:
     """Every line that is not blank."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise BadInput(f"dataset {path} is not a file") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"dataset {path} is not UTF-8 text: {error.reason}") from error
     prompts: list[CustomPrompt] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         where = f"dataset {path}, line {number}"
@@ -211,38 +219,28 @@ def hub_workload(
     Raises:
         BadInput: no such column, or no row that fits.
     """
-    pairs: list[tuple[list[int], int]] = []
-    left_out = cut = without = 0
+    fitted = _Fitted(tokenizer, max_model_len)
+    pairs: list[Pair] = []
+    without = 0
     for row in rows:
         found = prompt_and_answer(row, source)
         if found is None:
             without += 1
             continue
         prompt, answer = found
-        ids = list(tokenizer.encode(prompt))
-        max_output_len = max_model_len - len(ids)
-        if max_output_len < 1:
-            left_out += 1
-            continue
         length = output_len
         if length is None:
             length = len(tokenizer.encode(answer)) if answer else DEFAULT_OUTPUT_LEN
-        cut += length > max_output_len
-        pairs.append((ids, max(1, min(length, max_output_len))))
+        if (pair := fitted.pair(prompt, length)) is not None:
+            pairs.append(pair)
         if len(pairs) == num_prompts:
             break
     if not pairs:
         raise BadInput(
-            f"{source}: no row gives a prompt ({left_out} longer than the context of "
+            f"{source}: no row gives a prompt ({fitted.left_out} longer than the context of "
             f"{max_model_len}, {without} without text)"
         )
-    notes = []
-    if left_out:
-        notes.append(f"{left_out} prompts left out: longer than the context of {max_model_len}")
-    if without:
-        notes.append(f"{without} rows left out: no text in them")
-    if cut:
-        notes.append(f"{cut} output lengths cut to the context of {max_model_len}")
+    notes = fitted.notes(without)
     if len(pairs) < num_prompts:
         notes.append(f"{len(pairs)} of {num_prompts} prompts: the data set has no more")
     return Workload("hf", source, numbered(pairs), tuple(notes))

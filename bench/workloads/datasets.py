@@ -222,7 +222,7 @@ def _trace(asked: Asked) -> Workload:
 
 
 def _random_mm(asked: Asked) -> Workload:
-    """Its texts have the options of `random`, as in vLLM."""
+    """Random prompts with images; the texts have the options of `random`, as in vLLM."""
     names = ("input_len", "output_len", "prefix_len", "range_ratio")
     given = {name: getattr(asked.options, f"random_{name}") for name in names}
     return asked.build(random_mm_workload, **given)

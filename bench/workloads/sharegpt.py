@@ -19,7 +19,15 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
 from .conversations import ConversationBuilder, ConversationRules, SourceTurn, in_order
-from .workload import Message, Tokenizer, Workload, WorkloadItem, numbered
+from .workload import (
+    Message,
+    Tokenizer,
+    Workload,
+    WorkloadItem,
+    numbered,
+    oversampled,
+    read_text,
+)
 
 STAND_IN = DATA / "sharegpt_stand_in.json"
 MIN_TOKENS = 4
@@ -44,17 +52,14 @@ def load_conversations(path: Path) -> list[dict[str, Any]]:
     Raises:
         BadInput: no such file, not JSON (with the line), not a list, or nothing with two turns.
     """
+    text = read_text(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise BadInput(f"dataset {path} is not a file") from error
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadInput(
             f"dataset {path}, line {error.lineno}: not JSON ({error.msg}); "
             "a ShareGPT file is one JSON list of conversations"
         ) from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"dataset {path} is not UTF-8 text: {error.reason}") from error
     if not isinstance(data, list):
         raise BadInput(f"dataset {path} holds a {type(data).__name__}, not a list of conversations")
     kept = [entry for entry in data if _has_two_turns(entry)]
@@ -128,10 +133,8 @@ def sharegpt_workload(
     notes = [f"{count} conversations dropped: {reason}" for reason, count in dropped.items()]
     if path is None:
         notes.insert(0, STAND_IN_NOTE)
-    if len(pairs) < num_prompts and oversample:
-        missing = num_prompts - len(pairs)
-        notes.append(f"{missing} of {num_prompts} prompts are repeats: the file has too few")
-        pairs += random.Random(seed).choices(pairs, k=missing)
+    if oversample:
+        pairs = oversampled(pairs, num_prompts, seed, notes)
     return Workload("sharegpt", source, numbered(pairs), tuple(notes), is_stand_in=path is None)
 
 
@@ -170,10 +173,8 @@ def sharegpt_threads_workload(
         raise BadInput(f"{source}: no conversation is left ({', '.join(notes)})")
     if path is None:
         notes.insert(0, STAND_IN_NOTE)
-    if len(items) < num_prompts and oversample:
-        missing = num_prompts - len(items)
-        notes.append(f"{missing} of {num_prompts} conversations are repeats: the file has too few")
-        items += random.Random(seed).choices(items, k=missing)
+    if oversample:
+        items = oversampled(items, num_prompts, seed, notes, "conversations")
     return Workload("sharegpt", source, in_order(items), tuple(notes), is_stand_in=path is None)
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from ...quant.base.errors import BadInput
+
+Row = TypeVar("Row")
 
 
 class Tokenizer(Protocol):
@@ -187,6 +191,31 @@ def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, 
         WorkloadItem(f"bench-{number}", tuple(prompt), output_len)
         for number, (prompt, output_len) in enumerate(pairs)
     )
+
+
+def read_text(path: Path, what: str = "dataset") -> str:
+    """The text of a file.
+
+    Raises:
+        BadInput: no such file, or no UTF-8; the message begins with `what`.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise BadInput(f"{what} {path} is not a file") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{what} {path} is not UTF-8 text: {error.reason}") from error
+
+
+def oversampled(
+    rows: list[Row], count: int, seed: int, notes: list[str], what: str = "prompts"
+) -> list[Row]:
+    """`rows`, with random repeats where they are fewer than `count`; then a note is appended."""
+    missing = count - len(rows)
+    if missing <= 0:
+        return rows
+    notes.append(f"{missing} of {count} {what} are repeats: the file has too few")
+    return rows + random.Random(seed).choices(rows, k=missing)
 
 
 def fit_lengths(
