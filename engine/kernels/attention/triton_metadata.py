@@ -263,13 +263,13 @@ class StaticBuffer:
         self.num_filled = len(host) + len(table)
         self._copy(0, np.concatenate([host, np.array(table, np.int64)]))
 
-    def take_news(self) -> tuple[int, ...]:
+    def take_unshared(self) -> tuple[int, ...]:
         """What a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
         return (self.num_filled,)
 
-    def share(self, news: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
+    def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
         """Broadcast so many numbers from rank 0 to all."""
-        broadcast(self.on_device[: news[0]])
+        broadcast(self.on_device[: unshared[0]])
 
     def _fields(self, segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
         """The segments [size + 1, 6], and the blocks that follow the table's first entry."""
