@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...quant.base.errors import BadInput
 from ...quant.families.config import is_classifier
+from ...quant.families.registry import type_of
 from ...quant.model.checkpoint import read_json
 from ...quant.open import open_checkpoint
 from ..base.sampling_params import PoolingParams
@@ -173,7 +174,7 @@ def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer 
         token_ids = tuple(int(token) for token in ids if token is not None)
     if not token_ids:
         return None
-    is_qwen = config.get("model_type") == "qwen3" and len(token_ids) == 2
+    is_qwen = type_of(config) == "qwen3" and len(token_ids) == 2
     return Scorer(
         PoolingParams("last", token_ids),
         is_probability=_wants_sigmoid(folder, config),

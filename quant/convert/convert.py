@@ -14,6 +14,7 @@ from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_t
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme
+from ..families.registry import type_of
 from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
@@ -146,7 +147,7 @@ class _Job:
         manifest = self._new_manifest()
         write_atomically(self._work / MANIFEST_NAME, to_json(manifest))
         written = CheckpointContents(
-            str(config.get("model_type")),
+            type_of(config),
             self._shapes,
             self._schemes,
             ignore,

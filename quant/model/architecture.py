@@ -25,7 +25,7 @@ class Architecture:
     """The decoder layers of a model.
 
     Attributes:
-        model_type: as in `config.json`.
+        family: the model type in `config.json`.
         prefix: common prefix of the layers' tensor names, such as `model.layers`.
         layers: the family of each layer.
         unquantized: full names on disk of the linears that no layer's family has: routers, vision towers and
@@ -34,7 +34,7 @@ class Architecture:
         meta_model: the model that its layers belong to.
     """
 
-    model_type: str
+    family: str
     prefix: str
     layers: tuple[LayerMap, ...]
     unquantized: tuple[str, ...]
@@ -85,7 +85,7 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
             "as they are"
         )
     return Architecture(
-        model_type=name,
+        family=name,
         prefix=model.disk_prefix,
         layers=layers,
         unquantized=unquantized,

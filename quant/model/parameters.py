@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..base.errors import BadInput, first_line
+from ..families.registry import type_of
 from .auto import auto_class, read_config
 from .experts_apart import GATE, experts_of
 
@@ -72,7 +73,7 @@ class ModelParameters:
                 )
         except Exception as error:  # a module may raise anything about its config
             raise BadInput(
-                f"transformers does not build a {config.model_type}: {first_line(error)}"
+                f"transformers does not build a {type_of(config)}: {first_line(error)}"
             ) from error
         self._apart: tuple[str, Collection[str]] | None = None
         if apart:

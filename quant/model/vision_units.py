@@ -54,7 +54,7 @@ class VisionModel(MetaModel):
         return prefixes.most_common(1)[0][0] if prefixes else None
 
 
-def vision_architecture(checkpoint: Checkpoint, model_type: str) -> Architecture | None:
+def vision_architecture(checkpoint: Checkpoint, family: str) -> Architecture | None:
     """The layers of a checkpoint's vision side; None where it has none."""
     model = VisionModel(checkpoint)
     if not model.layers:
@@ -68,7 +68,7 @@ def vision_architecture(checkpoint: Checkpoint, model_type: str) -> Architecture
             if type(inner) is nn.Linear and f"{path}.weight" in on_disk
         ]
         layers.append(vision_map(linears, set(on_disk.values())))
-    return Architecture(model_type, "", tuple(layers), (), (), model)
+    return Architecture(family, "", tuple(layers), (), (), model)
 
 
 def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:

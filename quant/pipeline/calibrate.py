@@ -122,7 +122,7 @@ def _pairs(request: QuantizeRequest, plan: Plan, tokenizer: Any) -> _ImageData |
             return None
         raise BadInput(
             f"calibration data {request.calibration} has images, and {folder} "
-            f"({plan.architecture.model_type}) reads text alone"
+            f"({plan.architecture.family}) reads text alone"
         )
     if read is None and not has_processor(folder):
         return None

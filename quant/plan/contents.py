@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..base.scheme import Scheme
 from ..families.layer_map import fused_name
+from ..families.registry import type_of
 from ..model.parameters import ModelParameters
 from ..request.selection import Shapes
 from .plan import Plan
@@ -22,16 +23,16 @@ class CheckpointContents:
         plain: the unquantized linears.
         names: of all tensors, `weight` for the codes of a quantized linear.
         parameters: of transformers' model, or why transformers has none.
-        text_type: model type of the language model where it is wrapped in another; else empty.
+        text_family: that of the language model where it is wrapped in another; else empty.
     """
 
-    model_type: str
+    family: str
     shapes: Shapes
     schemes: Mapping[str, Scheme]
     plain: Sequence[str]
     names: Sequence[str]
     parameters: ModelParameters | str
-    text_type: str = ""
+    text_family: str = ""
 
     def matrices(self) -> list[list[str]]:
         """The fused matrices of servers that are at least partly quantized."""
@@ -46,11 +47,11 @@ def stored(plan: Plan) -> CheckpointContents:
     checkpoint = plan.checkpoint
     wrapped = checkpoint.text_config is not checkpoint.config
     return CheckpointContents(
-        plan.architecture.model_type,
+        plan.architecture.family,
         plan.modules,
         plan.schemes,
         plan.unquantized,
         plan.checkpoint.names,
         plan.parameters,
-        str(checkpoint.text_config.get("model_type")) if wrapped else "",
+        type_of(checkpoint.text_config) if wrapped else "",
     )

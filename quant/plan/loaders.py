@@ -53,7 +53,7 @@ def loads_in(table: Iterable[Loader]) -> str:
 
 
 def _llmopt(stored: CheckpointContents) -> tuple[bool, str]:
-    families = map(model_family, (stored.model_type, stored.text_type))
+    families = map(model_family, (stored.family, stored.text_family))
     if any(family is not None and family.choices is not None for family in families):
         return True, ""
-    return False, f"its engine does not run {stored.model_type}; verify and convert do read it"
+    return False, f"its engine does not run {stored.family}; verify and convert do read it"

@@ -316,7 +316,7 @@ def _selected(
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
-    tower = vision_layers(checkpoint, architecture.model_type) if request.vision else None
+    tower = vision_layers(checkpoint, architecture.family) if request.vision else None
     linears |= vision_linears(checkpoint, tower)
     ignored = find_ignored(request.ignore, list(linears))
     modules = {name: shape for name, shape in linears.items() if name not in ignored}

@@ -39,15 +39,15 @@ def refuse_vision(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
             raise BadInput(f"{_OPTION}: {reason}")
 
 
-def vision_layers(checkpoint: Checkpoint, model_type: str) -> Architecture:
+def vision_layers(checkpoint: Checkpoint, family: str) -> Architecture:
     """The layers of the vision side.
 
     Raises:
         BadInput: there is none.
     """
-    layers = vision_architecture(checkpoint, model_type)
+    layers = vision_architecture(checkpoint, family)
     if layers is None:
-        raise BadInput(f"{_OPTION}: {checkpoint.folder} ({model_type}) has no vision tower")
+        raise BadInput(f"{_OPTION}: {checkpoint.folder} ({family}) has no vision tower")
     return layers
 
 

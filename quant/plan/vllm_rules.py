@@ -48,18 +48,18 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
             return False, f"{matrix.module} ({shape}): {text}"
         kernels.add(text)
     tried = ranks == 1 and all(
-        _tried(stored.model_type, name, scheme) for scheme in set(stored.schemes.values())
+        _tried(stored.family, name, scheme) for scheme in set(stored.schemes.values())
     )
     return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED}"
 
 
-def _tried(model_type: str, name: str, scheme: Scheme) -> bool:
+def _tried(family: str, name: str, scheme: Scheme) -> bool:
     """Whether vLLM for CPU loaded such a checkpoint."""
     rules = storage_of(scheme).rules
-    if model_type in _TRIED_WITH_IMAGES:
+    if family in _TRIED_WITH_IMAGES:
         if name != "compressed-tensors" or not rules.vllm_tried_with_images(scheme):
             return False
-    elif model_type != _TRIED_TYPE:
+    elif family != _TRIED_TYPE:
         return False
     return rules.vllm_tried(scheme, name)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput, first_line
+from ..families.registry import type_of
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 """Either describes the image processor."""
@@ -76,7 +77,7 @@ def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if type(config) not in PROCESSOR_MAPPING:
         raise ValueError(
-            f"transformers {transformers.__version__} has no processor for {config.model_type!r}"
+            f"transformers {transformers.__version__} has no processor for {type_of(config)!r}"
         )
     kind: Any = PROCESSOR_MAPPING[type(config)]
     return PixtralProcessor if kind.__name__ == "PixtralProcessor" else kind

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..base.errors import BadInput, first_line
+from ..families.registry import type_of
 from ..model.architecture import architecture_of
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import SINGLE_NAME, Checkpoint
@@ -48,7 +49,7 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
     architecture = with_smoothing(checkpoint, plain)
     targets = rotation_map_of(checkpoint, architecture, residual=R1 in rotations, values=values)
     if not targets.hidden and not targets.values:
-        kind = checkpoint.config.get("model_type")
+        kind = type_of(checkpoint.config)
         raise BadInput(
             f"--rotate R2: model type {kind!r} has no values in whole heads: leave it out"
         )
@@ -104,7 +105,7 @@ def _proven_on(folder: Path, raw: Mapping[str, Any], rotations: tuple[str, ...])
         after = _logits(write_plain(seen, folder / "rotated"), token_ids)
         return float((after - before).abs().max() / before.abs().max())
 
-    kind = raw.get("model_type")
+    kind = type_of(raw)
     if R1 in rotations and not (difference := change(True, frozenset())) <= _SAME_LOGITS:
         raise BadInput(
             f"--rotate R1: model type {kind!r} cannot be rotated, its logits would change by "
@@ -144,7 +145,7 @@ def _saved(folder: Path, raw: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Te
         return _logits(folder, token_ids), token_ids
     except Exception as error:  # a module may raise anything about its config, or where it runs
         raise BadInput(
-            f"--rotate: no random model of type {config.model_type!r} can be run: {first_line(error)}"
+            f"--rotate: no random model of type {type_of(config)!r} can be run: {first_line(error)}"
         ) from error
 
 

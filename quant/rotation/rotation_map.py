@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ..base.errors import BadInput
 from ..families.layer_map import Fold, LayerMap
+from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..smoothing.patterns import starred
@@ -195,5 +196,5 @@ def _on_disk(architecture: Architecture, module: object) -> str | None:
 
 
 def _refused(checkpoint: Checkpoint, reason: str) -> BadInput:
-    kind = checkpoint.config.get("model_type")
+    kind = type_of(checkpoint.config)
     return BadInput(f"--rotate: model type {kind!r} cannot be rotated: {reason}: leave it out")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..base.errors import BadInput, first_line
+from ..families.registry import type_of
 from ..model.auto import auto_class
 from ..model.checkpoint import Checkpoint
 from ..model.experts_apart import with_experts_apart
@@ -69,7 +70,7 @@ def random_model(config: Any) -> RandomModel:
         raise
     except Exception as error:  # a module may raise anything about its config
         raise BadInput(
-            f"no random model of type {config.model_type!r} can be built: {first_line(error)}"
+            f"no random model of type {type_of(config)!r} can be built: {first_line(error)}"
         ) from error
     return RandomModel(model, layers, names, sample_token_ids(config))
 

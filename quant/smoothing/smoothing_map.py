@@ -14,6 +14,7 @@ from typing import Any
 
 from ..base.atomic_io import write_atomically
 from ..base.errors import BadInput
+from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from .patterns import LayerPattern, Shapes, family_of_pattern, starred
@@ -106,7 +107,7 @@ def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
             return maps
     raise BadInput(
         f"{checkpoint.path}: no foldable pairs can be discovered for model type "
-        f"{checkpoint.config.get('model_type')!r}, which awq and smoothquant need"
+        f"{type_of(checkpoint.config)!r}, which awq and smoothquant need"
         f"{f' ({reason})' if reason else ''}: use rtn or gptq"
     ) from reason
 

@@ -113,7 +113,7 @@ class LayerStream:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BadInput(
                 f"{self.checkpoint.path}: the layers of model type "
-                f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
+                f"{self.architecture.family!r} cannot be run one by one: {reason}"
             ) from error
 
     @property

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from ....quant.base.errors import BadInput, first_line
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
+from ....quant.families.registry import type_of
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
@@ -272,7 +273,7 @@ def load_model(
 
 def described(checkpoint: Checkpoint) -> str:
     """The checkpoint's folder and type, with which refusals begin."""
-    return f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
+    return f"{checkpoint.folder}: model type {type_of(checkpoint.config)!r}"
 
 
 def model_class(config: Any, trusted: bool) -> Any:

@@ -38,7 +38,7 @@ def model_spec(raw: Config) -> ModelSpec:
     family = model_family(type_of(config))
     if family is None or family.rules is None or family.choices is None:
         raise NotCovered(
-            f"config.json: model_type {config.get('model_type')!r} is not one of the decoder's own "
+            f"config.json: model_type {type_of(config)!r} is not one of the decoder's own "
             f"({', '.join(supported_model_types())})"
         )
     try:
@@ -89,10 +89,8 @@ def text_config(raw: Config) -> dict[str, Any]:
 
     from ....quant.model.auto import read_config
 
-    if raw.get("model_type") not in CONFIG_MAPPING:
-        raise NotCovered(
-            f"config.json: model_type {raw.get('model_type')!r} is unknown to transformers"
-        )
+    if type_of(raw) not in CONFIG_MAPPING:
+        raise NotCovered(f"config.json: model_type {type_of(raw)!r} is unknown to transformers")
     outer = read_config(raw)
     inner = outer.get_text_config(decoder=True)
     config = inner.to_dict()
@@ -110,5 +108,5 @@ def _check_attention(config: Config) -> None:
     """Raise `NotCovered` where a token of text attends to later ones (PaliGemma's prefix)."""
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
-    if not isinstance(config.get("model_type"), str):
+    if not isinstance(type_of(config), str):
         raise BadInput("config.json: the text model has no model_type")

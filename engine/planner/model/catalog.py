@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ....quant.families.config import check_depth, current_names, has_table_rule, model_shape
+from ....quant.families.config import (
+    check_depth,
+    check_type,
+    current_names,
+    has_table_rule,
+    model_shape,
+)
 from ....quant.families.shapes import ModelShape
 from ....quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ....quant.model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
@@ -107,8 +113,7 @@ def shape_of(
     Raises:
         BadInput: the config is invalid, or transformers does not know it either.
     """
-    if not raw.get("model_type") or not isinstance(raw["model_type"], str):
-        raise BadInput("config.json has no model_type: it does not say which architecture it is")
+    check_type(raw)
     if has_table_rule(raw):
         return model_shape(raw)
     renamed = dict(current_names(raw))

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from ....quant.base.errors import BadInput, first_line
+from ....quant.families.registry import type_of
 from ....quant.model.auto import auto_class
 
 
@@ -19,7 +20,7 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
         BadInput: no decoder-only language model, or one that cannot be built.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise BadInput(f"{config.model_type} is an encoder-decoder: only decoders are planned")
+        raise BadInput(f"{type_of(config)} is an encoder-decoder: only decoders are planned")
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -36,7 +37,7 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
         raise
     except Exception as error:  # a module may raise anything about its config
         raise BadInput(
-            f"transformers {transformers.__version__} does not build a {config.model_type}: "
+            f"transformers {transformers.__version__} does not build a {type_of(config)}: "
             f"{first_line(error)}"
         ) from error
     _use_batched_experts(model)

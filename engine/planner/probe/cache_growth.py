@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ....quant.base.errors import BadInput
+from ....quant.families.registry import type_of
 from .data_free import DataFreeMode, ProbeTooLong
 from .facts import CachedTensor, Law
 
@@ -46,7 +47,7 @@ def cache_after(model: Any, num_tokens: int, max_operators: int = MAX_OPERATORS)
     with DataFreeMode(max_operators):
         model(input_ids=ids, use_cache=True, past_key_values=given)
     if not cache_bytes(given):
-        raise BadInput(f"{model.config.model_type} returns no cache: it cannot be planned")
+        raise BadInput(f"{type_of(model.config)} returns no cache: it cannot be planned")
     return given
 
 

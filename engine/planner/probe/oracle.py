@@ -69,7 +69,7 @@ def probe(
             raise
         except Exception as error:  # modules may fail in any way on the meta device
             raise BadInput(
-                f"transformers {transformers.__version__} does not run a {config.model_type} without "
+                f"transformers {transformers.__version__} does not run a {type_of(config)} without "
                 f"weights: {first_line(error)}"
             ) from error
 

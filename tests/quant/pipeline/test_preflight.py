@@ -180,7 +180,7 @@ def test_what_transformers_needs(options: dict[str, Any], words: str) -> None:
 def test_the_line_names_those_that_load_and_what_they_need() -> None:
     """The same rules for a plan, a finished run and a conversion, the model's type included."""
     plan = make_plan(request(Path("out"), method="rtn"))
-    foreign = replace(stored(plan), model_type="bloom")
+    foreign = replace(stored(plan), family="bloom")
     assert loads_in(loaders(foreign, "compressed-tensors")) == (
         "transformers (needs compressed-tensors); vLLM (Marlin; not tried)"
     )
