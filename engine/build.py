@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..quant.load_processor import load_tokenizer
 from ..quant.models import resolve_model
 from ..quant.open import open_checkpoint
-from ..quant.tokenizer.load import load_tokenizer
 from .base.device import choose_device, choose_dtype, enter_device
 from .base.end_tokens import end_token_ids
 from .cache.compaction import Evictor, check_eviction
@@ -42,11 +42,11 @@ from .execution.token_graphs import TokenGraphs, replay_draft, replay_head, toke
 from .execution.worker import GraphSizes, bind_shard, machine
 from .execution.workers import Workers, open_shards
 from .kernels.linear.native_linear import native_linear
+from .model.adapter.open import CausalModel
 from .model.decoder.decoder import Decoder
 from .model.layers.projection import LEAST_RANK
 from .model.layers.state import StateCache, state_bytes_per_sequence
-from .model.open import CausalModel
-from .model.spec.spec import KvLayout
+from .model.spec import KvLayout
 from .multimodal.image_rules import ImageRules
 from .multimodal.open import ImageSupport, open_images
 from .planner.device.cache_size import (

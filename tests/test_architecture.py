@@ -23,7 +23,7 @@ TORCH_FREE = (
     "engine.planner.model",
     "engine.planner.plan",
     "engine.planner.probe.answers",
-    "engine.planner.probe.facts",
+    "engine.planner.probe.answers",
     "cli",
 )
 MODULES = structure.read_modules()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.workloads.datasets import build_workload
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 
 PROMPTS, OUTPUT_LEN, CONCURRENCY = 48, 64, 4

@@ -24,8 +24,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.image_samples import PairEncoder
 from llmopt.quant.calibration.pairs import PICTURES, Pair, read_pairs
 from llmopt.quant.convert.dequantized import dequantized_model
-from llmopt.quant.processor.load_processor import load_processor
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_processor, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

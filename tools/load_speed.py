@@ -55,8 +55,8 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
     from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
     from llmopt.engine.execution.workers import open_shards
+    from llmopt.quant.load_processor import load_tokenizer
     from llmopt.quant.open import open_checkpoint
-    from llmopt.quant.tokenizer.load import load_tokenizer
 
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
     config = EngineConfig(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from llmopt.quant.gguf.container import GgufFile, TensorInfo, TensorToWrite, write_gguf
-from llmopt.quant.gguf.mix_rules import has_more_bits
+from llmopt.quant.gguf.mix import has_more_bits
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
 from safetensors.torch import save_file

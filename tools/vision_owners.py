@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.processor.load_processor import load_processor
 from llmopt.quant.request.request import QuantizeRequest
-from llmopt.quant.tokenizer.load import load_tokenizer
 from PIL import Image
 from safetensors.torch import save_file
 

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...quant.base.errors import BadInput
+from ...quant.load_processor import load_tokenizer
 from ...quant.models import is_local, resolve_model
-from ...quant.tokenizer.load import load_tokenizer
 from ..options.options import BenchOptions
 from ..options.values import (
     BACKENDS,

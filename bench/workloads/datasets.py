@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...quant.base.errors import BadInput
+from ...quant.load_processor import load_tokenizer
 from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
-from ...quant.tokenizer.load import load_tokenizer
 from ..options.options import BenchOptions
 from ..options.values import NAMES, TRACES, ThinkTime, check_dataset
 from .agentic import agentic_workload

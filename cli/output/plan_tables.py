@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from ...engine.planner.device.speed import StepTime
-    from ...engine.planner.images.image_load import ImageLoad
+    from ...engine.planner.plan.images import ImageLoad
     from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
     from ...quant.families.shapes import ModelShape
 

@@ -12,8 +12,8 @@ from ..base.device import packed
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
 from ..kernels.attention.paged_attention import ScoredSpan
+from ..model.adapter.open import CausalModel
 from ..model.decoder.decoder import Decoder
-from ..model.open import CausalModel
 from ..scheduling.kv_eviction import KvEviction
 from ..scheduling.step_plan import Compaction, ScheduledRow
 from .kv_cache import KvCache

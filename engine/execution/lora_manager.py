@@ -9,8 +9,8 @@ import torch
 from ...quant.base.errors import BadInput
 from ..config.adapters import LoadedAdapters
 from ..config.config import EngineConfig
+from ..model.adapter.open import CausalModel
 from ..model.layers.lora import AdapterBank, AdapterParts
-from ..model.open import CausalModel
 from ..scheduling.scheduler import Scheduler
 
 

@@ -13,10 +13,10 @@ from ..base.device import packed
 from ..cache.compaction import Evictor
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, embedded_rows, step_inputs
+from ..model.adapter.open import CausalModel
 from ..model.layers.attention import StepInputs
 from ..model.layers.lora import rows_by_adapter
 from ..model.layers.projection import NO_ADAPTERS
-from ..model.open import CausalModel
 from ..multimodal.encoder import EncoderCache
 from ..sampling.rowwise import sampling_rows
 from ..sampling.sampler import Draw, Sampler, rows_per_slice, sliced_logprobs

@@ -27,9 +27,9 @@ from ...quant.open import open_checkpoint
 from ..base.host import Topology, place, read_topology, thread_limit
 from ..cache.kv_cache import KvCache
 from ..kernels.common.cpu_measurements import choose_threads
+from ..model.adapter.open import CausalModel, CheckedShard, open_model
 from ..model.layers.attention import StepInputs
 from ..model.layers.parallel import Group, PeerLost, Shard
-from ..model.open import CausalModel, CheckedShard, open_model
 from ..scheduling.block_pool import Window
 from ..scheduling.step_plan import BlockCopies
 from .decode_graphs import StepGraphs

@@ -20,8 +20,8 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
 from ..config.config import EngineConfig
+from ..model.adapter.open import CausalModel, CheckedShard, open_model
 from ..model.layers.parallel import Group, PeerLost, Shard
-from ..model.open import CausalModel, CheckedShard, open_model
 from .worker import Channel, GraphSizes, LoadedShard, ShardSetup, machine, pack, warm_up
 
 GRACE_SECONDS = 5.0

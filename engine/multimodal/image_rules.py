@@ -10,7 +10,7 @@ import torch
 
 from ...quant.base.errors import BadInput, first_line
 from ..base.image_input import Images
-from ..model.spec.spec import ImageSpec
+from ..model.spec import ImageSpec
 from ..scheduling.request import RopePositions
 
 _IMAGE = 1

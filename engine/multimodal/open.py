@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 import torch
 
 from ...quant.base.errors import BadInput
+from ...quant.load_processor import has_processor
 from ...quant.model.checkpoint import Checkpoint
-from ...quant.processor.load_processor import has_processor
 from .encoder import EncoderCache
 from .media import ImageSource, MediaLimits, load_images
 from .processor import ImageProcessor, PreparedPrompt

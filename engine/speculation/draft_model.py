@@ -11,7 +11,7 @@ import torch
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
-from ..model.open import CausalModel
+from ..model.adapter.open import CausalModel
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow

@@ -18,7 +18,7 @@ from ..model.layers.attention import HeadAttention, Rotation
 from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
-from ..model.spec.spec import ModelSpec
+from ..model.spec import ModelSpec
 from .eagle import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
 
 FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")

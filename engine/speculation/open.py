@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ...quant.base.errors import BadInput
+from ...quant.load_processor import load_tokenizer
 from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
-from ...quant.tokenizer.load import load_tokenizer
 from ..cache.kv_cache import KvCache
 from ..config.compatibility import refuse
 from ..config.config import SpeculationConfig
+from ..model.adapter.open import CausalModel, open_model
 from ..model.decoder.decoder import Decoder
-from ..model.open import CausalModel, open_model
 from ..scheduling.draft_length import DraftLength
 from .draft_model import DraftModel
 from .eagle import EagleHead, EagleProposer

@@ -25,10 +25,10 @@ from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
+from ..model.parameters import model_parameters, unquantized_modules
 from ..models import short_name
 from ..plan.contents import CheckpointContents
 from ..plan.loaders import loaders, loads_in
-from ..plan.unquantized import model_parameters, unquantized_modules
 from ..request.names import check_format
 from ..request.selection import Shapes
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names

@@ -10,7 +10,7 @@ import torch
 from ..base.errors import BadInput
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import Checkpoint
-from ..model.weight_map import WeightMap
+from ..model.meta_model import WeightMap
 from .read import quantized_modules, read_quantized
 
 

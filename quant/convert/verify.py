@@ -21,10 +21,9 @@ from ..kinds.ggml.raw import read_gguf_headers
 from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
-from ..model.parameters import ModelParameters
+from ..model.parameters import ModelParameters, by_kind, model_parameters, plain_linears
 from ..models import check_local
 from ..open import open_checkpoint
-from ..plan.unquantized import by_kind, model_parameters, plain_linears
 from ..request.selection import HEAD
 from ..stream.kv_scales import kv_heads
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names

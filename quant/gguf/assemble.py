@@ -19,13 +19,15 @@ from .architecture import (
     ROPE_FACTORS,
     architecture_keys,
     architecture_of,
+    expert_of,
     gguf_rules,
     permuted_heads,
     rope_factors,
+    to_gguf,
+    to_interleaved,
 )
 from .container import TensorToWrite, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
-from .names import expert_of, to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys
 
 _ROWS_AT_ONCE = 4096

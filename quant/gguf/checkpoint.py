@@ -18,10 +18,16 @@ from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor
 from ..model.checkpoint import Checkpoint
-from .architecture import ROPE_FACTORS, gguf_rules, permuted_heads, stored_config
+from .architecture import (
+    ROPE_FACTORS,
+    from_gguf,
+    gguf_rules,
+    permuted_heads,
+    stored_config,
+    to_halves,
+)
 from .container import ALIGNMENT, GgufFile, TensorInfo
 from .mix import GGUF_TYPES, mix_of
-from .names import from_gguf, to_halves
 from .read_tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -18,8 +18,8 @@ import torch
 
 from ..base.atomic_io import write_atomically
 from ..base.errors import BadInput
+from .architecture import expert_of, to_gguf
 from .container import GgufFile, TensorToWrite, write_gguf
-from .names import expert_of, to_gguf
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LONGEST_NAME = 4096

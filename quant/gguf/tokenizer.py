@@ -1,14 +1,242 @@
-"""A `tokenizer.json` as GGUF keys: SentencePiece-style BPE (`llama`) and byte-level BPE (`gpt2`)."""
+r"""A `tokenizer.json` as GGUF keys: SentencePiece-style BPE (`llama`) and byte-level BPE (`gpt2`).
+
+Pre-tokenizers of byte-level BPE have llama.cpp's names (`tokenizer.ggml.pre`): expressions that cut a text.
+
+Each expression cuts every piece that those before it left: a match is a piece, and so is what lies between
+two matches. Names and expressions are llama.cpp's (src/llama-vocab.cpp, October 2026); where it holds an
+approximation, because its engine has no classes of letter case or no intersections, the expression here is
+the one of the model's own tokenizer.json.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
 from ..model.checkpoint import read_json
-from .pre_tokenizers import EXPRESSIONS, name_of
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(
+    *,
+    start: str = f"{_CONTRACTION}|",
+    letters: str = r"\p{L}+",
+    digits: str = r"\p{N}",
+    symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    spaces: str = _SPACES,
+) -> str:
+    """Llama 3's expression and its relatives: contractions, words, digits, symbols, spaces."""
+    return rf"{start}[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{symbols}|{spaces}"
+
+
+def _cased_words(
+    *, end: str = "", digits: str = r"\p{N}{1,3}", upper: str = _UPPER, lower: str = _LOWER
+) -> str:
+    """GPT-4o's expression and its relatives: a word ends before a capital that follows a small letter."""
+    head = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{head}[{upper}]*[{lower}]+{end}|{head}[{upper}]+[{lower}]*{end}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_LLAMA3 = (_words(digits=r"\p{N}{1,3}"),)
+_QWEN2 = (_words(),)
+_GPT4O = (_cased_words(end=f"{_CONTRACTION}?"),)
+_DIGITS_FIRST = (r"\p{N}", *_GPT2)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_HAN_KANA = r"[一-龥぀-ゟ゠-ヿ]+"
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    _HAN_KANA,
+    rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+# Letters that have a case, as DeepSeek's tokenizer.json lists them.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba"
+    "\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    "\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+_GROUPS_OF_THREE = r"\d{1,3}(?=(?:\d{3})*\b)"
+_EVERY_GROUP_OF_THREE = r"\d{1,3}(?=(?:\d{3})*(?!\d))"
+_CASCADE = "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
+_LINES = r"[^\n]+|[\n]+"
+
+
+def _named(*families: tuple[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {name: expressions for names, expressions in families for name in names.split()}
+
+
+EXPRESSIONS = _named(
+    (
+        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert",
+        _GPT2,
+    ),
+    ("jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4", _GPT2),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGITS_FIRST),
+    ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
+    ("dbrx smaug-bpe chatglm-bpe glm4 glm5", _LLAMA3),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    (
+        "qwen35",
+        (_words(letters=r"[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),),
+    ),
+    ("ufakzeka", (_words(start=""),)),
+    ("laguna", (_LINES, *_QWEN2)),
+    ("minicpm5", (r"\p{N}{1,3}", _words(digits=r"\p{N}+"))),
+    (
+        "jais-2",
+        (_words(digits=r"\p{N}{1,3}", spaces=rf"\s*[\r\n]+{_CASCADE}|\s{{1,2}}(?!\S)|\s{{1}}"),),
+    ),
+    ("seed-coder", (_words(symbols=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
+    (
+        "bailingmoe bailingmoe2 llada-moe",
+        (
+            _words(
+                start=r"'(?i:[sdmt]|ll|ve|re)|",
+                symbols=r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+                spaces=r"\s*[\r\n]|\s+(?!\S)|\s+",
+            ),
+        ),
+    ),
+    (
+        "exaone-moe",
+        (
+            _words(
+                letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+                symbols=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+                spaces=r"\s*[\r\n]|\s+(?!\S)|\s+",
+            ),
+        ),
+    ),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
+    ("granite-embed-multi-97m", _GPT4O),
+    ("tekken", (_cased_words(digits=r"\p{N}"),)),
+    ("tiny_aya cohere2moe", (_GROUPS_OF_THREE, *_GPT4O)),
+    (
+        "youtu",
+        (
+            r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_KANA,
+            _cased_words(end=f"{_CONTRACTION}?", digits=r"\p{N}"),
+        ),
+    ),
+    (
+        "kimi-k2",
+        (
+            r"\p{Han}+",
+            _cased_words(
+                end=f"{_CONTRACTION}?",
+                upper=rf"{_UPPER}&&[^\p{{Han}}]",
+                lower=rf"{_LOWER}&&[^\p{{Han}}]",
+            ).replace(r"[\r\n/]*", r"[\r\n]*"),
+        ),
+    ),
+    (
+        "deepseek-llm",
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ),
+    ),
+    (
+        "deepseek-coder",
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    ),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK3),
+    (
+        "spark2_5",
+        (
+            *_DEEPSEEK3[:2],
+            rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+",
+            r"\p{N}",
+        ),
+    ),
+    (
+        "afmoe",
+        (
+            _EVERY_GROUP_OF_THREE,
+            "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+            _DEEPSEEK3[2],
+        ),
+    ),
+    ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, r"[0-9][0-9][0-9]")),
+    ("default", (r"[\p{P}\$\+<=>\^~\|]+", *_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    ("poro-chat bloom gpt3-finnish", (_BLOOM,)),
+    ("viking", (_BLOOM, r"\p{N}")),
+    (
+        "chameleon",
+        (
+            r"<sentinel:[0-9]+>",
+            r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            *_GPT2,
+        ),
+    ),
+    ("superbpe", (r"\p{N}+", _EVERY_GROUP_OF_THREE)),
+    ("gemma4 granite-embed-multi-311m sarvam-moe", (_LINES,)),
+    ("whitespace", (r"\S+",)),
+)
+
+
+def _only(names: str) -> frozenset[str]:
+    unknown = set(names.split()) - EXPRESSIONS.keys()
+    if unknown:
+        raise ValueError(f"no such pre-tokenizers: {unknown}")
+    return frozenset(names.split())
+
+
+# A piece that is a token as it stands is that token, whatever the merges say.
+IGNORES_MERGES = _only(
+    "minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano youtu glm4 glm5"
+    " tekken granite-embed-multi-97m"
+)
+# BOS unless the file says otherwise.
+ADDS_BOS = _only(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken chameleon"
+)
+# A separator after the text.
+ADDS_SEPARATOR = _only("jina-v1-en jina-v2-code roberta-bpe")
+# Tokens are spelled in the text's own characters, with byte tokens for what is left; spaces become U+2581.
+RAW_TEXT = _only("gemma4 granite-embed-multi-311m sarvam-moe")
+
+
+def name_of(expressions: Iterable[str], *, ignores_merges: bool) -> str | None:
+    """llama.cpp's name of a pre-tokenizer, of those that are alike the first; None if it has none."""
+    wanted = tuple(expressions)
+    return next(
+        (
+            name
+            for name, theirs in EXPRESSIONS.items()
+            if theirs == wanted and (name in IGNORES_MERGES) == ignores_merges
+        ),
+        None,
+    )
+
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 

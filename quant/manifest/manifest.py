@@ -15,10 +15,10 @@ from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..methods.base import MethodOptions, ModuleReport
 from ..methods.solvers import solver_name
+from ..model.parameters import by_kind
 from ..plan.contents import stored
 from ..plan.loaders import loaders, loads_in
 from ..plan.plan import Plan, QuantizeRequest
-from ..plan.unquantized import by_kind
 from .journal import sha256_of, sha256_of_file
 
 MANIFEST_NAME = "llmopt_quantization.json"

@@ -1,19 +1,168 @@
-"""Split MoE experts: fused 3-D expert parameters as separate linears, to be measured and replaced.
+"""Mixtures of experts apart: fused experts on disk as linears, and modules of fused experts taken apart.
 
-transformers keeps the experts of a layer in two 3-D parameters; checkpoints mostly store one matrix for
-each projection of each expert. Calibration needs the latter: each expert's input is its routed tokens.
+`with_experts_apart` is a view of a checkpoint. Some types keep all experts of a layer in two 3-D tensors, of
+which no format holds codes. Loaders that take each expert by itself read them under the names here, where the
+family says `splits_experts`: transformers 5.23 puts `SequentialLlama4TextExperts` in the place of Llama 4's,
+and vLLM 0.32 maps `experts.N.gate_proj` and its kin (`fused_moe/routed_experts.py`, `granitemoehybrid.py`,
+`llama4.py`). gpt-oss is not among them: vLLM reads its experts whole.
+
+`split_experts` is for calibration: transformers keeps experts in 3-D parameters, though most checkpoints
+store one matrix for each projection of each expert, and each expert's input is its routed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..base.errors import BadInput
+from ..families.registry import model_family, type_of
+from .checkpoint import Checkpoint
+
+GATE, UP, DOWN = LEAVES = "gate_proj", "up_proj", "down_proj"
+# Gate with up and down of all experts on disk, and the module that holds the experts.
+_STACKS = (
+    (re.compile(r"(.*\.experts)\.gate_up_proj"), r"{}.down_proj", "{}"),
+    (re.compile(r"(.*\.experts)\.fc1\.weight"), r"{}.fc2.weight", "{}"),
+    (re.compile(r"(.*)\.input_linear\.weight"), r"{}.output_linear.weight", "{}.experts"),
+)
+# Formats whose codes those loaders read for an expert by itself.
+APART_FORMATS = ("awq", "compressed-tensors", "fp8", "gptq")
+_APART = re.compile(rf"(.*\.experts)\.(\d+)\.({GATE}|{UP}|{DOWN})(\.weight)?")
+
+
+class Part(NamedTuple):
+    """A weight of one expert in a fused tensor [experts, out, in], or [experts, in, out] if `transposed`."""
+
+    tensor: str
+    expert: int
+    rows: slice
+    transposed: bool
+
+    def of(self, experts: Any) -> torch.Tensor:
+        """The weight [out, in], from the fused tensor or a slice of the file that holds it."""
+        whole = experts[self.expert]
+        return (whole.T if self.transposed else whole)[self.rows].contiguous()
+
+
+class ExpertsApart(Checkpoint):
+    """A plain checkpoint with `parts` in the place of its fused experts."""
+
+    def __init__(self, source: Checkpoint, parts: Mapping[str, Part]) -> None:
+        super().__init__(source.folder, trust_remote_code=source.trust_remote_code)
+        self._parts = parts
+        fused = {part.tensor for part in parts.values()}
+        shards = {name: self.shard_of[part.tensor] for name, part in parts.items()}
+        self.shard_of = {n: s for n, s in self.shard_of.items() if n not in fused} | shards
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor; of a fused one, only the expert is read."""
+        part = self._parts.get(name)
+        if part is None:
+            return super().tensor(name)
+        return part.of(self._slices(name, part))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header alone."""
+        part = self._parts.get(name)
+        if part is None:
+            return super().shape(name)
+        _, first, second = self._slices(name, part).get_shape()
+        return part.rows.stop - part.rows.start, first if part.transposed else second
+
+    def dtype_name(self, name: str) -> str:
+        """Dtype of a tensor as safetensors spells it, from the header alone."""
+        part = self._parts.get(name)
+        if part is None:
+            return super().dtype_name(name)
+        return self._slices(name, part).get_dtype()
+
+    def _slices(self, name: str, part: Part) -> Any:
+        return self._open(self.shard_of[name]).get_slice(part.tensor)
+
+
+def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, or a view of it in which its fused experts are linears, if its family splits them.
+
+    Raises:
+        BadInput: fused tensors that do not fit each other.
+    """
+    family = model_family(type_of(checkpoint.config))
+    if family is None or not family.splits_experts:
+        return checkpoint
+    parts = parts_of({name: checkpoint.shape(name) for name in checkpoint.names})
+    return ExpertsApart(checkpoint, parts) if parts else checkpoint
+
+
+def parts_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
+    """The weights of every expert in fused tensors, by name; `shapes` are those of all tensors.
+
+    Raises:
+        BadInput: fused tensors that do not fit each other.
+    """
+    parts: dict[str, Part] = {}
+    for name, shape in shapes.items():
+        for pattern, other, module in _STACKS:
+            match = pattern.fullmatch(name)
+            down = other.format(match[1]) if match else ""
+            if match and len(shape) == len(shapes.get(down, ())) == 3:
+                parts |= _parts(module.format(match[1]), name, down, shape, shapes[down])
+    return parts
+
+
+def _parts(
+    module: str, gate_up: str, down: str, into: tuple[int, ...], out_of: tuple[int, ...]
+) -> dict[str, Part]:
+    """The weights of every expert, by name; how the tensors lie follows from both shapes."""
+    (count, first, second), (_, third, fourth) = into, out_of
+    plain, transposed = (
+        (first, second) == (2 * fourth, third),
+        (second, first)
+        == (
+            2 * third,
+            fourth,
+        ),
+    )
+    if into[0] != out_of[0] or not (plain or transposed):
+        raise BadInput(f"{gate_up} is {list(into)}, which does not fit {down}, {list(out_of)}")
+    width, hidden = (third, fourth) if transposed else (fourth, third)
+    names = {
+        GATE: (gate_up, slice(0, width)),
+        UP: (gate_up, slice(width, 2 * width)),
+        DOWN: (down, slice(0, hidden)),
+    }
+    return {
+        f"{module}.{expert}.{leaf}.weight": Part(tensor, expert, rows, transposed)
+        for expert in range(count)
+        for leaf, (tensor, rows) in names.items()
+    }
+
+
+def experts_of(names: Iterable[str]) -> dict[str, int]:
+    """The modules of experts that are apart, with the number of experts that have all three weights."""
+    held: dict[str, dict[str, int]] = {}
+    for name in names:
+        if match := _APART.fullmatch(name):
+            leaves = held.setdefault(match[1], {})
+            leaves[match[2]] = leaves.get(match[2], 0) + 1
+    return {module: sum(n == 3 for n in counts.values()) for module, counts in held.items()}
+
+
+def fused(module: Any, experts: Collection[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The parameters of transformers' fused `module` from its experts' weights, each [out, in]."""
+    gate_up = torch.stack([torch.cat((each[GATE], each[UP])) for each in experts])
+    down = torch.stack([each[DOWN] for each in experts])
+    if gate_up.shape != module.gate_up_proj.shape or down.shape != module.down_proj.shape:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return {"gate_up_proj": gate_up, "down_proj": down}
+
+
 # Names of gate, up and down on disk.
-LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+NAMES_ON_DISK = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 _Gate = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,10 +1,15 @@
-"""Meta-device transformers model of a checkpoint, whose decoder layers are loaded one at a time."""
+"""Meta-device transformers model of a checkpoint, whose decoder layers are loaded one at a time.
+
+Its layers are found from its token embedding; `WeightMap` applies transformers' renamings and conversions of
+tensors.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -14,10 +19,146 @@ from torch import nn
 from ..base.errors import BadInput
 from .auto import read_config
 from .checkpoint import Checkpoint
-from .decoder_layers import decoder_layers
-from .experts import LEAVES, fused_experts, split_experts
+from .experts import NAMES_ON_DISK, fused_experts, split_experts
 from .lazy_weights import LazyWeights
-from .weight_map import WeightMap
+
+
+def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """Path and list of the decoder layers, in the nearest module that holds the token embedding too.
+
+    Of several lists the outermost of `num_layers`, and the largest of those; else one with more (MTP layers
+    behind the others), or fewer (where a layer counts for several). A tower for images may be inside too.
+
+    Raises:
+        ValueError: there is none.
+    """
+    embedding = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embedding)
+    while path:
+        path = path.rpartition(".")[0]
+        lists = [
+            (f"{path}.{inner}".lstrip("."), module)
+            for inner, module in model.get_submodule(path).named_modules()
+            if isinstance(module, nn.ModuleList) and _holds_matrices(module)
+        ]
+        for usable in (
+            [entry for entry in lists if len(entry[1]) == num_layers],
+            [entry for entry in lists if len(entry[1]) > num_layers],
+            lists,
+        ):
+            if usable:
+                return min(usable, key=lambda entry: (entry[0].count("."), -_size(entry[1])))
+    raise ValueError(f"{type(model).__name__} has no list of decoder layers")
+
+
+def _holds_matrices(layers: nn.ModuleList) -> bool:
+    """Whether its members are modules of modules with matrices: no list of linears or norms."""
+    return any(
+        "." in name and parameter.dim() > 1
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class WeightMap:
+    """Where each tensor on disk goes.
+
+    Most keys are renamed at most. Some tensors go through a `WeightConverter`, which merges, splits or
+    transposes: no single tensor on disk is the module's.
+
+    Attributes:
+        targets: the module tensor of each tensor on disk; of a converter's several the first.
+
+    Args:
+        names: tensors on disk.
+        model: the model with its output projection, on any device.
+    """
+
+    def __init__(self, names: Iterable[str], model: Any):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._order = dot_natural_key
+        self._model = model
+        self._converter_of = {p: entry for entry in converters for p in entry.source_patterns}
+        held = set(model.state_dict())
+        self.targets: dict[str, str] = {}
+        self._renamed: dict[str, str] = {}
+        self._patterns: dict[str, str] = {}
+        for disk in sorted(names, key=dot_natural_key):  # some renamings depend on earlier keys
+            renamed, _ = rename_source_key(disk, renamings, [])
+            target, pattern = rename_source_key(renamed, [], converters)
+            renamed, target = self._in_model(renamed), self._in_model(target)
+            if target not in held and self._in_model(disk) in held:
+                target, pattern = self._in_model(disk), None
+            self._renamed[disk] = renamed
+            self.targets[disk] = target
+            if pattern is not None:
+                self._patterns[disk] = pattern
+
+    def _in_model(self, name: str) -> str:
+        """A name with the base model's prefix, which some checkpoints leave out."""
+        prefix = self._model.base_model_prefix
+        if not prefix or name.partition(".")[0] in self._model._modules:
+            return name
+        return f"{prefix}.{name}"
+
+    def renamed(self, path: str) -> set[str]:
+        """Names below a module's path of its tensors on disk, if keys were renamed and nothing converted."""
+        return {name for name in self._renamed.values() if name.startswith(path + ".")}
+
+    def take_apart(self, path: str) -> None:
+        """Convert nothing below a module: each tensor on disk has a module tensor of its own."""
+        for disk, name in self._renamed.items():
+            if name.startswith(path + "."):
+                self.targets[disk] = name
+                self._patterns.pop(disk, None)
+
+    def all_targets(self, disk: str) -> list[str]:
+        """Every module tensor that a tensor on disk goes into."""
+        target, pattern = self.targets[disk], self._patterns.get(disk)
+        if pattern is None:
+            return [target]
+        patterns = self._converter_of[pattern].target_patterns
+        return [target.replace(patterns[0], other) for other in patterns]
+
+    def is_direct(self, disk: str) -> bool:
+        """Whether the tensor on disk is the module's, under whatever name."""
+        return disk not in self._patterns
+
+    def converted(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Module tensors from tensors on disk.
+
+        Args:
+            tensors: by name on disk; all that a converter merges must be there.
+        """
+        state: dict[str, torch.Tensor] = {}
+        converters: dict[str, Any] = {}
+        for disk in sorted(tensors, key=self._order):
+            target, pattern = self.targets.get(disk, disk), self._patterns.get(disk)
+            if pattern is None:
+                state[target] = tensors[disk]
+                continue
+            if target not in converters:
+                converters[target] = deepcopy(self._converter_of[pattern])
+            converters[target].add_tensor(target, disk, pattern, tensors[disk])
+        for target, converter in converters.items():
+            realized = converter.convert(target, model=self._model, config=self._model.config)
+            for name, value in realized.items():
+                state[name] = value[0] if isinstance(value, list) else value
+        return state
 
 
 class MetaModel:
@@ -81,7 +222,7 @@ class MetaModel:
         """Split the fused experts of a layer that are stored separately on disk."""
         for inner, fused in list(fused_experts(layer)):
             names = self.weight_map.renamed(f"{path}.{inner}")
-            for leaves in LEAVES:
+            for leaves in NAMES_ON_DISK:
                 if f"{path}.{inner}.0.{leaves[0]}.weight" in names:
                     with torch.device("meta"):
                         split = split_experts(fused, leaves, self.config).requires_grad_(False)

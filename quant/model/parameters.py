@@ -1,14 +1,18 @@
-"""The parameters of transformers' model of a checkpoint, and the tensors on disk that they are loaded from.
+"""Parameters of transformers' model of a checkpoint, the tensors they are loaded from, the unquantized ones.
 
 The model is built on the meta device from its config, and names are mapped by transformers' own rules of
 loading: renamings, converters (experts merged, matrices split), and the base model's prefix.
+
+A loader that is not told which modules stay unquantized looks for codes in each linear, and transformers
+leaves a linear whose codes it does not find uninitialised. vLLM takes the names on disk, transformers those
+of its modules: a config lists both.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +21,10 @@ from torch import nn
 
 from ..base.errors import BadInput, first_line
 from ..families.registry import type_of
+from .architecture import HEAD
 from .auto import auto_class, read_config
-from .experts_apart import GATE, experts_of
+from .checkpoint import Checkpoint
+from .experts import GATE, experts_of
 
 
 class Loaded(NamedTuple):
@@ -197,3 +203,77 @@ class ModelParameters:
             except Exception:  # initialisations that need real numbers
                 continue
         return None
+
+
+_EXPERTS = ".experts"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
+    """The parameters of transformers' model of a checkpoint, or why transformers has none."""
+    try:
+        return ModelParameters(
+            checkpoint.config,
+            checkpoint.folder,
+            trust_remote_code=checkpoint.trust_remote_code,
+            apart=bool(experts_of(_weights(checkpoint))),
+        )
+    except BadInput as error:
+        return str(error)
+
+
+def _weights(checkpoint: Checkpoint) -> Iterator[str]:
+    """A plain weight's name for each module with a weight or codes."""
+    for module in {name.rpartition(".")[0] for name in checkpoint.names}:
+        yield f"{module}.weight"
+
+
+def unquantized_modules(
+    checkpoint: Checkpoint, quantized: Collection[str], parameters: ModelParameters | str
+) -> tuple[str, ...]:
+    """All linears, embeddings and fused experts that are not in `quantized`, the output projection first.
+
+    Args:
+        checkpoint: the plain or the quantized one.
+        quantized: names on disk.
+    """
+    on_disk = dict.fromkeys(_on_disk(checkpoint, quantized))
+    plain = () if isinstance(parameters, str) else plain_linears(parameters, quantized)
+    names = [name for name in {**on_disk, **dict.fromkeys(plain)} if name not in quantized]
+    head = [] if HEAD in quantized else [HEAD]
+    return (*head, *(name for name in names if name != HEAD))
+
+
+def plain_linears(parameters: ModelParameters, quantized: Collection[str]) -> list[str]:
+    """The linears of transformers' modules that have a weight and no codes, or one computed from codes."""
+    loaded = parameters.loaded_from(f"{module}.weight" for module in quantized)
+    with_codes = {
+        name.removesuffix(".weight")
+        for each in loaded.values()
+        if not each.converted
+        for name in each.parameters
+    }
+    return [name for name in parameters.linears if name not in with_codes]
+
+
+def _on_disk(checkpoint: Checkpoint, quantized: Collection[str]) -> Iterator[str]:
+    """Modules with a matrix as `weight`, and experts that are kept in 3-D tensors."""
+    for name in checkpoint.names:
+        module, _, leaf = name.rpartition(".")
+        if module in quantized:
+            continue
+        dimensions = len(checkpoint.shape(name))
+        fused_experts = dimensions == 3 and module.endswith(_EXPERTS)
+        if fused_experts or (leaf == "weight" and dimensions == 2):
+            yield module
+
+
+def by_kind(names: Iterable[str]) -> list[str]:
+    """Names that differ in layer or expert as one, with their number: `model.layers.*.mlp.gate (24)`."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return [
+        members[0] if len(members) == 1 else f"{kind} ({len(members)})"
+        for kind, members in kinds.items()
+    ]

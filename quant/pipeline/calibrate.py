@@ -19,11 +19,10 @@ from ..calibration.sources import (
     is_bundled,
     read_documents,
 )
+from ..load_processor import has_processor, load_processor, load_tokenizer
 from ..plan.plan import Plan
-from ..processor.load_processor import has_processor, load_processor
 from ..request.request import QuantizeRequest
 from ..request.selection import Shapes
-from ..tokenizer.load import load_tokenizer
 
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
 

@@ -6,9 +6,8 @@ import torch
 
 from ..base.progress import Progress
 from ..calibration.calibration import Calibration
-from ..gguf.architecture import architecture_of
+from ..gguf.architecture import architecture_of, expert_of, to_gguf
 from ..gguf.imatrix import ImportanceMatrix
-from ..gguf.names import expert_of, to_gguf
 from ..methods.base import InputStatistics
 from ..stream.layer_stream import LayerStream
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..base.errors import BadInput
 from ..methods.options import TRANSFORMED, solver_of
-from ..model.experts_apart import with_experts_apart
+from ..model.experts import with_experts_apart
 from ..open import open_plain
 from ..request.request import QuantizeRequest
 from ..rotation.rotate import rotated

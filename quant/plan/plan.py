@@ -17,8 +17,7 @@ from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
-from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
-from ..gguf.mix_rules import shape_of
+from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
 from ..kinds.base.format import HoldsKvScales, WeightFormat, config_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import SMOOTHING, solver_of
@@ -27,8 +26,8 @@ from ..methods.solvers import with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
-from ..model.experts_apart import APART_FORMATS, with_experts_apart
-from ..model.parameters import ModelParameters
+from ..model.experts import APART_FORMATS, with_experts_apart
+from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
 from ..open import open_plain
 from ..request.names import format_names
 from ..request.request import QuantizeRequest, parse_override
@@ -48,7 +47,6 @@ from ..rotation.rotate import rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
-from .unquantized import model_parameters, unquantized_modules
 from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 from ..base.scheme import Scheme
 from ..kinds.base.kind import storage_of
-from ..model.parameters import Loaded
+from ..model.parameters import Loaded, by_kind
 from .contents import CheckpointContents
-from .unquantized import by_kind
 
 _NOT_TRIED = "not tried"
 _NEEDS = {

@@ -9,10 +9,10 @@ from ..base.scheme import Scheme
 from ..kinds.base.format import WeightFormat, config_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
+from ..model.parameters import by_kind
 from ..model.vision_units import vision_architecture
 from ..request.request import QuantizeRequest
 from ..request.selection import Shapes, matrix_shape
-from .unquantized import by_kind
 
 _METHODS = ("rtn", "gptq", "awq", "fp8", "int8", "hqq", "nf4", "fp4", "nvfp4", "mxfp4")
 _OPTION = "--quantize-vision"

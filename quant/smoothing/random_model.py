@@ -16,7 +16,7 @@ from ..base.errors import BadInput, first_line
 from ..families.registry import type_of
 from ..model.auto import auto_class
 from ..model.checkpoint import Checkpoint
-from ..model.experts_apart import with_experts_apart
+from ..model.experts import with_experts_apart
 from ..model.meta_model import MetaModel
 
 NUM_TOKENS = 24

@@ -4,7 +4,7 @@
         --byte-level FOLDER --sentencepiece FOLDER [--text FILE...]
 
 The folders hold a `tokenizer.json`: a byte-level vocabulary is written once under each name of
-`quant/gguf/pre_tokenizers.py`, a SentencePiece one as it is and as raw-text BPE. Where llama.cpp approximates
+`quant/gguf/tokenizer.py`, a SentencePiece one as it is and as raw-text BPE. Where llama.cpp approximates
 a model's own expression, lines may differ; each such name is printed with its first one. Exit code 1 where
 more than one line in a hundred differs, unless `APPROXIMATED` says why, or llama.cpp refuses a file.
 """
@@ -64,8 +64,7 @@ def main() -> int:
 def vocabularies(scratch: Path, byte_level: Path, sentencepiece: Path) -> Iterator[Path]:
     """Files that hold a tokenizer and nothing else, one for each kind and name."""
     from llmopt.quant.gguf.container import write_gguf
-    from llmopt.quant.gguf.pre_tokenizers import EXPRESSIONS, RAW_TEXT
-    from llmopt.quant.gguf.tokenizer import tokenizer_keys
+    from llmopt.quant.gguf.tokenizer import EXPRESSIONS, RAW_TEXT, tokenizer_keys
     from llmopt.quant.model.checkpoint import read_json
     from tokenizers import Tokenizer
 

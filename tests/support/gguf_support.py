@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from llmopt.quant.gguf.architecture import architecture_of
 from llmopt.quant.gguf.assemble import assemble, gguf_name
-from llmopt.quant.gguf.mix import mix
-from llmopt.quant.gguf.mix_rules import shape_of
+from llmopt.quant.gguf.mix import mix, shape_of
 from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.formats import GgufFormat
 from llmopt.quant.kinds.ggml.tensor import GgufTensor

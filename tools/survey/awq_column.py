@@ -12,7 +12,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.experts_apart import with_experts_apart
+from llmopt.quant.model.experts import with_experts_apart
 from llmopt.quant.smoothing.proof import fold_layer
 from llmopt.quant.smoothing.smoothing_map import with_smoothing
 from safetensors.torch import save_file

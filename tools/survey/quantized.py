@@ -14,13 +14,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.auto import auto_class
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.experts_apart import (
-    LEAVES,
-    experts_of,
-    fused,
-    parts_of,
-    with_experts_apart,
-)
+from llmopt.quant.model.experts import LEAVES, experts_of, fused, parts_of, with_experts_apart
 from llmopt.quant.model.parameters import ModelParameters
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

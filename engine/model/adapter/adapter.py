@@ -22,7 +22,7 @@ from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
 from ..layers.state import StateBatch, StateLayout
-from ..spec.spec import ImageSpec, KvLayout
+from ..spec import ImageSpec, KvLayout
 from .linears import (
     CurrentAdapters,
     adapter_sites,

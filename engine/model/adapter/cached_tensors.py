@@ -16,7 +16,7 @@ import torch
 
 from ..layers.attention import LayerCache
 from ..layers.state import StateLayout
-from ..spec.spec import KvLayout
+from ..spec import KvLayout
 
 
 class Key(NamedTuple):

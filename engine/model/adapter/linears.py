@@ -16,7 +16,7 @@ from ....quant.families.registry import type_of
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
-from ....quant.model.experts_apart import LEAVES, experts_of, fused
+from ....quant.model.experts import LEAVES, experts_of, fused
 from ....quant.model.parameters import ModelParameters
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection, SlotMask
 from .packed import latent_projections

@@ -20,11 +20,11 @@ from transformers import DynamicCache
 
 from ....quant.model.auto import read_config
 from ...kernels.attention.batch import AttentionBatch
-from ...planner.probe.build import build_on_meta
-from ...planner.probe.cache_growth import measure_cache
+from ...planner.probe.measure import measure_cache
+from ...planner.probe.oracle import build_on_meta
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateLayout
-from ..spec.spec import KvLayout
+from ..spec import KvLayout
 from .cached_tensors import (
     CachedTensors,
     Place,

@@ -26,7 +26,7 @@ from ..layers.lora import AdapterBank
 from ..layers.norm import Norm
 from ..layers.projection import LinearSite, Projection
 from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
-from ..spec.spec import ImageSpec, KvLayout, ModelSpec
+from ..spec import ImageSpec, KvLayout, ModelSpec
 from .layer import Layer
 
 

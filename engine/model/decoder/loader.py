@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....quant.base.errors import BadInput
-from ....quant.families.spec_parts import AltUpSpec, NotCovered, RopeSpec
+from ....quant.families.spec_parts import AltUpSpec, RopeSpec
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.batch import AttentionRule
 from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
@@ -24,18 +23,28 @@ from ..layers.mlp import (
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
-from ..spec.spec import ModelSpec
-from .altup_layer import AltUpLayer
-from .altup_loader import load_altup, load_streams
+from ..spec import ModelSpec
 from .decoder import DecoderWeights
-from .embedding_loader import load_embedding
 from .expert_loader import load_mixture
-from .latent_loader import load_latent_attention
-from .layer import Attention, DecoderLayer, FeedForwardLayer, Layer, MixerLayer, StateMixer
-from .load_layers import load_layers
-from .per_layer_loader import load_per_layer_embedding, load_per_layer_input
-from .reader import CheckpointReader
-from .state_loader import load_state_mixer
+from .layer import (
+    AltUpLayer,
+    Attention,
+    DecoderLayer,
+    FeedForwardLayer,
+    Layer,
+    MixerLayer,
+    StateMixer,
+)
+from .part_loaders import (
+    load_altup,
+    load_embedding,
+    load_latent_attention,
+    load_per_layer_embedding,
+    load_per_layer_input,
+    load_state_mixer,
+    load_streams,
+)
+from .reader import CheckpointReader, decoder_base, load_layers
 
 
 def load_weights(
@@ -60,44 +69,6 @@ def load_weights(
     reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
     reader.takes_adapters = takes_adapters
     return LayerLoader(reader, spec, decoder_base(checkpoint, spec), dtype, shard).load()
-
-
-def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
-
-    Raises:
-        NotCovered: a multimodal checkpoint whose text model has other names.
-        BadInput: there is no embedding, or there are several decoders.
-    """
-    table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
-    tables = (name for name in checkpoint.names if name == table or name.endswith(f".{table}"))
-    bases = [name.removesuffix(table) for name in tables]
-    if len(bases) > 1:
-        bases = [base for base in bases if _holds(checkpoint, base + first)]
-    if len(bases) > 1:
-        raise BadInput(f"{checkpoint.path} holds several decoders: {', '.join(sorted(bases))}")
-    if spec.multimodal:
-        _check_names(checkpoint, spec, bases[0] if bases else spec.names.bases[0])
-    if not bases:
-        raise BadInput(f"{checkpoint.path} has no tensor {spec.names.bases[0] + table!r}")
-    return bases[0]
-
-
-def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
-    """Raise `NotCovered` where the modules of the first layer do not have the family's names."""
-    modules = (*spec.names.qkv, spec.names.output)
-    if spec.shape.latent is not None:
-        modules = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
-    elif spec.parts_of(0).state is not None:
-        modules = (f"{spec.names.state_mixer}.out_proj",)
-    for module in modules:
-        name = f"{base}{spec.names.layer.format(0)}{module}"
-        if not _holds(checkpoint, f"{name}."):
-            raise NotCovered(f"{checkpoint.path} has no {name}")
-
-
-def _holds(checkpoint: Checkpoint, prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in checkpoint.names)
 
 
 @dataclass(frozen=True, slots=True)

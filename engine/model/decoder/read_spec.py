@@ -14,7 +14,7 @@ from ....quant.families.config import complete, current_names, is_classifier
 from ....quant.families.registry import all_families, model_family, type_of
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, Names, NotCovered
 from ..layers.mlp import ACTIVATIONS
-from ..spec.spec import ModelSpec
+from ..spec import ModelSpec
 
 Config = Mapping[str, Any]
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -38,7 +38,7 @@ def model_spec(raw: Config) -> ModelSpec:
     family = model_family(type_of(config))
     if family is None or family.rules is None or family.choices is None:
         raise NotCovered(
-            f"config.json: model_type {type_of(config)!r} is not one of the decoder's own "
+            f"config.json: model_type {config.get('model_type')!r} is not one of the decoder's own "
             f"({', '.join(supported_model_types())})"
         )
     try:
@@ -90,7 +90,9 @@ def text_config(raw: Config) -> dict[str, Any]:
     from ....quant.model.auto import read_config
 
     if type_of(raw) not in CONFIG_MAPPING:
-        raise NotCovered(f"config.json: model_type {type_of(raw)!r} is unknown to transformers")
+        raise NotCovered(
+            f"config.json: model_type {raw.get('model_type')!r} is unknown to transformers"
+        )
     outer = read_config(raw)
     inner = outer.get_text_config(decoder=True)
     config = inner.to_dict()

@@ -1,14 +1,20 @@
-"""Checkpoint reader: weights by name as projections, tracking which tensors are unread."""
+"""Checkpoint reader: weights by name as projections, tracking which tensors are unread.
+
+`load_layers` loads layers by several threads: one reads and packs its weights beside the others.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from ....quant.base.errors import BadInput
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
+from ....quant.families.spec_parts import NotCovered
 from ....quant.gguf.checkpoint import GgufCheckpoint
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
@@ -18,6 +24,7 @@ from ...kernels.linear.native_linear import LooksUpRows, native_lookup
 from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.parallel import Shard, WeightSlice, take, take_rows
 from ..layers.projection import LinearSite, Projection
+from ..spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -287,3 +294,67 @@ class CheckpointReader:
 
     def _transposed(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
         return self.tensor(f"{module}.weight", in_features, out_features).T.contiguous()
+
+
+def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
+
+    Raises:
+        NotCovered: a multimodal checkpoint whose text model has other names.
+        BadInput: there is no embedding, or there are several decoders.
+    """
+    table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
+    tables = (name for name in checkpoint.names if name == table or name.endswith(f".{table}"))
+    bases = [name.removesuffix(table) for name in tables]
+    if len(bases) > 1:
+        bases = [base for base in bases if _holds(checkpoint, base + first)]
+    if len(bases) > 1:
+        raise BadInput(f"{checkpoint.path} holds several decoders: {', '.join(sorted(bases))}")
+    if spec.multimodal:
+        _check_names(checkpoint, spec, bases[0] if bases else spec.names.bases[0])
+    if not bases:
+        raise BadInput(f"{checkpoint.path} has no tensor {spec.names.bases[0] + table!r}")
+    return bases[0]
+
+
+def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
+    """Raise `NotCovered` where the modules of the first layer do not have the family's names."""
+    modules = (*spec.names.qkv, spec.names.output)
+    if spec.shape.latent is not None:
+        modules = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
+    elif spec.parts_of(0).state is not None:
+        modules = (f"{spec.names.state_mixer}.out_proj",)
+    for module in modules:
+        name = f"{base}{spec.names.layer.format(0)}{module}"
+        if not _holds(checkpoint, f"{name}."):
+            raise NotCovered(f"{checkpoint.path} has no {name}")
+
+
+def _holds(checkpoint: Checkpoint, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in checkpoint.names)
+
+
+T = TypeVar("T")
+
+MOST_LOADERS = 8
+"""Layers in hand at once: each holds its unpacked codes until they are packed."""
+
+
+def load_layers(load: Callable[[int], T], count: int, device: torch.device) -> list[T]:
+    """`load` of every index below `count`, in order; on a CPU by as many threads as torch has.
+
+    Raises:
+        The first exception, in the order of the layers; layers that were not begun are not loaded.
+    """
+    threads = torch.get_num_threads()
+    loaders = min(threads, MOST_LOADERS, count)
+    if device.type != "cpu" or loaders < 2:
+        return [load(index) for index in range(count)]
+    pool = ThreadPoolExecutor(
+        loaders, initializer=torch.set_num_threads, initargs=(threads // loaders,)
+    )
+    try:
+        return list(pool.map(load, range(count)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from ...kernels.elementwise.reference import (
     apply_rotary_emb,
     interleaved_to_halves,
 )
-from ..spec.spec import KvLayout
+from ..spec import KvLayout
 from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection

@@ -1,10 +1,14 @@
-"""Model lookup: the bundled table, an alias, a config file, a checkpoint folder, a GGUF file, or a hub id."""
+"""Model lookup: the bundled table, an alias, a config file, a checkpoint folder, a GGUF file, or a hub id.
+
+Stored bytes are read from headers, without loading tensors.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import struct
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -21,10 +25,9 @@ from ....quant.families.config import (
 )
 from ....quant.families.shapes import ModelShape
 from ....quant.kinds.ggml.scheme import GGUF_BLOCKS
-from ....quant.model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
+from ....quant.model.checkpoint import GGUF_SUFFIX, INDEX_NAME, gguf_file_of, read_json
 from ....recipes import MODELS as BUNDLED
 from ..probe.answers import probed
-from .headers import stored_weight_bytes
 from .probed_shape import ProbedShape
 from .weights import (
     BF16,
@@ -34,6 +37,40 @@ from .weights import (
     stored_quantization,
     stored_recipe,
 )
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def stored_weight_bytes(folder: Path) -> int | None:
+    """Bytes of all tensors in a folder, without headers and padding; None if it has no weights.
+
+    Raises:
+        BadInput: a shard that the index names is missing, or a header is damaged.
+    """
+    if (index := folder / INDEX_NAME).is_file():
+        shards = sorted(set((read_json(index).get("weight_map") or {}).values()))
+    else:
+        shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    return sum(_tensor_bytes(folder / shard) for shard in shards) or None
+
+
+def _tensor_bytes(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError("its header has no sensible length")
+            header = json.loads(file.read(length))
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        return sum(stop - start for start, stop in spans)
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} is missing: the checkpoint is incomplete") from error
+    except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{path} is cut off or damaged ({error}): fetch or write it again"
+        ) from error
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

@@ -1,4 +1,4 @@
-"""KV-cache dtypes: bytes per element, quantization scales included."""
+"""KV-cache dtypes: bytes per element, quantization scales included, exact for vectors of several widths."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from fractions import Fraction
 
 from ....quant.base.errors import BadInput
 from ....quant.families.shapes import ModelShape
-from .element_bytes import ElementBytes
-from .probed_shape import ProbedShape
+from .probed_shape import ElementBytes, ProbedShape
 
 
 @dataclass(frozen=True, slots=True)

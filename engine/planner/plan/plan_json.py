@@ -15,13 +15,13 @@ from ....quant.model.checkpoint import read_json
 from ..device.devices import Device
 from ..device.memory import Deployment, Reserve
 from ..device.speed import Efficiency, StepTime, decode_time, prefill_time
-from ..images.image_load import ImageLoad
 from ..model.catalog import PlannedModel
-from ..model.checkpoint_file import checkpoint_file_bytes
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
 from ..model.probed_shape import ProbedShape
+from ..model.weights import checkpoint_file_bytes
 from ..probe.facts import PARTS
+from .images import ImageLoad
 from .plan import DeploymentPlan, DevicePlan
 
 SCHEMA = 1

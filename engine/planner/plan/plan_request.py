@@ -13,11 +13,10 @@ from ...config.plan_request import PlanRequest
 from ..device.cache_size import DEFAULT_BLOCK_SIZE
 from ..device.devices import Device, choose_devices
 from ..device.speed import Efficiency
-from ..images.image_load import image_load
-from ..images.processor_probe import probed_image_tokens
 from ..model.catalog import PlannedModel, find_model
 from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, recipe_for
+from .images import image_load, probed_image_tokens
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 

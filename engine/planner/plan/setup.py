@@ -13,9 +13,9 @@ from ..device.cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_
 from ..device.devices import Device
 from ..device.memory import Reserve
 from ..device.speed import DEFAULT_EFFICIENCY, Efficiency
-from ..images.image_load import ImageLoad
 from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
+from .images import ImageLoad
 
 # Default fraction of the context that is output, the rest is prompt.
 OUTPUT_FRACTION = 0.25

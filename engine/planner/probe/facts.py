@@ -1,4 +1,4 @@
-"""What a probe measured: the tensors of a model and of its cache. Plain data, no torch."""
+"""Measurements of a probe: the tensors of a model and of its cache. Plain data, no torch."""
 
 from __future__ import annotations
 

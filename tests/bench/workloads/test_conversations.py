@@ -23,8 +23,8 @@ from llmopt.bench.workloads.freeze import read_frozen, write_frozen
 from llmopt.bench.workloads.sharegpt import exchanges_of
 from llmopt.bench.workloads.workload import Message
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.quant.models import resolve_model
-from llmopt.quant.tokenizer.load import load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"

@@ -13,7 +13,7 @@ from llmopt.bench.workloads.freeze import read_frozen, write_frozen
 from llmopt.bench.workloads.workload import Workload, numbered
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 
 TOKENIZER = load_tokenizer(MODELS / "stories3M")

@@ -16,7 +16,7 @@ from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.synthetic import prefix_repetition_workload, sonnet_workload
 from llmopt.bench.workloads.workload import fit_lengths, ramp_offsets
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.workloads.sharegpt import sharegpt_workload
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 FILES = ("dpo_en_300.json", "sharegpt_multiturn_128.json")

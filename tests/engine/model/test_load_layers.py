@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.model.decoder.load_layers import load_layers
+from llmopt.engine.model.decoder.reader import load_layers
 
 CPU = torch.device("cpu")
 

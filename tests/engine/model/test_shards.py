@@ -14,9 +14,9 @@ import torch
 from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.cache.step_inputs import Run, step_inputs
 from llmopt.engine.execution.worker import Channel
+from llmopt.engine.model.adapter.open import CausalModel, open_model
 from llmopt.engine.model.layers.lora import rows_by_adapter
 from llmopt.engine.model.layers.parallel import Shard, take
-from llmopt.engine.model.open import CausalModel, open_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.model.adapter.adapter import TransformersModel
+from llmopt.engine.model.adapter.open import open_model
 from llmopt.engine.model.adapter.packed import PAGED, LayerMask, layer_mask
-from llmopt.engine.model.open import open_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from transformers import LlamaConfig

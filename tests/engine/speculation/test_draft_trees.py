@@ -18,7 +18,7 @@ from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.model.open import open_model
+from llmopt.engine.model.adapter.open import open_model
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.block_pool import Window

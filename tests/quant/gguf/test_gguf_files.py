@@ -16,11 +16,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.gguf.architecture import architecture_keys, config_of, gguf_families, rope_factors
+from llmopt.quant.gguf.architecture import (
+    architecture_keys,
+    config_of,
+    from_gguf,
+    gguf_families,
+    rope_factors,
+    to_gguf,
+    to_halves,
+    to_interleaved,
+)
 from llmopt.quant.gguf.assemble import assemble, check_source
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
-from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat

@@ -8,24 +8,25 @@ import pytest
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.mix import (
     GGUF_TYPES,
+    MixShape,
     embedding_type,
     mix,
     mix_name,
     mix_notes,
     mix_of,
     output_type,
+    shape_of,
 )
-from llmopt.quant.gguf.mix_rules import ModelShape, shape_of
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 
 LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-SHAPE = ModelShape(layers=32, heads=32, kv_heads=32)
+SHAPE = MixShape(layers=32, heads=32, kv_heads=32)
 
 
-def types(type_name: str, shape: ModelShape = SHAPE) -> dict[str, list[str]]:
+def types(type_name: str, shape: MixShape = SHAPE) -> dict[str, list[str]]:
     """Of each linear of a layer, its type in every layer."""
     modules = {
         f"model.layers.{layer}.{linear}": (256, 256)
@@ -67,7 +68,7 @@ def test_a_name_without_a_size_is_the_medium_mix():
 
 
 def test_values_that_eight_heads_share_get_more_bits():
-    large = ModelShape(layers=80, heads=64, kv_heads=8)
+    large = MixShape(layers=80, heads=64, kv_heads=8)
     assert large.is_70b and not replace(large, kv_heads=64).is_70b
     assert set(types("Q4_K_S", large)["v"]) == {"Q5_K"}
     assert set(types("Q4_K_M", large)["v"]) == {"Q5_K", "Q6_K"}
@@ -99,7 +100,7 @@ def test_heads_and_embeddings():
 
 def test_widths_that_a_type_does_not_fit():
     modules = {"model.layers.0.mlp.down_proj": (64, 96), "model.layers.0.mlp.up_proj": (64, 40)}
-    shape = ModelShape(layers=1)
+    shape = MixShape(layers=1)
     assert mix("Q5_K_S", modules, shape) == {"model.layers.0.mlp.down_proj": GgufScheme("Q5_1")}
     assert mix("Q4_K_M", modules, shape)["model.layers.0.mlp.down_proj"] == GgufScheme("Q8_0")
     first, second = mix_notes("Q5_K_S", modules, shape)
@@ -117,5 +118,5 @@ def test_the_shape_of_a_config():
         "num_local_experts": 8,
     }
     shape = shape_of(config, "llama", has_importance=True)
-    assert shape == ModelShape(80, 64, 8, 8, "llama", True)
+    assert shape == MixShape(80, 64, 8, 8, "llama", True)
     assert shape.shares_values and shape.is_70b

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, write_gguf
-from llmopt.quant.gguf.pre_tokenizers import EXPRESSIONS, RAW_TEXT
 from llmopt.quant.gguf.read_tokenizer import read_tokenizer
-from llmopt.quant.gguf.tokenizer import tokenizer_keys
+from llmopt.quant.gguf.tokenizer import EXPRESSIONS, RAW_TEXT, tokenizer_keys
 from tokenizers import Tokenizer
 
 from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer

@@ -13,7 +13,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.experts_apart import parts_of, with_experts_apart
+from llmopt.quant.model.experts import parts_of, with_experts_apart
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.request.request import QuantizeRequest

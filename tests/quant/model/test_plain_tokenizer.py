@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.quant.families.registry import all_families
-from llmopt.quant.tokenizer.load import load_tokenizer
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto

@@ -12,6 +12,7 @@ import torch
 from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.load_processor import load_tokenizer
 from llmopt.quant.manifest import journal
 from llmopt.quant.manifest.journal import work_folder
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
@@ -22,7 +23,6 @@ from llmopt.quant.pipeline import calibrate, pipeline
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
-from llmopt.quant.tokenizer.load import load_tokenizer
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 

@@ -11,12 +11,11 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.image_inputs import ImageInputs, Images
 from llmopt.quant.calibration.image_samples import image_calibration
 from llmopt.quant.calibration.pairs import Pair
+from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.vision_units import vision_architecture
-from llmopt.quant.processor.load_processor import load_processor
 from llmopt.quant.stream.layer_stream import LayerStream
-from llmopt.quant.tokenizer.load import load_tokenizer
 
 from ...support.vision_checkpoints import FAMILIES, save_pictures, save_wrapped
 

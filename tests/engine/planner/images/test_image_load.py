@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from llmopt.engine.planner.images.image_load import parse_images
 from llmopt.engine.planner.plan.explain import explain
+from llmopt.engine.planner.plan.images import parse_images
 from llmopt.engine.planner.plan.plan import DeploymentPlan
 from llmopt.engine.planner.plan.plan_json import plan_as_dict
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for

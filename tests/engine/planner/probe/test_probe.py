@@ -16,9 +16,8 @@ from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.model.kv_dtypes import kv_dtype
 from llmopt.engine.planner.model.probed_shape import ProbedShape
 from llmopt.engine.planner.probe import answers
-from llmopt.engine.planner.probe.cache_growth import cache_shapes
-from llmopt.engine.planner.probe.data_free import DataFreeMode
 from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
+from llmopt.engine.planner.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.planner.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape

@@ -1,4 +1,7 @@
-"""Load of the images of a prompt: their tokens, and memory and time of the vision encoder."""
+"""Load of the images of a prompt: their tokens, and memory and time of the vision encoder.
+
+Tokens are counted by the family's rule, or by the checkpoint's processor in transformers.
+"""
 
 from __future__ import annotations
 
@@ -163,3 +166,21 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+def probed_image_tokens(folder: Path, width: int, height: int) -> ImageTokens | None:
+    """The count of the checkpoint's own processor; None where transformers cannot build it, or it cannot
+    count without an image."""
+    if not (folder / "preprocessor_config.json").is_file():
+        return None
+    try:
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        counted = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        count, tiles = counted["num_image_tokens"][0], counted["num_image_patches"][0]
+    except Exception:  # transformers may fail in any way here
+        return None
+    return ImageTokens(count, count, tiles, f"{type(processor).__name__} of transformers")

@@ -1,25 +1,202 @@
-"""Cache growth: the tensors of a model's cache object after forward passes of several lengths.
+"""Measure parameters by role, layer and part, and the growth of a cache over passes of several lengths.
 
-Each tensor is compared between lengths: the dimension that changes is that of the tokens, and how it
-changes is the tensor's law: every token, a window of the last ones, an entry per so many tokens, or a
+Each tensor of a cache is compared between lengths: the dimension that changes is that of the tokens, and how
+it changes is the tensor's law: every token, a window of the last ones, an entry per so many tokens, or a
 constant (the state of Mamba, linear attention and convolutions).
+
+A meta tensor has a shape and no values, so routing and length checks (`nonzero`, `.item()`) cannot run on it.
+The sizes do not depend on those values: `DataFreeMode` answers `nonzero` and a mask with one hit, a scalar
+with zero or False, which leaves conditional branches untaken.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache
 
 from ....quant.base.errors import BadInput
 from ....quant.families.registry import type_of
-from .data_free import DataFreeMode, ProbeTooLong
-from .facts import CachedTensor, Law
+from .facts import (
+    CachedTensor,
+    Law,
+    Parameters,
+    Part,
+)
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_VISION = re.compile(
+    r"vision|visual|image_|audio|sound|speech|vit(?:_|\.|$)|sam_|patch_embed|video|resampler|embed_vision"
+)
+_PROJECTOR = re.compile(
+    r"multi_modal_projector|projector|connector|merger|aligner|mm_|embed_vision|embed_audio|vlm?_connector"
+)
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router|wg|classifier)(?:\.|$)")
+_LATENT_DOWN = re.compile(r"q_a_proj|kv_a_proj|q_down|kv_down|fused_qkv_a|wq_a|wkv_a|indexer")
+_KV = re.compile(r"(?:^|[._])(?:k_proj|v_proj|key|value|kv_proj)(?:\.|$)")
+
+
+def measure_parameters(model: Any, num_experts: int, per_token: int) -> tuple[Parameters, ...]:
+    """All parameters of a model, equal ones of a layer in one row.
+
+    A parameter that several modules share is counted where it comes first. Of stacked experts, the first
+    dimension counts them.
+    """
+    head = model.get_output_embeddings()
+    output = None if head is None else getattr(head, "weight", None)
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    count: Counter[tuple[Part, str, str, int, int, int]] = Counter()
+    for name, parameter in model.named_parameters():
+        part = _part(name)
+        layer = _layer(name) if part == "text" else -1
+        role, shard, experts = _role(name, parameter, num_experts)
+        if id(parameter) in tables:
+            role, shard = "embedding", "ranks"
+        elif parameter is output:
+            role, shard = "head", "ranks"
+        if part != "text":
+            role, shard, experts = part, "whole", 1
+        rows, columns = _matrix(parameter, experts)
+        key = (part, role, shard, layer, rows, columns)
+        count[key] += max(1, experts)
+    return tuple(
+        Parameters(*key, number, _used(key[1], number, num_experts, per_token))
+        for key, number in count.items()
+    )
+
+
+def _part(name: str) -> Part:
+    if re.search(r"(?:^|\.)(?:language_model|text_model|lm_head)\.", name):
+        return "text"
+    if _PROJECTOR.search(name):
+        return "projector"
+    return "vision" if _VISION.search(name) else "text"
+
+
+def _layer(name: str) -> int:
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else -1
+
+
+def _role(name: str, parameter: torch.Tensor, num_experts: int) -> tuple[str, str, int]:
+    """Role, placement under tensor parallelism, and the experts that the parameter stacks."""
+    in_experts = re.search(r"(?:^|\.)experts(?:\.|$)", name) is not None
+    if parameter.dim() < 2:
+        return ("bias" if name.endswith("bias") else "norm"), "whole", 1
+    if in_experts and num_experts and parameter.dim() >= 2 and parameter.shape[0] == num_experts:
+        stacked_bias = parameter.dim() == 2
+        return ("expert_bias" if stacked_bias else "expert"), "ranks", num_experts
+    if in_experts and num_experts:
+        return "expert", "ranks", 1
+    if _ROUTER.search(name) and num_experts and num_experts in parameter.shape:
+        return "router", "whole", 1
+    if _LATENT_DOWN.search(name):
+        return "linear", "whole", 1
+    return "linear", "kv_heads" if _KV.search(name) else "ranks", 1
+
+
+def _matrix(parameter: torch.Tensor, experts: int) -> tuple[int, int]:
+    """Rows and columns of one of the stacked matrices; further dimensions are columns."""
+    shape = tuple(parameter.shape[1:]) if experts > 1 else tuple(parameter.shape)
+    if not shape:
+        return 1, 1
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    return shape[0], columns
+
+
+def _used(role: str, number: int, num_experts: int, per_token: int) -> int:
+    if role not in ("expert", "expert_bias") or not num_experts:
+        return number
+    return number * per_token // num_experts
+
+
+aten = torch.ops.aten
+
+
+class ProbeTooLong(Exception):
+    """A forward pass took more operators than it was allowed."""
+
+
+class DataFreeMode(TorchDispatchMode):
+    """Answer data-dependent operators of meta tensors; count operators, at most `max_operators`."""
+
+    def __init__(self, max_operators: int) -> None:
+        super().__init__()
+        self._left = max_operators
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ProbeTooLong
+        answer = _ANSWERS.get(func)
+        if answer is not None and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return answer(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hit(args: tuple[Any, ...]) -> torch.Tensor:
+    tensor = args[0]
+    return torch.empty((1, tensor.dim()), dtype=torch.long, device="meta")
+
+
+def _scalar(args: tuple[Any, ...]) -> bool | int | float:
+    dtype = args[0].dtype
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _selected(args: tuple[Any, ...]) -> torch.Tensor:
+    return torch.empty((1,), dtype=args[0].dtype, device="meta")
+
+
+def _counts(args: tuple[Any, ...]) -> torch.Tensor:
+    length = args[2] if len(args) > 2 else 0
+    return torch.empty((max(1, length),), dtype=torch.long, device="meta")
+
+
+def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
+    """`tensor[indices]`, each mask as the position of one hit."""
+    tensor, indices = args
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            positions += [torch.empty((1,), dtype=torch.long, device="meta")] * index.dim()
+        else:
+            positions.append(index)
+    return aten.index.Tensor(tensor, positions)
+
+
+def _not_equal(args: tuple[Any, ...]) -> bool:
+    return False
+
+
+_ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.nonzero.default: _one_hit,
+    aten._local_scalar_dense.default: _scalar,
+    aten.masked_select.default: _selected,
+    aten.bincount.default: _counts,
+    aten.equal.default: _not_equal,
+    aten.index.Tensor: _indexed,
+}
+
 
 SHORT_LENGTHS = (4, 8)
 LONG_LENGTH = 509  # prime, so that a compressed cache leaves a remainder

@@ -1,13 +1,13 @@
-"""Llama 4's image processor on Pillow: transformers has one for torchvision alone.
+"""Processors of images that transformers has for torchvision alone: Llama 4's and Pixtral's, on Pillow.
 
-An image is resized without distortion onto a canvas of square tiles, padded, and cut into them; more than one
+Llama 4 resizes an image without distortion onto a canvas of square tiles, pads it and cuts it; more than one
 tile are followed by the whole image as a tile. Source: transformers' `image_processing_llama4.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import PILImageResampling, SizeDict
-from transformers.processing_utils import ImagesKwargs
+from transformers.processing_utils import ImagesKwargs, ProcessorMixin
 
 Size = tuple[int, int]
 """Height and width."""
@@ -130,3 +130,36 @@ def cut(image: torch.Tensor, grid: Size) -> torch.Tensor:
     rows, columns = grid
     tiles = image.view(channels, rows, height // rows, columns, width // columns)
     return tiles.permute(1, 3, 0, 2, 4).reshape(-1, channels, height // rows, width // columns)
+
+
+class PixtralProcessor(ProcessorMixin):
+    """A row of placeholders for each row of merged patches, with a separator after each and an end token.
+
+    Source: transformers' `processing_pixtral.py`, the part that reads images.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        patch_size: int = 16,
+        spatial_merge_size: int = 1,
+        chat_template: Any = None,
+        image_token: str = "[IMG]",
+        image_break_token: str = "[IMG_BREAK]",
+        image_end_token: str = "[IMG_END]",
+        **_: Any,
+    ) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.side = patch_size * spatial_merge_size
+        self.image_token = image_token
+        self.image_break_token, self.image_end_token = image_break_token, image_end_token
+        self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
+
+    def _process_images(self, images: Any, **images_kwargs: Any) -> tuple[Any, list[str]]:
+        return super()._process_images(images, **{**images_kwargs, "patch_size": self.side})
+
+    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **_: Any) -> str:
+        height, width = (int(side) // self.side for side in image_inputs["image_sizes"][image_idx])
+        row = self.image_token * width
+        return self.image_break_token.join([row] * height) + self.image_end_token

@@ -9,20 +9,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ...quant.base.errors import BadInput
-from ...quant.families.spec_parts import NotCovered
-from ...quant.model.checkpoint import Checkpoint
-from ..base.host import give_back_freed_memory
-from ..config.compatibility import refuse
-from ..scheduling.block_pool import Window
-from .decoder.decoder import Decoder
-from .decoder.loader import decoder_base, load_weights
-from .decoder.read_spec import model_spec
-from .layers.attention import LayerCache, StepInputs
-from .layers.lora import AdapterBank
-from .layers.parallel import Shard
-from .layers.state import StateLayout
-from .spec.spec import ENDLESS, ImageSpec, KvLayout, streaming_spec
+from ....quant.base.errors import BadInput
+from ....quant.families.spec_parts import NotCovered
+from ....quant.model.checkpoint import Checkpoint
+from ...base.host import give_back_freed_memory
+from ...config.compatibility import refuse
+from ...scheduling.block_pool import Window
+from ..decoder.decoder import Decoder
+from ..decoder.loader import load_weights
+from ..decoder.read_spec import model_spec
+from ..decoder.reader import decoder_base
+from ..layers.attention import LayerCache, StepInputs
+from ..layers.lora import AdapterBank
+from ..layers.parallel import Shard
+from ..layers.state import StateLayout
+from ..spec import ENDLESS, ImageSpec, KvLayout, streaming_spec
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def open_model(
         spec = model_spec(checkpoint.config)
         decoder_base(checkpoint, spec)
     except NotCovered as reason:
-        from .adapter.adapter import TransformersModel
+        from .adapter import TransformersModel
 
         if stream is not None:
             refuse({"transformers", "streams"}, str(reason))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ....quant.base.errors import BadInput
-from ....quant.families.shapes import ModelShape
-from ....quant.families.spec_parts import (
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from ...quant.families.spec_parts import (
     AltUpSpec,
     LayerParts,
     LayerSizes,
@@ -18,8 +18,8 @@ from ....quant.families.spec_parts import (
     RouterSpec,
     Temperature,
 )
-from ...config.compatibility import refuse
-from ...scheduling.block_pool import Window
+from ..config.compatibility import refuse
+from ..scheduling.block_pool import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,287 @@
+"""Loading of the parts that some families have, and of the token embedding, which a tied LM head shares.
+
+Multi-head latent attention with its up-projections apart, what mixes tokens with a constant state,
+alternating updates (Gemma 3n), per-layer embeddings (Gemma 3n and 4).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ....quant.families.shapes import Latent
+from ....quant.families.spec_parts import (
+    AltUpSpec,
+    DeltaNetSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+    StateMixer,
+)
+from ...kernels.attention.batch import AttentionRule
+from ...kernels.linear.linear import OneDnnLinear, onednn_rows
+from ...kernels.linear.native_linear import LooksUpRows
+from ..layers.altup import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
+from ..layers.attention import LatentAttention, Rotation
+from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
+from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
+from ..layers.mlp import ACTIVATIONS
+from ..layers.norm import Norm
+from ..layers.parallel import Shard, WeightSlice
+from ..layers.projection import Projection
+from ..spec import ModelSpec
+from .reader import CheckpointReader
+
+
+def load_embedding(
+    reader: CheckpointReader,
+    name: str,
+    vocab: int,
+    hidden: int,
+    dtype: torch.dtype,
+    shard: Shard | None,
+    *,
+    tied: bool,
+) -> TokenEmbedding:
+    """Load the embedding [vocab, hidden]: as the file packs it where a kernel looks up rows, else floats.
+
+    Floats that the LM head shares (`tied`) are prepacked for its GEMM alone where rows can be looked up
+    there. A tensor-parallel rank has a table: its head is a part of it.
+    """
+    packed = reader.packed_table(name, vocab, hidden) if shard is None else None
+    if packed is not None and isinstance(packed.kernel, LooksUpRows):
+        return PackedEmbedding(packed, packed.kernel, hidden, dtype)
+    table = reader.tensor(name, vocab, hidden)
+    if not tied or shard is not None:
+        return EmbeddingTable(table)
+    head = reader.stacked([table], None)
+    rows = onednn_rows(head.kernel, table) if isinstance(head.kernel, OneDnnLinear) else None
+    return EmbeddingTable(table) if rows is None else PackedEmbedding(head, rows, hidden, dtype)
+
+
+def load_latent_attention(
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    layer: str,
+    latent: Latent,
+    rotation: Rotation,
+    shard: Shard | None,
+) -> LatentAttention:
+    """Load the attention of the layer with prefix `layer`; with `shard`, that rank's heads."""
+    shape, prefix = spec.shape, f"{layer}self_attn."
+    hidden, heads = shape.hidden_size, shape.num_heads
+    wide, rank = heads * latent.query_dim, latent.kv_rank
+    local_heads = slice(0, heads) if shard is None else shard.heads(shape)
+    into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
+
+    def linear(name: str, width: int, out: int, part: WeightSlice | None = None) -> Projection:
+        return reader.projection([prefix + name], width, [out], bias=False, weight_slice=part)
+
+    cached, into_latent = latent.cached_elements, "kv_a_proj_with_mqa"
+    query_norm = query_up = None
+    if latent.query_rank is None:
+        query, down = linear("q_proj", hidden, wide, into), linear(into_latent, hidden, cached)
+    else:
+        query, down = _down(reader, prefix, hidden, (latent.query_rank, cached))
+        query_norm = _norm(reader, f"{prefix}q_a_layernorm", latent.query_rank)
+        query_up = linear("q_b_proj", latent.query_rank, wide, into)
+    both = heads * (latent.nope_dim + latent.value_dim)
+    expand = reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[local_heads]
+    return LatentAttention(
+        num_heads=local_heads.stop - local_heads.start,
+        nope_dim=latent.nope_dim,
+        query=query,
+        query_norm=query_norm,
+        query_up=query_up,
+        latent=down,
+        latent_norm=_norm(reader, f"{prefix}kv_a_layernorm", rank),
+        key_up=expand[:, : latent.nope_dim].clone(),
+        value_up=expand[:, latent.nope_dim :].clone(),
+        output=linear("o_proj", heads * latent.value_dim, hidden, out_of),
+        rule=AttentionRule(
+            spec.attention_scale, window=shape.windows[0], num_sink_tokens=spec.num_sink_tokens
+        ),
+        rotation=rotation,
+        kv_scales=reader.kv_scales(layer, 1),
+    )
+
+
+def _down(
+    reader: CheckpointReader, prefix: str, hidden: int, out_features: tuple[int, int]
+) -> tuple[Projection, Projection | None]:
+    """The projections to the queries' rank and to the latent. Where they are unquantized the first is both,
+    stacked, and the second None: blocks of a quantized weight may straddle the two."""
+    names = [prefix + name for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    if not any(reader.is_quantized(name) for name in names):
+        return reader.projection(names, hidden, out_features, bias=False), None
+    query, latent = (
+        reader.projection([name], hidden, [out], bias=False)
+        for name, out in zip(names, out_features, strict=True)
+    )
+    return query, latent
+
+
+def _norm(reader: CheckpointReader, module: str, size: int) -> Norm:
+    # DeepSeek's `rms_norm_eps` does not apply to these: they use their class's default epsilon.
+    return Norm(size, 1e-6, reader.tensor(f"{module}.weight", size))
+
+
+_EXACT = torch.float32
+
+
+def load_state_mixer(
+    reader: CheckpointReader, spec: ModelSpec, kind: StateMixer, layer: str, state: int
+) -> ShortConvolution | GatedDeltaNet | Mamba2:
+    """Load the mixer of the layer with prefix `layer`; `state` is the index of its first state."""
+    prefix = f"{layer}{spec.names.state_mixer}."
+    if isinstance(kind, ShortConvSpec):
+        return _short_convolution(reader, spec, kind, prefix, state)
+    if isinstance(kind, DeltaNetSpec):
+        return _delta_net(reader, spec, kind, prefix, state)
+    return _mamba2(reader, spec, kind, prefix, state)
+
+
+def _short_convolution(
+    reader: CheckpointReader, spec: ModelSpec, kind: ShortConvSpec, prefix: str, state: int
+) -> ShortConvolution:
+    hidden, bias = spec.shape.hidden_size, kind.bias
+    return ShortConvolution(
+        reader.projection([f"{prefix}in_proj"], hidden, [3 * hidden], bias=bias),
+        reader.projection([f"{prefix}out_proj"], hidden, [hidden], bias=bias),
+        reader.tensor(f"{prefix}conv.weight", hidden, 1, kind.kernel).squeeze(1),
+        reader.tensor(f"{prefix}conv.bias", hidden) if bias else None,
+        state,
+    )
+
+
+def _delta_net(
+    reader: CheckpointReader, spec: ModelSpec, kind: DeltaNetSpec, prefix: str, state: int
+) -> GatedDeltaNet:
+    hidden, heads = spec.shape.hidden_size, kind.num_value_heads
+    mixed = 2 * kind.keys_width + kind.values_width
+    return GatedDeltaNet(
+        kind,
+        _delta_net_input(reader, kind, prefix, hidden),
+        reader.projection([f"{prefix}out_proj"], kind.values_width, [hidden], bias=False),
+        reader.tensor(f"{prefix}conv1d.weight", mixed, 1, kind.kernel).squeeze(1),
+        reader.tensor(f"{prefix}A_log", heads, dtype=_EXACT),
+        reader.tensor(f"{prefix}dt_bias", heads, dtype=_EXACT),
+        reader.tensor(f"{prefix}norm.weight", kind.value_dim),
+        spec.norm_eps,
+        state,
+    )
+
+
+def _delta_net_input(
+    reader: CheckpointReader, kind: DeltaNetSpec, prefix: str, hidden: int
+) -> Projection:
+    heads, mixed = kind.num_value_heads, 2 * kind.keys_width + kind.values_width
+    if kind.by_head:
+        parts = {"in_proj_qkvz": mixed + kind.values_width, "in_proj_ba": 2 * heads}
+    else:
+        parts = {
+            "in_proj_qkv": mixed,
+            "in_proj_z": kind.values_width,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+    modules = [prefix + name for name in parts]
+    return reader.projection(modules, hidden, list(parts.values()), bias=False)
+
+
+def _mamba2(
+    reader: CheckpointReader, spec: ModelSpec, kind: Mamba2Spec, prefix: str, state: int
+) -> Mamba2:
+    hidden, heads, channels = spec.shape.hidden_size, kind.num_heads, kind.conv_width
+    wide = kind.width + channels + heads
+    norm = reader.tensor(f"{prefix}norm.weight", kind.width)
+    return Mamba2(
+        kind,
+        reader.projection([f"{prefix}in_proj"], hidden, [wide], bias=kind.bias),
+        reader.projection([f"{prefix}out_proj"], kind.width, [hidden], bias=kind.bias),
+        reader.tensor(f"{prefix}conv1d.weight", channels, 1, kind.kernel).squeeze(1),
+        reader.tensor(f"{prefix}conv1d.bias", channels) if kind.conv_bias else None,
+        -reader.tensor(f"{prefix}A_log", heads, dtype=_EXACT).exp(),
+        reader.tensor(f"{prefix}dt_bias", heads, dtype=_EXACT),
+        reader.tensor(f"{prefix}D", heads, dtype=_EXACT),
+        norm.view(kind.num_groups, -1),
+        spec.norm_eps,
+        state,
+    )
+
+
+def load_streams(
+    reader: CheckpointReader, spec: ModelSpec, altup: AltUpSpec, base: str
+) -> AltUpStreams:
+    """Load the projections between embedding, streams and output, below the decoder's prefix `base`."""
+    hidden, others = spec.shape.hidden_size, range(altup.num_streams - 1)
+    into, out_of = (
+        [reader.projection([f"{base}{name}.{i}"], hidden, [hidden], bias=False) for i in others]
+        for name in ("altup_projections", "altup_unembed_projections")
+    )
+    return AltUpStreams(into, out_of)
+
+
+def load_altup(
+    reader: CheckpointReader, spec: ModelSpec, altup: AltUpSpec, layer: str
+) -> tuple[AltUp, Laurel]:
+    """Load what the layer with prefix `layer` does to the streams, and its residual."""
+    hidden, count, rank = spec.shape.hidden_size, altup.num_streams, altup.laurel_rank
+    prefix, laurel = f"{layer}altup.", f"{layer}laurel."
+    scale = f"{prefix}correct_output_scale"
+    learned = reader.tensor(scale, hidden) if scale in reader else None
+    update = AltUp(
+        altup.active,
+        reader.projection([f"{prefix}modality_router"], hidden, [count], bias=False),
+        _altup_norm(reader, spec, f"{prefix}router_norm"),
+        hidden**-1.0,
+        reader.projection([f"{prefix}prediction_coefs"], count, [count * count], bias=False),
+        reader.projection([f"{prefix}correction_coefs"], count, [count], bias=False),
+        learned if altup.scales_output else None,
+    )
+    residual = Laurel(
+        reader.projection([f"{laurel}linear_left"], hidden, [rank], bias=False),
+        reader.projection([f"{laurel}linear_right"], rank, [hidden], bias=False),
+        _altup_norm(reader, spec, f"{laurel}post_laurel_norm"),
+    )
+    return update, residual
+
+
+def _altup_norm(reader: CheckpointReader, spec: ModelSpec, name: str) -> Norm:
+    hidden = spec.shape.hidden_size
+    return Norm(hidden, spec.norm_eps, reader.tensor(f"{name}.weight", hidden))
+
+
+def load_per_layer_embedding(
+    reader: CheckpointReader, spec: ModelSpec, base: str, dtype: torch.dtype
+) -> PerLayerEmbedding:
+    """Load the inputs of all layers, below the decoder's prefix `base`."""
+    shape, width = spec.shape, spec.per_layer_width
+    total = shape.num_layers * width
+    table = reader.tensor(f"{base}embed_tokens_per_layer.weight", spec.per_layer_vocab, total)
+    return PerLayerEmbedding(
+        table,
+        # transformers rounds the factor to the model's dtype.
+        float(torch.tensor(math.sqrt(width), dtype=dtype)),
+        reader.projection(
+            [f"{base}per_layer_model_projection"], shape.hidden_size, [total], bias=False
+        ),
+        shape.hidden_size**-0.5,
+        Norm(width, spec.norm_eps, reader.tensor(f"{base}per_layer_projection_norm.weight", width)),
+        is_short=spec.per_layer_vocab < shape.vocab_size,
+    )
+
+
+def load_per_layer_input(
+    reader: CheckpointReader, spec: ModelSpec, layer: str, index: int
+) -> PerLayerInput:
+    """Load what the layer with prefix `layer` does with its input."""
+    hidden, width = spec.shape.hidden_size, spec.per_layer_width
+    norm = reader.tensor(f"{layer}post_per_layer_input_norm.weight", hidden)
+    return PerLayerInput(
+        index,
+        reader.projection([f"{layer}per_layer_input_gate"], hidden, [width], bias=False),
+        reader.projection([f"{layer}per_layer_projection"], width, [hidden], bias=False),
+        Norm(hidden, spec.norm_eps, norm),
+        ACTIVATIONS[spec.activation],
+    )

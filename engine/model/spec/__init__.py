@@ -1,1 +1,0 @@
-"""Model specs read from config.json: shapes, tensor names, RoPE parameters, KV layouts."""

@@ -1,1 +1,0 @@
-"""What images cost: tokens by resolution, encoder memory and time."""

@@ -1,0 +1,182 @@
+"""Loading the tokenizer of a folder or GGUF file, and a checkpoint's processor for images, on Pillow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .base.errors import BadInput, first_line
+from .families.registry import model_family, type_of
+from .gguf.container import GgufFile
+from .gguf.read_tokenizer import read_tokenizer
+from .model.checkpoint import gguf_file_of
+
+
+def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model from `resolve_model`; code of the checkpoint runs only where it is trusted.
+
+    A GGUF file's is the tokenizer.json beside it, else what its own keys describe.
+
+    Raises:
+        BadInput: it does not load.
+    """
+    file = gguf_file_of(model)
+    folder = model if file is None else file.parent
+    try:
+        if file is not None and not (folder / "tokenizer.json").is_file():
+            tokenizer = read_tokenizer(GgufFile(file))
+        else:
+            tokenizer = _from_folder(folder, trust_remote_code)
+    except BadInput:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many types for a broken file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
+    # Callers check lengths; silence the tokenizer's warning.
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
+    arguments: dict[str, Any] = {}
+    if config := _tokenizer_config(folder):
+        if _is_plain(folder, config):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        arguments["config"] = config
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
+    )
+
+
+def _is_plain(folder: Path, config: Any) -> bool:
+    """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
+
+    `AutoTokenizer` reads the sources of all models for it: half a second of every start.
+    """
+    family = model_family(type_of(config))
+    if family is None or not family.plain_tokenizer or not (folder / "tokenizer.json").is_file():
+        return False
+    if hasattr(config, "model_name"):
+        return False  # some names have classes replaced, as some types have
+    declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return declared["tokenizer_class"] in _PLAIN_CLASSES
+
+
+def _tokenizer_config(folder: Path) -> Any:
+    """What `AutoTokenizer` reads of a model's configuration, where the tokenizer names its class; else None.
+
+    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
+    of every start, for a class that the tokenizer does not need.
+    """
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # transformers says what is wrong
+    if "tokenizer_class" not in declared or "auto_map" in declared or "auto_map" in model:
+        return None
+    from transformers import PreTrainedConfig
+
+    keys = ("model_type", "model_name", "tokenizer_class")
+    config = PreTrainedConfig.from_dict({key: model[key] for key in keys if key in model})
+    config.name_or_path = str(folder)
+    return config
+
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Either describes the image processor."""
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether a checkpoint has the description of an image processor."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> Any:
+    """The processor of a checkpoint with image processor and tokenizer, and nothing where it takes more.
+
+    Raises:
+        BadInput: there is none, or transformers cannot build it here.
+    """
+    if not has_processor(folder):
+        raise BadInput(
+            f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
+        )
+    try:
+        image_processor = _image_processor(folder, trust_remote_code)
+        kind = _processor_class(folder, trust_remote_code)
+        description, _ = kind.get_processor_dict(folder)
+        given = {"image_processor": image_processor, "tokenizer": tokenizer}
+        parts = [given.get(name) for name in kind.get_attributes()]
+        return _without_checks(kind).from_args_and_dict(parts, description)
+    except Exception as error:  # transformers may fail in any way here
+        raise BadInput(
+            f"{folder}: transformers cannot build its image processor: {first_line(error)}"
+        ) from error
+
+
+def _image_processor(folder: Path, trust_remote_code: bool) -> Any:
+    """transformers' image processor for Pillow, or ours where it has none."""
+    from transformers import AutoImageProcessor, BaseImageProcessor
+
+    from .own_processors import Llama4ImageProcessorPil
+
+    description, _ = BaseImageProcessor.get_image_processor_dict(folder)
+    if str(description.get("image_processor_type")).startswith("Llama4ImageProcessor"):
+        return Llama4ImageProcessorPil.from_dict(description)
+    return AutoImageProcessor.from_pretrained(
+        folder, backend="pil", trust_remote_code=trust_remote_code
+    )
+
+
+def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
+    """The processor class that the checkpoint's files name, or else the one of its model type."""
+    import transformers
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING,
+        processor_class_from_name,
+    )
+
+    from .model.checkpoint import read_json
+    from .own_processors import PixtralProcessor
+
+    for name in (*_FILES, "tokenizer_config.json"):
+        if (folder / name).is_file():
+            named = read_json(folder / name).get("processor_class")
+            if named == "PixtralProcessor":
+                return PixtralProcessor
+            if named and (kind := processor_class_from_name(named)) is not None:
+                return kind
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if type(config) not in PROCESSOR_MAPPING:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no processor for {type_of(config)!r}"
+        )
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    return PixtralProcessor if kind.__name__ == "PixtralProcessor" else kind
+
+
+def _without_checks(kind: Any) -> Any:
+    """A subclass that accepts None for the parts that read video and audio, which are not loaded.
+
+    SmolVLM's class asks for a package that writes the numbers of video frames.
+    """
+    module = sys.modules[kind.__module__]
+    if getattr(module, "num2words", True) is None:
+        vars(module)["num2words"] = str
+
+    def accept(self: Any, argument_name: str, argument: Any) -> type:
+        return type(argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": accept})

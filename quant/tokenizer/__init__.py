@@ -1,1 +1,0 @@
-"""Loading a model's tokenizer, whatever holds it."""
