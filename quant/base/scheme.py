@@ -8,9 +8,9 @@ rest of a kind. How codes are chosen is up to the method, how they are stored is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import BadInput
 
@@ -68,12 +68,18 @@ class Scheme(ABC):
         permuted: whether group membership is stored per input channel (`g_idx` of dynamic act-order).
         searches_ranges: whether ranges of groups may be searched for; else the format's owner fixes them.
         fuses_scales: whether linears that servers fuse share one scale of the whole weight.
+        searched_widths: bits that a search over widths tries: those that servers have fast kernels for, and
+            where these take too many bytes, all; empty: it tries none.
+        format_names: of the formats that hold this kind alone.
     """
 
     __slots__ = ()
     kind_name: ClassVar[str]
     searches_ranges: ClassVar[bool] = False
     fuses_scales: ClassVar[bool] = False
+
+    searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    format_names: ClassVar[tuple[str, ...]] = ()
 
     bits: int
     activations: Activations | None = None
@@ -105,6 +111,18 @@ class Scheme(ABC):
     @property
     def ggml_type(self) -> str | None:
         """ggml's block type that stores such weights without loss; None: there is none."""
+        return None
+
+    def at_width(self, bits: int, group_size: int) -> Scheme:
+        """The scheme with other bits, and groups of another size where it has groups."""
+        raise NotImplementedError(f"{self.label} weights have no other widths")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of most linears, from the `quantization_config` of one of `format_names`.
+
+        The planner asks where it has no finer rules of the format; None: the config does not tell.
+        """
         return None
 
     @classmethod

@@ -33,6 +33,14 @@ SCHEMES: list[type[Scheme]] = [
     E8pScheme,
 ]
 
+SHARED_FORMATS = ("bitsandbytes", "compressed-tensors", "modelopt")
+"""Those that hold several kinds."""
+
+
+def format_names() -> tuple[str, ...]:
+    """All weight formats, as `--format` takes them."""
+    return tuple(sorted((*SHARED_FORMATS, *(name for one in SCHEMES for name in one.format_names))))
+
 
 def scheme_record(scheme: Scheme) -> dict[str, Any]:
     """A scheme for JSON; `read_scheme` undoes it."""

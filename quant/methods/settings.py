@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from ..base.errors import BadInput
 from ..base.option import Limit, check_limits, option
 from ..base.scheme import SUPPORTED_BITS
+from ..kinds.registry import format_names
 
 
 def _share(problem: str) -> Limit:
@@ -175,14 +176,4 @@ METHOD_FACTS = {
     "trellis": MethodFacts("exl3", 3, True, tuple(range(1, 9))),
     "quip": MethodFacts("quip", 2, True, (2, 3, 4)),
 }
-FORMAT_NAMES = (
-    "awq",
-    "bitsandbytes",
-    "compressed-tensors",
-    "exl3",
-    "fp8",
-    "gguf",
-    "gptq",
-    "modelopt",
-)
-FORMAT_NAMES += ("quip", "squeezellm")
+FORMAT_NAMES = format_names()

@@ -18,10 +18,8 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
-from ..base.scheme import Scheme
+from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.image_inputs import Images
-from ..kinds.integer.scheme import IntScheme
-from ..kinds.trellis.scheme import TrellisScheme
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..plan.plan import Plan, check_plan
@@ -30,8 +28,6 @@ from .divergence import divergences, round_layer, rounded
 from .preflight import module_sizes, unquantized_bytes
 
 # Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
-SERVED_BITS, ALL_BITS = (4, 8), (2, 3, 4, 8)
-TRELLIS_BITS = range(1, 9)
 GROUP_SIZES = (128, 64, 32)
 
 
@@ -172,17 +168,15 @@ def _kinds(plan: Plan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
         for size in GROUP_SIZES
         if all(columns % size == 0 for _, columns in plan.modules.values())
     ]
-    codes = {name: one for name, one in plan.schemes.items() if isinstance(one, TrellisScheme)}
-    base = {name: scheme for name, scheme in plan.schemes.items() if isinstance(scheme, IntScheme)}
-    sizes = divided or sorted({scheme.group_size for scheme in base.values()})
+    base = {name: scheme for name, scheme in plan.schemes.items() if scheme.searched_widths}
+    sizes = divided or sorted({scheme.scale_group or PER_CHANNEL for scheme in base.values()})
+    last = None
     for bits in widths:
-        if codes:
-            yield {name: replace(scheme, bits=bits) for name, scheme in codes.items()}
-            continue
         for size in sizes:
-            yield {
-                name: replace(scheme, bits=bits, group_size=size) for name, scheme in base.items()
-            }
+            kind = {name: scheme.at_width(bits, size) for name, scheme in base.items()}
+            if kind != last:  # without groups all sizes are the same
+                yield kind
+            last = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +223,10 @@ def search_of(plan: Plan, target_bpw: float | None, target_bytes: int | None) ->
     else:
         assert target_bytes is not None
         budget = target_bytes - unquantized_bytes(plan) - plan.kv_scale_bytes
-    trellis = all(isinstance(scheme, TrellisScheme) for scheme in plan.schemes.values())
-    kinds = _candidates(plan, TRELLIS_BITS if trellis else SERVED_BITS)
-    if not trellis and sum(kinds[0][1].values()) > budget:
-        kinds = _candidates(plan, ALL_BITS)
+    served, *more = max(scheme.searched_widths for scheme in plan.schemes.values())
+    kinds = _candidates(plan, served)
+    if more and sum(kinds[0][1].values()) > budget:
+        kinds = _candidates(plan, more[0])
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:
         least = sum(kinds[0][1].values())

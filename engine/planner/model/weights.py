@@ -20,6 +20,7 @@ from ....quant.base.atomic_io import Entry, file_bytes
 from ....quant.base.errors import BadInput
 from ....quant.families.shapes import ModelShape, Role, Tensor
 from ....quant.kinds.ggml.scheme import GgufScheme
+from ....quant.kinds.registry import SCHEMES
 
 UNQUANTIZED_BYTES = 2
 GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
@@ -102,6 +103,7 @@ RECIPES = {
     )
 }
 _FREE_GROUPS = ("int4", "int8", "gptq")
+_USUAL_SHAPE = (4096, 4096)
 _SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 beside each packed weight
 
 
@@ -223,6 +225,11 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
+    for kind in SCHEMES:
+        scheme = kind.from_config(stored) if method in kind.format_names else None
+        if scheme is not None:
+            width = scheme.bits_per_weight(*_USUAL_SHAPE)
+            return WeightRecipe(scheme.label, Fraction(width).limit_denominator(1024))
     raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
 
 

@@ -23,6 +23,7 @@ class FloatScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "float"
+    format_names: ClassVar[tuple[str, ...]] = ("fp8",)
 
     granularity: Literal["tensor", "channel", "block"]
     activations: Activations | None = None

@@ -77,7 +77,7 @@ def as_blocks(module: str, tensor: QuantizedTensor) -> GgufTensor:
     """
     if isinstance(tensor, IntTensor):
         return int_to_gguf(tensor, name=module)
-    if isinstance(tensor, Fp4Tensor) and tensor.scheme == Fp4Scheme("mxfp4"):
+    if isinstance(tensor, Fp4Tensor) and tensor.scheme.ggml_type is not None:
         return fp4_to_gguf(tensor)
     if not isinstance(tensor, GgufTensor):
         raise BadInput(f"{module}: format gguf cannot hold {tensor.scheme.label} weights")

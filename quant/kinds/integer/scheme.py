@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...base.errors import BadInput
@@ -31,6 +31,8 @@ class IntScheme(Scheme):
 
     kind_name: ClassVar[str] = "int"
     searches_ranges: ClassVar[bool] = True
+    searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = ((4, 8), (2, 3, 4, 8))
+    format_names: ClassVar[tuple[str, ...]] = ("awq", "gptq")
 
     bits: int
     group_size: int
@@ -97,6 +99,9 @@ class IntScheme(Scheme):
         whole = self.group_size == PER_CHANNEL or self.group_size % _GGML_BLOCK == 0
         plain = self.symmetric and not self.permuted and self.activations is None
         return _GGML_TYPES.get(self.bits) if plain and whole else None
+
+    def at_width(self, bits: int, group_size: int) -> IntScheme:
+        return replace(self, bits=bits, group_size=group_size)
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:

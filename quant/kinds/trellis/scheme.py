@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...base.errors import BadInput
@@ -25,6 +25,8 @@ class TrellisScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "trellis"
+    searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = (tuple(range(1, 9)),)
+    format_names: ClassVar[tuple[str, ...]] = ("exl3",)
 
     bits: int
     codebook: str = "mul1"
@@ -40,6 +42,9 @@ class TrellisScheme(Scheme):
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         """Bits of states and of the 16-bit scales of inputs and outputs."""
         return self.bits + 16 / out_features + 16 / in_features
+
+    def at_width(self, bits: int, group_size: int) -> TrellisScheme:
+        return replace(self, bits=bits)
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
