@@ -22,6 +22,7 @@ from ..kinds.base.format import HoldsKvScales, WeightFormat, config_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import SMOOTHING, solver_of
 from ..methods.registry import METHODS
+from ..methods.rtn import RoundToNearest
 from ..methods.solvers import with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
@@ -172,6 +173,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
     request = replace(request, options=replace(request.options, solver=solver))
     method = with_solver(method, solver)
     formats = _formats(request, method)
+    if method.name == RoundToNearest.name and formats[0].rounds_to is not None:
+        method = RoundToNearest(formats[0].rounds_to)
     if request.vision:
         refuse_vision(request, formats)
     if blocks_asked(request, formats):

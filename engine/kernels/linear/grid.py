@@ -6,8 +6,10 @@ A grid is affine (`w = scale * code - offset` per group of input channels), a lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -16,7 +18,6 @@ from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.codebook.kind import CodebookTensor, codebook
 from ....quant.kinds.codebook.scheme import CodebookScheme
-from ....quant.kinds.e8p.scheme import E8pScheme
 from ....quant.kinds.fp4.kind import Fp4Tensor, e2m1_table
 from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.ggml.blocks import block_codes
@@ -27,8 +28,6 @@ from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
-from ....quant.kinds.lookup.scheme import LookupScheme
-from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 
 
@@ -94,14 +93,21 @@ TABLE_BLOCKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme have no grid; None if they have one."""
-    if isinstance(scheme, CodebookScheme) and in_features % scheme.block_size:
-        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
-    if isinstance(scheme, GgufScheme):
-        has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
-        return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
-    if isinstance(scheme, LookupScheme | TrellisScheme | E8pScheme):
+    if scheme.kind_name not in _GRIDS:
         return f"{scheme.label} has no scales of groups"
+    refuses = _REFUSALS.get(scheme.kind_name)
+    return None if refuses is None else refuses(scheme, in_features)
+
+
+def _refuses_crossing_blocks(scheme: CodebookScheme, in_features: int) -> str | None:
+    if in_features % scheme.block_size:
+        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
     return None
+
+
+def _refuses_lattices(scheme: GgufScheme, in_features: int) -> str | None:
+    has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
+    return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
 
 
 def grid_of(weight: QuantizedTensor) -> Grid | None:
@@ -109,22 +115,23 @@ def grid_of(weight: QuantizedTensor) -> Grid | None:
 
     None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
     """
-    if isinstance(weight, IntTensor):
-        return _integer(weight)
-    if isinstance(weight, VectorwiseTensor):
-        scales = weight.absmax.to(torch.float32).unsqueeze(1) / 127
-        return Grid(weight.codes.view(torch.uint8) ^ 128, 8, PER_CHANNEL, scales, 128)
-    if isinstance(weight, Fp8Tensor):
-        return _fp8(weight)
-    if isinstance(weight, CodebookTensor):
-        magnitudes = weight.magnitudes().view(weight.out_features, -1)
-        table = codebook(weight.scheme.kind)
-        return Grid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
-    if isinstance(weight, Fp4Tensor):
-        scales = _small(weight.block_scales())
-        return Grid(weight.codes, 4, weight.scheme.block_size, scales, table=e2m1_table())
-    assert isinstance(weight, GgufTensor)
-    return _gguf(weight)
+    return _GRIDS[weight.scheme.kind_name](weight)
+
+
+def _vectorwise(weight: VectorwiseTensor) -> Grid:
+    scales = weight.absmax.to(torch.float32).unsqueeze(1) / 127
+    return Grid(weight.codes.view(torch.uint8) ^ 128, 8, PER_CHANNEL, scales, 128)
+
+
+def _codebook(weight: CodebookTensor) -> Grid:
+    magnitudes = weight.magnitudes().view(weight.out_features, -1)
+    table = codebook(weight.scheme.kind)
+    return Grid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
+
+
+def _fp4(weight: Fp4Tensor) -> Grid:
+    scales = _small(weight.block_scales())
+    return Grid(weight.codes, 4, weight.scheme.block_size, scales, table=e2m1_table())
 
 
 def _integer(weight: IntTensor) -> Grid | None:
@@ -199,6 +206,21 @@ def _gguf(weight: GgufTensor) -> Grid:
         outer_offsets=half(at + 2),
         nested=groups,
     )
+
+
+# The kinds whose weights have a grid.
+_GRIDS: dict[str, Callable[[Any], Grid | None]] = {
+    "int": _integer,
+    "float": _fp8,
+    "codebook": _codebook,
+    "fp4": _fp4,
+    "vectorwise": _vectorwise,
+    "gguf": _gguf,
+}
+_REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
+    "codebook": _refuses_crossing_blocks,
+    "gguf": _refuses_lattices,
+}
 
 
 def with_whole_table(grid: Grid) -> Grid:

@@ -41,6 +41,7 @@ class WeightFormat(ABC):
         name: as in `--format`.
         markers: suffixes of tensor names whose presence marks a quantized module.
         suffixes: of all the tensors that a quantized module may have (without the bias).
+        rounds_to: what method rtn rounds to in this format, where integers are not what it holds.
         keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
         inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
     """
@@ -48,6 +49,7 @@ class WeightFormat(ABC):
     name: str
     markers: tuple[str, ...]
     suffixes: tuple[str, ...]
+    rounds_to: Scheme | None = None
     keeps_scale_dtypes: bool = False
     inverts_global_scales: bool = False
 

@@ -107,7 +107,8 @@ class IntScheme(Scheme):
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
         first = not other.asymmetric
         sizes = (other.group_size, *_GROUPS) if isinstance(other, IntScheme) else _GROUPS
-        for bits in dict.fromkeys((other.bits, 4 if other.bits <= 4 else 8, 4)):
+        widths = dict.fromkeys((other.bits, 4 if other.bits <= 4 else 8, 4))
+        for bits in (bits for bits in widths if bits in SUPPORTED_BITS):
             for size in dict.fromkeys(sizes):
                 for symmetric in (first, not first):
                     yield 1, IntScheme(bits, size, symmetric)
