@@ -109,6 +109,16 @@ class Scheme(ABC):
         return in_features
 
     @property
+    def outlier_threshold(self) -> float | None:
+        """Magnitude from which inputs stay floats beside quantized ones (LLM.int8()); None: none do."""
+        return None
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether codes or scales are 8-bit floats, which not every device has."""
+        return False
+
+    @property
     def ggml_type(self) -> str | None:
         """ggml's block type that stores such weights without loss; None: there is none."""
         return None

@@ -17,7 +17,6 @@ from ....quant.base.scheme import Activations, Scheme
 from ....quant.kinds.fp4.kind import block_scales, e2m1_codes, e2m1_table, fp4_factors
 from ....quant.kinds.fp4.scheme import Fp4Scheme
 from ....quant.kinds.fp8.kind import E4M3_MAX
-from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ def fake_quantize_inputs(
     Args:
         input_scale: float32 `[1]`, for static activations; of NVFP4 inputs their global scale.
     """
-    if isinstance(scheme, VectorwiseScheme):
-        codes, scale, outliers = split_outliers(x, scheme.threshold)
+    if (threshold := scheme.outlier_threshold) is not None:
+        codes, scale, outliers = split_outliers(x, threshold)
         return (codes * scale + outliers).to(x.dtype)
     if scheme.activations is None:
         return x

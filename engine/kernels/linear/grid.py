@@ -1,7 +1,9 @@
-"""Quantization grids: the common form of all quantized tensors, which the C and Triton kernels read.
+"""Weights as kernels read them: one common form of all quantization kinds, and the table of kinds.
 
 A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
-4-bit codes, or e4m3 floats. Lookup tables per output channel, trellis codes and points of E8P have no grid.
+4-bit codes, or e4m3 floats. Lattice codes (ggml's IQ1 to IQ3), points of 4 or 8 weights and their signs, and
+lookup tables per output channel have forms of their own, for the C kernels. Trellis codes and points of E8P
+have decoders instead (`hadamard_linear.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
+from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CodeGrid:
     """A weight `[out, in]` as codes and dequantization parameters.
 
     Attributes:
@@ -91,50 +94,23 @@ WHOLE_BLOCKS = (
 TABLE_BLOCKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
-def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
-    """The reason why weights of a scheme have no grid; None if they have one."""
-    if scheme.kind_name not in _GRIDS:
-        return f"{scheme.label} has no scales of groups"
-    refuses = _REFUSALS.get(scheme.kind_name)
-    return None if refuses is None else refuses(scheme, in_features)
-
-
-def _refuses_crossing_blocks(scheme: CodebookScheme, in_features: int) -> str | None:
-    if in_features % scheme.block_size:
-        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
-    return None
-
-
-def _refuses_lattices(scheme: GgufScheme, in_features: int) -> str | None:
-    has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
-    return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
-
-
-def grid_of(weight: QuantizedTensor) -> Grid | None:
-    """The grid of a weight whose scheme `refuses_grid` supports.
-
-    None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
-    """
-    return _GRIDS[weight.scheme.kind_name](weight)
-
-
-def _vectorwise(weight: VectorwiseTensor) -> Grid:
+def _vectorwise(weight: VectorwiseTensor) -> CodeGrid:
     scales = weight.absmax.to(torch.float32).unsqueeze(1) / 127
-    return Grid(weight.codes.view(torch.uint8) ^ 128, 8, PER_CHANNEL, scales, 128)
+    return CodeGrid(weight.codes.view(torch.uint8) ^ 128, 8, PER_CHANNEL, scales, 128)
 
 
-def _codebook(weight: CodebookTensor) -> Grid:
+def _codebook(weight: CodebookTensor) -> CodeGrid:
     magnitudes = weight.magnitudes().view(weight.out_features, -1)
     table = codebook(weight.scheme.kind)
-    return Grid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
+    return CodeGrid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
 
 
-def _fp4(weight: Fp4Tensor) -> Grid:
+def _fp4(weight: Fp4Tensor) -> CodeGrid:
     scales = _small(weight.block_scales())
-    return Grid(weight.codes, 4, weight.scheme.block_size, scales, table=e2m1_table())
+    return CodeGrid(weight.codes, 4, weight.scheme.block_size, scales, table=e2m1_table())
 
 
-def _integer(weight: IntTensor) -> Grid | None:
+def _integer(weight: IntTensor) -> CodeGrid | None:
     scheme, codes, order = weight.scheme, weight.codes, None
     group = PER_CHANNEL if scheme.group_size == weight.in_features else scheme.group_size
     if weight.group_index is not None:
@@ -148,19 +124,19 @@ def _integer(weight: IntTensor) -> Grid | None:
         base = int(weight.zeros[0, 0])
     else:
         offsets = weight.zeros
-    return Grid(codes, scheme.bits, group, _small(weight.scales), base, offsets, order=order)
+    return CodeGrid(codes, scheme.bits, group, _small(weight.scales), base, offsets, order=order)
 
 
-def _fp8(weight: Fp8Tensor) -> Grid:
+def _fp8(weight: Fp8Tensor) -> CodeGrid:
     scales, group = weight.scales.to(torch.float32), PER_CHANNEL
     if weight.scheme.granularity == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[: weight.out_features]
         group = BLOCK
     scales = scales.expand(weight.out_features, -1)
-    return Grid(weight.values.view(torch.uint8), 8, group, _small(scales), is_fp8=True)
+    return CodeGrid(weight.values.view(torch.uint8), 8, group, _small(scales), is_fp8=True)
 
 
-def _gguf(weight: GgufTensor) -> Grid:
+def _gguf(weight: GgufTensor) -> CodeGrid:
     kind, out = weight.scheme.type, weight.out_features
     width, size = weight.scheme.block
     blocks = weight.data.reshape(-1, size)
@@ -175,27 +151,27 @@ def _gguf(weight: GgufTensor) -> Grid:
     if kind == "MXFP4":
         values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
         steps = rows(mxfp4_steps(blocks))
-        return Grid(weight, 4, 32, _small(steps), table=values.to(blocks.device))
+        return CodeGrid(weight, 4, 32, _small(steps), table=values.to(blocks.device))
     if kind == "IQ4_XS":
         scales, values = rows(iq4_xs_scales(blocks)), iq4_table(blocks.device)
-        return Grid(weight, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
+        return CodeGrid(weight, 4, 32, scales, outer_scales=half(0), nested=8, table=values)
     if kind == "IQ4_NL":
-        return Grid(weight, 4, 32, half(0), table=iq4_table(blocks.device))
+        return CodeGrid(weight, 4, 32, half(0), table=iq4_table(blocks.device))
     bits = weight.scheme.bits
     if width == 32:
         offsets = -half(2) if kind.endswith("_1") else None
-        return Grid(weight, bits, 32, half(0), 2 ** (bits - 1), offsets)
+        return CodeGrid(weight, bits, 32, half(0), 2 ** (bits - 1), offsets)
     if kind == "Q6_K":
         scales = rows(signed_scales(blocks))
-        return Grid(weight, bits, 16, scales, 32, outer_scales=half(208), nested=16)
+        return CodeGrid(weight, bits, 16, scales, 32, outer_scales=half(208), nested=16)
     if kind == "Q3_K":
         scales = rows(q3_scales(blocks))
-        return Grid(weight, bits, 16, scales, 4, outer_scales=half(108), nested=16)
+        return CodeGrid(weight, bits, 16, scales, 4, outer_scales=half(108), nested=16)
     is_small = kind == "Q2_K"
     fields = blocks[:, :16]
     scales, lows = (fields & 15, fields >> 4) if is_small else affine_scales(blocks)
     at, groups = (80, 16) if is_small else (0, 8)
-    return Grid(
+    return CodeGrid(
         weight,
         bits,
         256 // groups,
@@ -208,29 +184,14 @@ def _gguf(weight: GgufTensor) -> Grid:
     )
 
 
-# The kinds whose weights have a grid.
-_GRIDS: dict[str, Callable[[Any], Grid | None]] = {
-    "int": _integer,
-    "float": _fp8,
-    "codebook": _codebook,
-    "fp4": _fp4,
-    "vectorwise": _vectorwise,
-    "gguf": _gguf,
-}
-_REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
-    "codebook": _refuses_crossing_blocks,
-    "gguf": _refuses_lattices,
-}
-
-
-def with_whole_table(grid: Grid) -> Grid:
+def with_whole_table(grid: CodeGrid) -> CodeGrid:
     """The grid with a table of whole numbers, for integer GEMMs: e2m1's values are halves."""
     if grid.table is None or bool((grid.table == grid.table.round()).all()):
         return grid
     return replace(grid, table=grid.table * 2, scales=_small(grid.scales.to(torch.float32) / 2))
 
 
-def with_whole_groups(grid: Grid) -> Grid:
+def with_whole_groups(grid: CodeGrid) -> CodeGrid:
     """The grid in groups that the C kernels take, 16 or a multiple of 32 input channels.
 
     Groups of other multiples of 16 become several with the same scale; others, and a shorter last one, are
@@ -366,3 +327,99 @@ def lattice_grid(weight: GgufTensor) -> LatticeGrid:
         head.reshape(out, -1).to(torch.float16),
         lattice.unit / _MOST if lattice.signs == "in the points" else lattice.unit,
     )
+
+
+NativeGrid = CodeGrid | LatticeGrid | LookupTensor
+"""A weight as the C kernels pack it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindGrids:
+    """The forms in which kernels read the weights of one quantization kind.
+
+    Attributes:
+        grid: a weight's codes and scales of groups, for C and Triton; None: no weight has them.
+        refuses: why a scheme's weights of so many inputs have no such grid, or None.
+        native: another form, which the C kernels alone read, of the weights that `refuses` refuses; None for
+            those that have none.
+        has_native: whether a scheme's weights have that form.
+        whole: whether codes, or the values that they index, are whole numbers, for integer GEMMs.
+    """
+
+    grid: Callable[[Any], CodeGrid | None] | None = None
+    refuses: Callable[[Any, int], str | None] = lambda scheme, in_features: None
+    native: Callable[[Any], NativeGrid] | None = None
+    has_native: Callable[[Any], bool] = lambda scheme: False
+    whole: bool = False
+
+
+def _refuses_blocks_across_rows(scheme: CodebookScheme, in_features: int) -> str | None:
+    if in_features % scheme.block_size:
+        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
+    return None
+
+
+def _refuses_blocks(scheme: GgufScheme, in_features: int) -> str | None:
+    has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
+    return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
+
+
+def _refuses_groups(scheme: Scheme, in_features: int) -> str:
+    return f"{scheme.label} has no scales of groups"
+
+
+NO_GRID = KindGrids(refuses=_refuses_groups)
+KIND_GRIDS: dict[str, KindGrids] = {
+    "int": KindGrids(_integer, whole=True),
+    "float": KindGrids(_fp8),
+    "codebook": KindGrids(_codebook, _refuses_blocks_across_rows),
+    "fp4": KindGrids(_fp4, whole=True),
+    "vectorwise": KindGrids(_vectorwise, whole=True),
+    "lookup": KindGrids(
+        None, _refuses_groups, native=lambda weight: weight, has_native=lambda scheme: True
+    ),
+    "gguf": KindGrids(
+        _gguf,
+        _refuses_blocks,
+        native=lattice_grid,
+        has_native=lambda scheme: scheme.type in LATTICES,
+        whole=True,
+    ),
+}
+"""By `Scheme.kind_name`. A kind that is not here runs on its own decoder or on the reference."""
+
+
+def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
+    """The reason why weights of a scheme have no grid; None if they have one."""
+    return KIND_GRIDS.get(scheme.kind_name, NO_GRID).refuses(scheme, in_features)
+
+
+def refuses_native_grid(scheme: Scheme, in_features: int) -> str | None:
+    """The reason why the C kernels read weights of a scheme in no form, or None."""
+    if KIND_GRIDS.get(scheme.kind_name, NO_GRID).has_native(scheme):
+        return None
+    return refuses_grid(scheme, in_features)
+
+
+def has_whole_codes(scheme: Scheme) -> bool:
+    """Whether integer GEMMs of C take weights of a scheme."""
+    kind = KIND_GRIDS.get(scheme.kind_name, NO_GRID)
+    return kind.whole and (kind.has_native(scheme) or kind.refuses(scheme, 0) is None)
+
+
+def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
+    """The grid of a weight whose scheme `refuses_grid` supports.
+
+    None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
+    """
+    make = KIND_GRIDS[weight.scheme.kind_name].grid
+    assert make is not None
+    return make(weight)
+
+
+def native_grid_of(weight: QuantizedTensor) -> NativeGrid | None:
+    """The form in which the C kernels read a weight whose scheme `refuses_native_grid` supports."""
+    kind = KIND_GRIDS[weight.scheme.kind_name]
+    if kind.native is not None and kind.has_native(weight.scheme):
+        return kind.native(weight)
+    return grid_of(weight)

@@ -23,11 +23,11 @@ from ....quant.kinds.e8p.codebook import (
     residual_points,
 )
 from ....quant.kinds.e8p.kind import E8pTensor
-from ....quant.kinds.e8p.scheme import E8pScheme
 from ....quant.kinds.trellis.kind import TrellisTensor
-from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
+from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
 from ....quant.kinds.trellis.viterbi import TILE
 from ....quant.native.build import Native, native
+from ..common.devices import CPU_DTYPES
 from ..common.graphs import launch
 
 FLOAT_BITS = 32
@@ -326,45 +326,33 @@ class HadamardKernels:
     """The C kernels of one kind of codes.
 
     Attributes:
-        scheme: of the weights.
+        kind_name: of the weights' scheme.
         codes: what they are called.
+        native: makes the linear with inputs quantized to 8 or 16 bits, or in floats (`FLOAT_BITS`).
         in_floats, in_integers: the compiled GEMMs of float32 and of quantized inputs.
         codebook: the only one with 8-bit inputs, where there are several.
     """
 
-    scheme: type[Scheme]
+    kind_name: str
     codes: str
+    native: Callable[[QuantizedTensor, int], NativeHadamardLinear]
     in_floats: Callable[[], Native]
     in_integers: Callable[[], Native]
     codebook: str | None = None
 
-    def refuses_scheme(self, scheme: Scheme) -> str | None:
-        """Why torch cannot serve."""
-        if not isinstance(scheme, self.scheme):
-            return f"it is for {self.codes}, not {scheme.label}"
-        return None
-
     def refuses(
-        self, input_bits: int, device: str, dtype: torch.dtype, scheme: Scheme, wants_8: bool
+        self, input_bits: int, dtype: torch.dtype, scheme: Scheme, wants_8: bool
     ) -> str | None:
-        """Why the kernel that quantizes inputs to `input_bits`, 8 or 16, or `FLOAT_BITS`, cannot serve.
+        """The reason why the kernel with inputs of so many bits does not serve a scheme of the kind, or None.
 
         Args:
             wants_8: activations may be quantized to 8 bits.
         """
-        if device != "cpu":
-            return "it is a CPU kernel"
-        if (reason := self.refuses_scheme(scheme)) is not None:
-            return reason
-        if dtype not in (torch.bfloat16, torch.float32):
+        if dtype not in CPU_DTYPES:
             return f"it takes bfloat16 and float32, not {dtype}"
         if input_bits == FLOAT_BITS:
             return self.in_floats().reason
-        if (
-            input_bits == 8
-            and isinstance(scheme, TrellisScheme)
-            and scheme.codebook != self.codebook
-        ):
+        if input_bits == 8 and getattr(scheme, "codebook", None) != self.codebook:
             return f"it adds up the bytes of codebook {self.codebook}, which is not that of {scheme.label}"
         if input_bits == 8 and not wants_8:
             return "it quantizes the activations to 8 bits, which is not asked for"
@@ -374,6 +362,7 @@ class HadamardKernels:
 
 
 TRELLIS = HadamardKernels(
-    TrellisScheme, "trellis codes", native_trellis, native_trellis_integer, "mul1"
+    *("trellis", "trellis codes", NativeTrellisLinear),
+    *(native_trellis, native_trellis_integer, "mul1"),
 )
-E8P = HadamardKernels(E8pScheme, "E8P codes", native_e8p, native_e8p)
+E8P = HadamardKernels("e8p", "E8P codes", NativeE8pLinear, native_e8p, native_e8p)

@@ -1,10 +1,12 @@
-"""4-bit linears by Marlin (Frantar et al., 2024), from `kernels-community/quantization` of the hub."""
+"""Quantized linears by libraries: Marlin (Frantar et al., 2024) for 4-bit integers, from
+`kernels-community/quantization` of the hub, and DeepGEMM for block FP8, e4m3 × e4m3 with a scale for each 128
+inputs and each 128 × 128 weights."""
 
 from __future__ import annotations
 
 import torch
 
-from ....quant.base.scheme import PER_CHANNEL, Scheme
+from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.fp8.scheme import FloatScheme
@@ -14,6 +16,10 @@ from ..common.devices import hub_kernel, package, refuses_device
 from ..elementwise.activations import ActivationQuant, QuantizedActivations, Rows
 
 REPOSITORY = "kernels-community/quantization"
+MARLIN_GPUS = (8, 9, 10, 12)
+"""Compute capabilities, major."""
+MARLIN_WEIGHTS = "plain symmetric 4-bit integers"
+DEEP_GEMM_WEIGHTS = "e4m3 in blocks with e4m3 inputs"
 GROUPS = (32, 64, 128)
 LEAST_OUT, LEAST_IN = 64, 128
 LOCKS = 16
@@ -23,18 +29,15 @@ _WHOLE = [2 * row + column for row in range(4) for column in (0, 1, 8, 9, 16, 17
 """The order of scales in which a thread meets them: with several groups of inputs, and with one."""
 
 
-def refuses_marlin(
-    device: str, dtype: torch.dtype, scheme: Scheme, out_features: int, in_features: int
-) -> str | None:
-    """The reason why it does not support a linear, or None."""
-    if (reason := refuses_device(device, (8, 9, 10, 12))) is not None:
-        return reason
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {dtype}"
-    if not isinstance(scheme, IntScheme) or scheme.activations is not None:
-        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
-    if scheme.bits != 4 or not scheme.symmetric or scheme.permuted:
-        return f"it is for plain symmetric 4-bit integers, not {scheme.label}"
+def refuses_marlin(scheme: IntScheme, out_features: int, in_features: int) -> str | None:
+    """The reason why Marlin does not support integer weights, or None."""
+    if (
+        scheme.activations is not None
+        or scheme.bits != 4
+        or not scheme.symmetric
+        or scheme.permuted
+    ):
+        return f"it is for {MARLIN_WEIGHTS}, not {scheme.label}"
     if scheme.group_size not in (PER_CHANNEL, *GROUPS) or not scheme.divides(in_features):
         return f"it has no groups of {scheme.group_size}"
     if out_features % LEAST_OUT or in_features % LEAST_IN:
@@ -110,21 +113,13 @@ def refuses_dtype(device: str, dtype: torch.dtype) -> str | None:
     return None if dtype is torch.bfloat16 else f"its outputs are bfloat16, not {dtype}"
 
 
-def refuses_deep_gemm(
-    device: str, dtype: torch.dtype, scheme: Scheme, out_features: int, in_features: int
-) -> str | None:
-    """The reason why it does not support a linear, or None."""
-    if (reason := refuses_dtype(device, dtype)) is not None:
-        return reason
-    if not isinstance(scheme, FloatScheme) or scheme.granularity != "block":
-        return f"it is for e4m3 in blocks with e4m3 inputs, not {scheme.label}"
-    if (activations := scheme.activations) is None:
-        return f"it is for e4m3 in blocks with e4m3 inputs, not {scheme.label}"
-    if (
-        activations.kind != "fp8"
-        or activations.granularity != "group128"
-        or not activations.dynamic
-    ):
+def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) -> str | None:
+    """The reason why DeepGEMM does not support e4m3 weights, or None."""
+    activations = scheme.activations
+    if scheme.granularity != "block" or activations is None:
+        return f"it is for {DEEP_GEMM_WEIGHTS}, not {scheme.label}"
+    is_blockwise = activations.kind == "fp8" and activations.granularity == "group128"
+    if not is_blockwise or not activations.dynamic:
         return f"it is for e4m3 inputs with a scale for each {BLOCK}, not {scheme.label}"
     if out_features % BLOCK or in_features % BLOCK:
         return f"it needs whole blocks, not {out_features} × {in_features}"

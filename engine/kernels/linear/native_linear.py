@@ -14,10 +14,7 @@ from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
-from ....quant.kinds.integer.scheme import IntScheme
-from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
-from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
 from ....quant.native.build import Native, native
 from ..common.graphs import launch
 from ..elementwise.activations import (
@@ -26,7 +23,7 @@ from ..elementwise.activations import (
     Rows,
     fake_quantize_inputs,
 )
-from .grid import Grid, LatticeGrid, with_whole_groups, with_whole_table
+from .grid import CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
 from .linear import LinearKernel
 from .native_pack import CHUNK, PackedWeight, WeightStruct
 
@@ -131,7 +128,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        grid: Grid | LatticeGrid | LookupTensor,
+        grid: NativeGrid,
         input_dtype: InputDtype,
         *,
         input_block: int = 0,
@@ -145,11 +142,11 @@ class PackedLinear:
         if input_dtype == "bfloat16" and not has_bf16():
             input_dtype = "float32"
         self._out_features, self._in_features = grid.shape
-        if isinstance(grid, Grid):
+        if isinstance(grid, CodeGrid):
             grid = with_whole_groups(with_whole_table(grid) if input_dtype == "int8" else grid)
         self._weight = PackedWeight(grid, input_block or _MAX_STEPS[input_dtype])
         self.input_block = max(CHUNK, self._weight.struct.step) if input_block else 0
-        self._order = grid.order if isinstance(grid, Grid) else None
+        self._order = grid.order if isinstance(grid, CodeGrid) else None
         self._is_padded = self._order is not None and bool((self._order == self._in_features).any())
         self._input_dtype, self._levels = _INPUT_DTYPES[input_dtype], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
@@ -274,7 +271,7 @@ class Packed16Linear(_Packed):
     def __init__(
         self,
         weight: QuantizedTensor,
-        grid: Grid | LatticeGrid | LookupTensor,
+        grid: NativeGrid,
         dtype: torch.dtype,
     ) -> None:
         self._scheme: Scheme = weight.scheme
@@ -301,7 +298,7 @@ class Packed8Linear(_Packed):
     """
 
     def __init__(
-        self, weight: QuantizedTensor, grid: Grid | LatticeGrid, dtype: torch.dtype
+        self, weight: QuantizedTensor, grid: CodeGrid | LatticeGrid, dtype: torch.dtype
     ) -> None:
         assert isinstance(weight, IntTensor | GgufTensor | Fp4Tensor)
         levels, fixed_scale, self._dtype = OPTIONAL_LEVELS, 0.0, dtype
@@ -332,7 +329,7 @@ class Packed8Linear(_Packed):
 class PackedOutlierLinear(_Packed):
     """LLM.int8(): outlier inputs (magnitude >= threshold) in a float matmul, the others in an int8 GEMM."""
 
-    def __init__(self, weight: VectorwiseTensor, grid: Grid) -> None:
+    def __init__(self, weight: VectorwiseTensor, grid: CodeGrid) -> None:
         self._threshold = weight.scheme.threshold
         super().__init__(PackedLinear(grid, "int8", levels=127.0, threshold=self._threshold))
 
@@ -356,12 +353,14 @@ def packed_of(kernel: LinearKernel | None) -> PackedLinear | None:
     return kernel.linear if kernel.linear.grouping is not None else None
 
 
+INT8_KINDS = ("int", "vectorwise")
+"""Kinds whose weights multiply int8 inputs that their schemes ask for."""
+
+
 def wants_8_bit_inputs(scheme: Scheme, input_bits: int) -> bool:
     """Whether to use an integer GEMM: the scheme asks for one, or leaves it open and `input_bits` is 8."""
-    if isinstance(scheme, VectorwiseScheme):
-        return True
     activations: Activations | None = scheme.activations
     if activations is None:
         return input_bits == 8
     whole = activations.kind == "int8" and activations.granularity != "group128"
-    return whole and isinstance(scheme, IntScheme)
+    return whole and scheme.kind_name in INT8_KINDS

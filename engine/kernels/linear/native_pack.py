@@ -14,7 +14,7 @@ from ....quant.kinds.ggml.blocks import Blocks, blocks_of
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.native.build import native
-from .grid import BASE, Grid, LatticeGrid, bytes_of
+from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
 SCALE_TABLE, _SCALE_NIBBLE, SCALE_ODD = 3, 4, 5
@@ -41,7 +41,7 @@ class PackedScales:
     table: torch.Tensor | None = None
 
 
-def packed_scales(grid: Grid) -> PackedScales:
+def packed_scales(grid: CodeGrid) -> PackedScales:
     """The scales of a grid: floats of at most 256 values as bytes into a table (e4m3, exponents of two),
     and 4-bit pairs of scale and offset in one byte (Q2_K)."""
     scales, offsets = grid.scales, grid.offsets
@@ -123,7 +123,7 @@ class PackedWeight:
         max_step: the most input channels that are accumulated before a scale is applied.
     """
 
-    def __init__(self, grid: Grid | LatticeGrid | LookupTensor, max_step: int) -> None:
+    def __init__(self, grid: NativeGrid, max_step: int) -> None:
         out_features, in_features = grid.shape
         if isinstance(grid, LookupTensor):
             self._hold(_lookup_tensors(grid))

@@ -1,44 +1,45 @@
-"""When Triton's kernels for trellis and E8P codes can serve, and how the dispatch table makes them."""
+"""Quantized linears: dispatch over GEMM kernels for packed weights, `y = x @ ((codes - zeros) * scales).T`.
+
+The table at the end says for which quantization kinds each kernel is registered. The weight is repacked once
+at load, into the kernel's layout. No kernel keeps a floating-point copy of it: the fallback dequantizes one
+tile at a time. On a GPU the kernels are tried on the weight itself, with few tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ....quant.base.errors import BadInput
 from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.e8p.scheme import E8pScheme
-from ....quant.kinds.fp4.scheme import Fp4Scheme
-from ....quant.kinds.fp8.scheme import FloatScheme
-from ....quant.kinds.ggml.lattice import LATTICES
-from ....quant.kinds.ggml.scheme import GgufScheme
-from ....quant.kinds.ggml.tensor import GgufTensor
-from ....quant.kinds.integer.kind import IntTensor
-from ....quant.kinds.integer.scheme import IntScheme
 from ....quant.kinds.lookup.kind import LookupTensor
-from ....quant.kinds.lookup.scheme import LookupScheme
-from ....quant.kinds.trellis.scheme import TrellisScheme
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
-from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ..common.devices import refuses_cpu, refuses_fp8, refuses_native, refuses_rows
+from ..common.devices import (
+    refuses_cpu,
+    refuses_device,
+    refuses_fp8,
+    refuses_native,
+    refuses_rows,
+    serves_all,
+)
 from ..common.dispatch import Candidate, NoKernel, Operation
 from ..common.verdicts import RandomInputs, Trial, tolerance
-from .grid import TABLE_BLOCKS, WHOLE_BLOCKS, Grid, LatticeGrid, grid_of, lattice_grid, refuses_grid
-from .hadamard_linear import (
-    E8P,
-    FLOAT_BITS,
-    TRELLIS,
-    E8pLinear,
-    HadamardKernels,
-    NativeE8pLinear,
-    NativeTrellisLinear,
-    TransformedLinear,
+from .grid import CodeGrid, has_whole_codes, native_grid_of, refuses_native_grid
+from .hadamard_linear import E8P, FLOAT_BITS, TRELLIS, E8pLinear, HadamardKernels, TransformedLinear
+from .library_linear import (
+    DEEP_GEMM_WEIGHTS,
+    MARLIN_GPUS,
+    MARLIN_WEIGHTS,
+    DeepGemmLinear,
+    MarlinLinear,
+    refuses_deep_gemm,
+    refuses_dtype,
+    refuses_marlin,
 )
-from .library_linear import DeepGemmLinear, MarlinLinear, refuses_deep_gemm, refuses_marlin
 from .linear import LinearKernel
 from .native_linear import (
     Packed8Linear,
@@ -54,18 +55,11 @@ from .torch_linear import (
     TiledDequantLinear,
     VectorwiseLinear,
 )
-from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group
+from .triton_packed_weight import pack_weight, piece_of, refuses_packing
 
 if TYPE_CHECKING:
-    from .triton_hadamard import TritonTransformedLinear
-
-
-def triton_codes(weight: QuantizedTensor, dtype: torch.dtype) -> TritonTransformedLinear:
-    """A `TritonTransformedLinear`; Triton is imported where it is made."""
-    from .triton_hadamard import TritonTransformedLinear
-
-    return TritonTransformedLinear(weight, dtype)
-
+    from ....quant.kinds.fp8.scheme import FloatScheme
+    from ....quant.kinds.integer.scheme import IntScheme
 
 MAX_INPUTS = 2**20
 
@@ -92,157 +86,125 @@ class QuantizedLinearKernelQuery:
         return f"{shape}, {self.scheme.label}, {inputs} on {self.device}"
 
 
-def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_native(kernel_query, native_linear)) is not None:
+Refusal = Callable[[QuantizedLinearKernelQuery], str | None]
+
+
+def _for_kinds(
+    kinds: Collection[str], weights: str, rest: Refusal, first: Refusal = serves_all
+) -> Refusal:
+    """The refusal of a kernel that is registered for some kinds.
+
+    Args:
+        kinds: by `Scheme.kind_name`.
+        weights: what it is for, for people.
+        rest, first: what it asks of a query of these kinds, and before it asks for the kind.
+    """
+
+    def refuses(query: QuantizedLinearKernelQuery) -> str | None:
+        if (reason := first(query)) is not None:
+            return reason
+        if query.scheme.kind_name not in kinds:
+            return f"it is for {weights}, not {query.scheme.label}"
+        return rest(query)
+
+    return refuses
+
+
+def _refuses_device(query: QuantizedLinearKernelQuery) -> str | None:
+    return refuses_cpu(query.device)
+
+
+def _refuses_cpu_bf16(query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := refuses_cpu(query.device)) is not None:
         return reason
-    if kernel_query.in_features > MAX_INPUTS:
-        return f"its accumulators hold at most {MAX_INPUTS} inputs"
-    if isinstance(kernel_query.scheme, LookupScheme) or _has_lattice(kernel_query.scheme):
-        return None
-    return refuses_grid(kernel_query.scheme, kernel_query.in_features)
-
-
-def _has_lattice(scheme: Scheme) -> bool:
-    return isinstance(scheme, GgufScheme) and scheme.type in LATTICES
-
-
-def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    scheme = kernel_query.scheme
-    blocks = isinstance(scheme, GgufScheme) and scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
-    others = isinstance(scheme, IntScheme | VectorwiseScheme | Fp4Scheme)
-    if not blocks and not others and not _has_lattice(scheme):
-        return f"it is for weights of whole numbers, not {scheme.label}"
-    if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
-        return "it quantizes the activations to 8 bits, which is not asked for"
-    return _refuses_packed(kernel_query)
-
-
-def _refuses_cpu_bf16(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_cpu(kernel_query.device)) is not None:
-        return reason
-    if kernel_query.dtype is not torch.bfloat16:
-        return f"it is fast with bfloat16 activations only, not {kernel_query.dtype}"
+    if query.dtype is not torch.bfloat16:
+        return f"it is fast with bfloat16 activations only, not {query.dtype}"
     return None
 
 
-def _refuses_int4pack(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    scheme = kernel_query.scheme
-    if (reason := _refuses_cpu_bf16(kernel_query)) is not None:
+def _refuses_packed(query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := refuses_native(query, native_linear)) is not None:
         return reason
-    if not isinstance(scheme, IntScheme) or scheme.activations is not None or scheme.permuted:
+    if query.in_features > MAX_INPUTS:
+        return f"its accumulators hold at most {MAX_INPUTS} inputs"
+    return refuses_native_grid(query.scheme, query.in_features)
+
+
+def _refuses_packed_8(query: QuantizedLinearKernelQuery) -> str | None:
+    if not has_whole_codes(query.scheme):
+        return f"it is for weights of whole numbers, not {query.scheme.label}"
+    if not wants_8_bit_inputs(query.scheme, query.input_bits):
+        return "it quantizes the activations to 8 bits, which is not asked for"
+    return _refuses_packed(query)
+
+
+def _refuses_int4pack(query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = cast("IntScheme", query.scheme)
+    if scheme.activations is not None or scheme.permuted:
         return f"it is for plain integer weights, not {scheme.label}"
     if scheme.bits != 4:
         return f"it is for 4-bit weights, not {scheme.bits}"
-    group = kernel_query.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
+    group = scheme.scale_group or query.in_features
     if group not in (32, 64, 128, 256):
         return f"it has no group size {group} (32, 64, 128, 256)"
-    if kernel_query.out_features % 16 or kernel_query.in_features % 64:
-        shape = f"{kernel_query.out_features} × {kernel_query.in_features}"
+    if query.out_features % 16 or query.in_features % 64:
+        shape = f"{query.out_features} × {query.in_features}"
         return f"it needs out % 16 = 0 and in % 64 = 0, not {shape}"
     return None
 
 
-def _refuses_int8pack(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := _refuses_cpu_bf16(kernel_query)) is not None:
-        return reason
-    scheme = kernel_query.scheme
-    if (
-        not isinstance(scheme, IntScheme)
-        or scheme.activations is not None
-        or scheme.permuted
-        or scheme.bits != 8
-        or not scheme.symmetric
-        or scheme.group_size != PER_CHANNEL
-    ):
+def _is_plain_int8(scheme: IntScheme) -> bool:
+    return scheme.symmetric and scheme.group_size == PER_CHANNEL and scheme.bits == 8
+
+
+def _refuses_int8pack(query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = cast("IntScheme", query.scheme)
+    if scheme.activations is not None or scheme.permuted or not _is_plain_int8(scheme):
         return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
     return None
 
 
-def _refuses_int8_matmul(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    scheme = kernel_query.scheme
-    if (reason := refuses_cpu(kernel_query.device)) is not None:
-        return reason
-    if not isinstance(scheme, IntScheme) or scheme.activations is None:
+def _refuses_int8_matmul(query: QuantizedLinearKernelQuery) -> str | None:
+    scheme, activations = cast("IntScheme", query.scheme), query.scheme.activations
+    if activations is None:
         return f"it is for int8 weights and int8 inputs, not {scheme.label}"
-    inputs = scheme.activations.kind == "int8" and scheme.activations.granularity != "group128"
-    whole = scheme.symmetric and scheme.group_size == PER_CHANNEL and scheme.bits == 8
-    if not inputs or not whole:
+    inputs = activations.kind == "int8" and activations.granularity != "group128"
+    if not inputs or not _is_plain_int8(scheme):
         return f"it is for symmetric int8 with one scale per channel and token, not {scheme.label}"
     return None
 
 
-def _refuses_vectorwise(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_cpu(kernel_query.device)) is not None:
+def _refuses_triton(query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := refuses_rows(query)) is not None:
         return reason
-    if not isinstance(kernel_query.scheme, VectorwiseScheme):
-        return f"it is for LLM.int8(), not {kernel_query.scheme.label}"
-    return None
+    return refuses_packing(query.scheme, query.in_features)
 
 
-def _refuses_triton(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_rows(kernel_query)) is not None:
-        return reason
-    return refuses_packing(kernel_query.scheme, kernel_query.in_features)
+QUANTIZED_INPUTS = {"int": "int8", "float": "fp8"}
+"""Kinds that multiply inputs of their own kind in Triton, and that kind."""
+_QUANTIZED_INPUTS = "symmetric integers and int8 inputs, or fp8 and fp8"
 
 
-def _refuses_triton_quantized_input(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    scheme = kernel_query.scheme
-    activations = scheme.activations
-    if isinstance(scheme, IntScheme):
-        kind = "int8" if scheme.symmetric and not scheme.permuted else None
-    else:
-        kind = "fp8" if isinstance(scheme, FloatScheme) else None
+def _refuses_triton_quantized_input(query: QuantizedLinearKernelQuery) -> str | None:
+    scheme, activations = query.scheme, query.scheme.activations
+    kind = None if scheme.asymmetric or scheme.permuted else QUANTIZED_INPUTS[scheme.kind_name]
     if activations is None or activations.kind != kind:
-        return f"it is for symmetric integers and int8 inputs, or fp8 and fp8, not {scheme.label}"
-    if kind == "fp8" and (reason := refuses_fp8(kernel_query.device)) is not None:
+        return f"it is for {_QUANTIZED_INPUTS}, not {scheme.label}"
+    if kind == "fp8" and (reason := refuses_fp8(query.device)) is not None:
         return reason
-    if (reason := _refuses_triton(kernel_query)) is not None:
+    if (reason := _refuses_triton(query)) is not None:
         return reason
-    piece = piece_of(kernel_query.in_features, scale_group(scheme), scheme.bits)
+    piece = piece_of(query.in_features, scheme.scale_group, scheme.bits)
     if piece is None or piece < 32:
         return f"an 8-bit GEMM needs groups of 32 inputs, which {scheme.label} does not fit"
     return None
 
 
-def _refuses_hadamard(
-    kernels: HadamardKernels, input_bits: int
-) -> Callable[[QuantizedLinearKernelQuery], str | None]:
-    def refuses(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-        scheme = kernel_query.scheme
-        wants_8 = wants_8_bit_inputs(scheme, kernel_query.input_bits)
-        return kernels.refuses(input_bits, kernel_query.device, kernel_query.dtype, scheme, wants_8)
-
-    return refuses
-
-
-def _refuses_triton_codes(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    if not isinstance(kernel_query.scheme, TrellisScheme | E8pScheme):
-        return f"it is for trellis and E8P codes, not {kernel_query.scheme.label}"
-    return refuses_rows(kernel_query)
-
-
-def _refuses_trellis(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return TRELLIS.refuses_scheme(kernel_query.scheme)
-
-
-def _refuses_e8p(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return E8P.refuses_scheme(kernel_query.scheme)
-
-
-def _of_bits(
-    kernel: Callable[[QuantizedTensor, int], LinearKernel], input_bits: int
-) -> Callable[[QuantizedTensor, torch.dtype], LinearKernel]:
-    return lambda weight, dtype: kernel(weight, input_bits)
-
-
-def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    assert isinstance(weight, IntTensor)
-    return Int4PackLinear(weight, dtype)
-
-
-def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    assert isinstance(weight, IntTensor)
-    return Int8PackLinear(weight, dtype)
+def _refuses_tiled(query: QuantizedLinearKernelQuery) -> str | None:
+    if query.scheme.kind_name == "e8p":
+        return "a Hadamard transform mixes all outputs of E8P codes"
+    has_no_float8 = query.device == "mps" and query.scheme.has_float8
+    return "an Apple GPU has no float8" if has_no_float8 else None
 
 
 def _triton(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -264,93 +226,133 @@ def _triton_quantized_input(weight: QuantizedTensor, dtype: torch.dtype) -> Line
     return QuantizedInputLinear(weight, tiles, dtype)
 
 
-def _packed_grid(weight: QuantizedTensor) -> Grid | LatticeGrid | None:
-    if isinstance(weight, GgufTensor) and _has_lattice(weight.scheme):
-        return lattice_grid(weight)
-    return grid_of(weight)
-
-
 def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = _packed_grid(weight)
+    grid = native_grid_of(weight)
     if grid is None:
         return TiledDequantLinear(weight, dtype)
     if isinstance(weight, VectorwiseTensor):
-        assert isinstance(grid, Grid)
+        assert isinstance(grid, CodeGrid)
         return PackedOutlierLinear(weight, grid)
+    assert not isinstance(grid, LookupTensor)
     return Packed8Linear(weight, grid, dtype)
 
 
 def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = weight if isinstance(weight, LookupTensor) else _packed_grid(weight)
-    return (
-        TiledDequantLinear(weight, dtype) if grid is None else Packed16Linear(weight, grid, dtype)
-    )
+    grid = native_grid_of(weight)
+    if grid is None:
+        return TiledDequantLinear(weight, dtype)
+    return Packed16Linear(weight, grid, dtype)
 
 
-def _refuses_marlin(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return refuses_marlin(*_linear_of(kernel_query))
+def _triton_codes(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    from .triton_hadamard import TritonTransformedLinear
+
+    return TritonTransformedLinear(weight, dtype)
 
 
-def _refuses_deep_gemm(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    return refuses_deep_gemm(*_linear_of(kernel_query))
+def _native_codes(name: str, codes: HadamardKernels, input_bits: int) -> LinearCandidate:
+    """The C kernel of a kind's codes that quantizes inputs to `input_bits`."""
+
+    def rest(query: QuantizedLinearKernelQuery) -> str | None:
+        wants_8 = wants_8_bit_inputs(query.scheme, query.input_bits)
+        return codes.refuses(input_bits, query.dtype, query.scheme, wants_8)
+
+    refuses = _for_kinds((codes.kind_name,), codes.codes, rest, _refuses_device)
+    return Candidate(name, refuses, lambda weight, dtype: codes.native(weight, input_bits))
 
 
-def _linear_of(
-    kernel_query: QuantizedLinearKernelQuery,
-) -> tuple[str, torch.dtype, Scheme, int, int]:
-    query = kernel_query
-    return query.device, query.dtype, query.scheme, query.out_features, query.in_features
+Prepare = Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+LinearCandidate = Candidate[QuantizedLinearKernelQuery, Prepare]
 
-
-def _refuses_tiled(kernel_query: QuantizedLinearKernelQuery) -> str | None:
-    scheme = kernel_query.scheme
-    if isinstance(scheme, E8pScheme):
-        return "a Hadamard transform mixes all outputs of E8P codes"
-    is_float8 = isinstance(scheme, FloatScheme) or (
-        isinstance(scheme, Fp4Scheme) and scheme.kind == "nvfp4"
-    )
-    return "an Apple GPU has no float8" if kernel_query.device == "mps" and is_float8 else None
-
-
-QUANTIZED_LINEAR: Operation[
-    QuantizedLinearKernelQuery, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
-] = Operation(
+QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
     "quantized linear",
     [
-        Candidate("deep-gemm", _refuses_deep_gemm, DeepGemmLinear),
-        Candidate("marlin", _refuses_marlin, MarlinLinear),
-        Candidate("triton-8bit-inputs", _refuses_triton_quantized_input, _triton_quantized_input),
+        Candidate(
+            "deep-gemm",
+            _for_kinds(
+                ("float",),
+                DEEP_GEMM_WEIGHTS,
+                lambda q: refuses_deep_gemm(
+                    cast("FloatScheme", q.scheme), q.out_features, q.in_features
+                ),
+                lambda q: refuses_dtype(q.device, q.dtype),
+            ),
+            DeepGemmLinear,
+        ),
+        Candidate(
+            "marlin",
+            _for_kinds(
+                ("int",),
+                MARLIN_WEIGHTS,
+                lambda q: refuses_marlin(
+                    cast("IntScheme", q.scheme), q.out_features, q.in_features
+                ),
+                lambda q: refuses_device(q.device, MARLIN_GPUS, q.dtype),
+            ),
+            MarlinLinear,
+        ),
+        Candidate(
+            "triton-8bit-inputs",
+            _for_kinds(QUANTIZED_INPUTS, _QUANTIZED_INPUTS, _refuses_triton_quantized_input),
+            _triton_quantized_input,
+        ),
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
-        Candidate("triton-codes", _refuses_triton_codes, triton_codes),
-        *(
-            Candidate(name, _refuses_hadamard(kernels, input_bits), _of_bits(kernel, input_bits))
-            for name, kernels, kernel, input_bits in (
-                ("trellis-8bit-inputs", TRELLIS, NativeTrellisLinear, 8),
-                ("trellis-16bit-inputs", TRELLIS, NativeTrellisLinear, 16),
-                ("native-trellis", TRELLIS, NativeTrellisLinear, FLOAT_BITS),
-                ("e8p-8bit-inputs", E8P, NativeE8pLinear, 8),
-                ("e8p-16bit-inputs", E8P, NativeE8pLinear, 16),
-                ("native-e8p", E8P, NativeE8pLinear, FLOAT_BITS),
-            )
+        Candidate(
+            "triton-codes",
+            _for_kinds(("trellis", "e8p"), "trellis and E8P codes", refuses_rows),
+            _triton_codes,
         ),
-        Candidate("torch-trellis", _refuses_trellis, TransformedLinear),
-        Candidate("torch-e8p", _refuses_e8p, E8pLinear),
-        Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
-        Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
-        Candidate("torch-int8-product", _refuses_int8_matmul, Int8MatmulLinear),
-        Candidate("torch-int8-outliers", _refuses_vectorwise, VectorwiseLinear),
+        _native_codes("trellis-8bit-inputs", TRELLIS, 8),
+        _native_codes("trellis-16bit-inputs", TRELLIS, 16),
+        _native_codes("native-trellis", TRELLIS, FLOAT_BITS),
+        _native_codes("e8p-8bit-inputs", E8P, 8),
+        _native_codes("e8p-16bit-inputs", E8P, 16),
+        _native_codes("native-e8p", E8P, FLOAT_BITS),
+        Candidate(
+            "torch-trellis", _for_kinds(("trellis",), TRELLIS.codes, serves_all), TransformedLinear
+        ),
+        Candidate("torch-e8p", _for_kinds(("e8p",), E8P.codes, serves_all), E8pLinear),
+        Candidate(
+            "torch-int4pack",
+            _for_kinds(("int",), "plain integer weights", _refuses_int4pack, _refuses_cpu_bf16),
+            Int4PackLinear,
+        ),
+        Candidate(
+            "torch-int8pack",
+            _for_kinds(
+                ("int",),
+                "symmetric int8 with one scale per channel",
+                _refuses_int8pack,
+                _refuses_cpu_bf16,
+            ),
+            Int8PackLinear,
+        ),
+        Candidate(
+            "torch-int8-product",
+            _for_kinds(
+                ("int",), "int8 weights and int8 inputs", _refuses_int8_matmul, _refuses_device
+            ),
+            Int8MatmulLinear,
+        ),
+        Candidate(
+            "torch-int8-outliers",
+            _for_kinds(("vectorwise",), "LLM.int8()", serves_all, _refuses_device),
+            VectorwiseLinear,
+        ),
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],
 )
+"""The kernels, each with the kinds that it is registered for; those that name none read `KIND_GRIDS`.
+
+A kind that none of them knows is served by the last, the reference.
+"""
 
 
 COMPARED_TOKENS = (1, 20, 100)
 """A GEMV, a small GEMM, and the prefill path."""
 TIMED_TOKENS = (1, 16, 64)
-
-Prepare = Callable[[QuantizedTensor, torch.dtype], LinearKernel]
 
 
 def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -> Trial[Prepare]:

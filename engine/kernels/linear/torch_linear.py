@@ -87,7 +87,8 @@ class Int4PackLinear:
     It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
     """
 
-    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, IntTensor)
         group = weight.scheme.group_size
         self._group = weight.in_features if group == PER_CHANNEL else group
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
@@ -109,7 +110,8 @@ class Int4PackLinear:
 class Int8PackLinear:
     """W8A16 GEMM of torch on CPU, for signed 8-bit weights with one scale per output channel."""
 
-    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        assert isinstance(weight, IntTensor)
         self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
         self._scales = weight.scales.flatten().to(dtype)
         self.weight_bytes = self._codes.nbytes + self._scales.nbytes

@@ -12,23 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.codebook.scheme import CodebookScheme
-from ....quant.kinds.fp4.scheme import Fp4Scheme
-from ....quant.kinds.fp8.kind import BLOCK
-from ....quant.kinds.fp8.scheme import FloatScheme
-from ....quant.kinds.ggml.scheme import GgufScheme
-from ....quant.kinds.integer.scheme import IntScheme
 from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.lookup.scheme import LookupScheme
-from ....quant.kinds.vectorwise.scheme import VectorwiseScheme
-from .grid import Grid, grid_of, refuses_grid
+from .grid import CodeGrid, grid_of, refuses_grid
 
 OUTPUTS = 64
 """Output channels of a tile of 4-bit codes."""
@@ -146,32 +139,18 @@ def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | N
 
 def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme cannot be packed; None if they can."""
-    if isinstance(scheme, LookupScheme):
-        if scheme.sparse_fraction:
+    if scheme.kind_name == "lookup":  # packed here with its table
+        if cast("LookupScheme", scheme).sparse_fraction:
             return "it does not support sparse outliers"
     elif (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
-    group, bits = scale_group(scheme), scheme.bits
+    group, bits = scheme.scale_group, scheme.bits
     if group not in (0, 16, in_features) and group % 32:
         return f"it has no groups of {group} input channels (16 or multiples of 32)"
     if piece_of(in_features, group, bits) is None:
         needed = 64 if bits <= 4 else 16
         return f"it needs rows of a multiple of {needed} inputs, in groups of 16, not {in_features}"
     return None
-
-
-def scale_group(scheme: Scheme) -> int:
-    """Group size of a scheme's scales, in inputs; 0: per channel."""
-    if isinstance(scheme, IntScheme):
-        return 0 if scheme.group_size == PER_CHANNEL else scheme.group_size
-    if isinstance(scheme, CodebookScheme | Fp4Scheme):
-        return scheme.block_size
-    if isinstance(scheme, FloatScheme):
-        return BLOCK if scheme.granularity == "block" else 0
-    if isinstance(scheme, GgufScheme):
-        return 16 if scheme.type in ("Q2_K", "Q3_K", "Q6_K") else 32
-    assert isinstance(scheme, LookupScheme | VectorwiseScheme)
-    return 0
 
 
 def pack_weight(
@@ -184,7 +163,7 @@ def pack_weight(
     """
     if isinstance(weight, LookupTensor):
         ones = weight.table.new_ones(weight.out_features, 1)
-        grid = Grid(weight.codes, weight.scheme.bits, PER_CHANNEL, ones, table=weight.table)
+        grid = CodeGrid(weight.codes, weight.scheme.bits, PER_CHANNEL, ones, table=weight.table)
     else:
         weight_grid = grid_of(weight)
         if weight_grid is None:
@@ -269,7 +248,7 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1
 
 
-def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
+def _elements(grid: CodeGrid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
     """The kind of the codes, and the codes `[out, in]`."""
     if grid.table is not None:
         return "table", grid.codes

@@ -47,6 +47,10 @@ class Fp4Scheme(Scheme):
         return "MXFP4" if self.kind == "mxfp4" and self.activations is None else None
 
     @property
+    def has_float8(self) -> bool:
+        return self.kind == "nvfp4"
+
+    @property
     def scale_group(self) -> int:
         return self.block_size
 

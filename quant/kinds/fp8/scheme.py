@@ -50,6 +50,10 @@ class FloatScheme(Scheme):
         return 8 + 32 * rows * columns / (out_features * in_features)
 
     @property
+    def has_float8(self) -> bool:
+        return True
+
+    @property
     def scale_group(self) -> int:
         return BLOCK if self.granularity == "block" else 0
 

@@ -26,6 +26,10 @@ class VectorwiseScheme(Scheme):
         """Inputs below the threshold are quantized per token."""
         return Activations("int8")
 
+    @property
+    def outlier_threshold(self) -> float:
+        return self.threshold
+
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         """Bits of codes and float32 absmax of the rows over the number of weights."""
         return 8 + 32 / in_features

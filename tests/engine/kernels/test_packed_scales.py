@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from llmopt.engine.kernels.linear import native_pack
-from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, Grid, grid_of
+from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, CodeGrid, grid_of
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
 from llmopt.engine.kernels.linear.native_pack import (
     SCALE_KINDS,
@@ -93,7 +93,7 @@ def test_a_weight_takes_little_more_in_memory_than_in_its_file(
         assert kernel.weight_bytes <= 1.15 * file_bytes
 
 
-def wide(grid: Grid) -> PackedScales:
+def wide(grid: CodeGrid) -> PackedScales:
     """The scales as the grid has them."""
     kind = None if grid.offsets is None else grid.offsets.dtype
     scale_kind = SCALE_KINDS.index(grid.scales.dtype)
@@ -119,11 +119,11 @@ def test_narrowed_scales_change_no_bit(
 
 def test_scales_of_many_values_stay_as_they_are() -> None:
     scales = torch.rand(OUT, 48)
-    grid = Grid(torch.zeros(OUT, INPUTS, dtype=torch.uint8), 4, 16, scales)
+    grid = CodeGrid(torch.zeros(OUT, INPUTS, dtype=torch.uint8), 4, 16, scales)
     assert packed_scales(grid).scales is scales
     last = torch.ones(OUT, 48)  # alike at first, too many in the end
     last[-10:] = torch.rand(10, 48)
-    assert packed_scales(Grid(grid.codes, 4, 16, last)).scales is last
+    assert packed_scales(CodeGrid(grid.codes, 4, 16, last)).scales is last
 
 
 @pytest.mark.parametrize("count", [256, 257])
@@ -132,7 +132,7 @@ def test_halves_of_256_values_are_bytes(path: str, count: int) -> None:
     order = torch.randperm(OUT * 48, generator=torch.Generator().manual_seed(0)) % count
     scales = values[order].view(OUT, 48)
     apart = torch.stack([scales, scales], dim=-1)[..., 0]  # as in blocks, at a stride
-    packed = packed_scales(Grid(torch.zeros(OUT, INPUTS, dtype=torch.uint8), 4, 16, apart))
+    packed = packed_scales(CodeGrid(torch.zeros(OUT, INPUTS, dtype=torch.uint8), 4, 16, apart))
     if count > 256:
         assert packed.scales is apart
     else:
