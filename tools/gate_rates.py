@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.limits import Limit, Outcome
+from llmopt.bench.gate.limits import GateOutcome, Limit
 from llmopt.bench.gate.measured_starts import WAITING
 from llmopt.bench.gate.sequential import CODES, SequentialPlan, decide
 
@@ -135,7 +135,7 @@ def error_rates(
         compare(starts[i], new[j], threshold=threshold, limits=limits).outcome
         for i, j in permutations(range(len(starts)), 2)
     ]
-    kinds = (Outcome.REGRESSION, Outcome.NO_VERDICT, Outcome.PASS)
+    kinds = (GateOutcome.REGRESSION, GateOutcome.NO_VERDICT, GateOutcome.PASS)
     return Rates(factor, len(outcomes), *(outcomes.count(kind) / len(outcomes) for kind in kinds))
 
 
@@ -283,8 +283,8 @@ def job_rates(
         codes.append(code)
         ends.append(end)
     worst = np.array(codes)
-    regression = (worst == CODES.index(Outcome.REGRESSION)).any(axis=0)
-    passed = (worst == CODES.index(Outcome.PASS)).all(axis=0)
+    regression = (worst == CODES.index(GateOutcome.REGRESSION)).any(axis=0)
+    passed = (worst == CODES.index(GateOutcome.PASS)).all(axis=0)
     return JobRates(
         jobs,
         int(regression.sum()),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from llmopt.bench.gate.error_rates import read_starts
-from llmopt.bench.gate.limits import MEASURED, Outcome
+from llmopt.bench.gate.limits import MEASURED, GateOutcome
 from llmopt.bench.history.check import check_history
 from llmopt.bench.history.runs import MAX_OTHER_LOAD, HistoryRun
 from llmopt.bench.history.series import change_points
@@ -142,7 +142,7 @@ def false_alarms_of_checks(noise: Noise, kind: str, count: int) -> int:
         for i, value in enumerate(values)
     ]
     outcomes = [check_history(runs[:last], {metric: 0.05}).outcome for last in range(1, count + 1)]
-    return outcomes.count(Outcome.REGRESSION)
+    return outcomes.count(GateOutcome.REGRESSION)
 
 
 def main() -> int:

@@ -26,9 +26,9 @@ from .counts import check_count, failure_words, length_change, mean_value, relat
 from .limits import (
     COUNTED,
     Counted,
+    GateOutcome,
     Limit,
     Measured,
-    Outcome,
     Scored,
     TaskScored,
     speed_limits,
@@ -40,7 +40,7 @@ from .quality_checks import QualityGate, check_quality, quality_changes
 from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
 from .verdict import (
-    Finding,
+    LimitFinding,
     LimitVerdict,
     MeasuredVerdict,
     PairedExcess,
@@ -67,7 +67,7 @@ class Comparison:
         curves: the operating curve of each measured limit, for paired starts.
     """
 
-    outcome: Outcome
+    outcome: GateOutcome
     reasons: tuple[str, ...]
     base: str
     new: str
@@ -119,7 +119,7 @@ def compare(
     comparison = replace(comparison, tasks=task_changes(base, new))
     gaps: list[str] = []
     if failed := failure_words([base], [new]):
-        if failed[0] is Outcome.REGRESSION:
+        if failed[0] is GateOutcome.REGRESSION:
             return replace(comparison, outcome=failed[0], reasons=(failed[1],))
         gaps.append(failed[1])
     chosen = with_waiting(limits) or speed_limits(threshold)
@@ -175,14 +175,14 @@ def judge_starts(
     faults: list[str] = []
     gaps: list[str] = []
     if failed := failure_words(base, new):
-        (faults if failed[0] is Outcome.REGRESSION else gaps).append(failed[1])
+        (faults if failed[0] is GateOutcome.REGRESSION else gaps).append(failed[1])
     if measured and (reason := other_lengths(base, new)):
         gaps.append(reason)
     curves: list[OperatingCurve] = []
 
-    def find(limit: Limit) -> Finding | str:
+    def find(limit: Limit) -> LimitFinding | str:
         found = find_in_starts(limit, base, new, plan)
-        if isinstance(found, Finding) and isinstance(found.evidence, PairedExcess):
+        if isinstance(found, LimitFinding) and isinstance(found.evidence, PairedExcess):
             curve = operating_curve(limit, found.evidence)
             curves.extend([curve] if curve else [])
         return found
@@ -191,10 +191,10 @@ def judge_starts(
     checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
     comparison = replace(comparison, deltas=deltas, checks=checks, curves=tuple(curves))
     comparison = conclude(comparison, faults, [*gaps, *unknown], kept_words(len(limits)))
-    waits = any(delta.outcome is Outcome.NO_VERDICT for delta in deltas)
+    waits = any(delta.outcome is GateOutcome.NO_VERDICT for delta in deltas)
     is_over = final or len(base) >= max_pairs
     return replace(
-        comparison, settled=is_over or not waits or comparison.outcome is Outcome.REGRESSION
+        comparison, settled=is_over or not waits or comparison.outcome is GateOutcome.REGRESSION
     )
 
 
@@ -207,7 +207,7 @@ def _before_limits(
     pairs = zip(base, new, strict=True)
     blocking = [reason for a, b in pairs for reason in incomparable(a.result, b.result)]
     comparison = Comparison(
-        Outcome.NO_VERDICT,
+        GateOutcome.NO_VERDICT,
         tuple(dict.fromkeys(blocking)),
         base[0].name,
         new[0].name,
@@ -223,11 +223,11 @@ def _before_limits(
 
 
 def _judged(
-    limits: Sequence[Limit], find: Callable[[Limit], Finding | str]
+    limits: Sequence[Limit], find: Callable[[Limit], LimitFinding | str]
 ) -> tuple[tuple[MeasuredVerdict, ...], list[str]]:
     """The verdicts on limits of measured metrics, and why others have none."""
     found = [(limit, find(limit)) for limit in limits]
-    verdicts = [judge(limit, one) for limit, one in found if isinstance(one, Finding)]
+    verdicts = [judge(limit, one) for limit, one in found if isinstance(one, LimitFinding)]
     unknown = [one for _, one in found if isinstance(one, str)]
     return tuple(one for one in verdicts if isinstance(one, MeasuredVerdict)), unknown
 
@@ -259,13 +259,13 @@ def conclude(
     """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided
     limit or one of `gaps` is no verdict, and `said` describes a pass."""
     verdicts = comparison.verdicts
-    others = [Outcome.REGRESSION for _ in faults] + [Outcome.NO_VERDICT for _ in gaps]
-    outcome = Outcome.of([*(one.outcome for one in verdicts), *others])
+    others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in gaps]
+    outcome = GateOutcome.of([*(one.outcome for one in verdicts), *others])
     reasons = (said,)
-    if outcome is Outcome.REGRESSION:
+    if outcome is GateOutcome.REGRESSION:
         broken = [one.reason for one in verdicts if one.outcome is outcome]
         reasons = (*broken, *faults)
-    elif outcome is Outcome.NO_VERDICT:
+    elif outcome is GateOutcome.NO_VERDICT:
         reasons = undecided_words(verdicts, gaps, by_starts=comparison.num_pairs > 0)
         reasons = reasons or ("no metric has values in both runs",)
     return replace(comparison, outcome=outcome, reasons=reasons)
@@ -277,7 +277,7 @@ def kept_words(num_limits: int) -> str:
 
 
 def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
-    """What two runs cannot show, and what beside them was going on."""
+    """Notes on what two runs cannot show: effects of a start, background load beside them."""
     if is_paired(base, new):
         return (
             "passes of one process: effects of a start are not seen (llmopt compare --run sees them)",

@@ -15,9 +15,9 @@ import numpy as np
 from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values, rate_tails
 from ..page.page import size
 from ..record.result import RunData
-from .limits import Counted, Limit, Outcome
+from .limits import Counted, GateOutcome, Limit
 from .sequential import FALSE_REGRESSION
-from .verdict import Excess, Finding, LimitVerdict, Tails, judge
+from .verdict import Excess, LimitFinding, LimitVerdict, Tails, judge
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
 PEAK_MEMORY_CV = 0.005
@@ -31,7 +31,7 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     if after is None or (limit.relative and before is None):
         side = "new" if after is None else "base"
         said = f"{counted.label} has a limit but no value in the {side} run"
-        return judge(limit, Finding(said, base=before, new=after))
+        return judge(limit, LimitFinding(said, base=before, new=after))
     value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
     if limit.relative and before is not None:
         value = relative_change(before, after)
@@ -43,7 +43,7 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     elif not limit.at_most:
         evidence = Tails(evidence.as_low, evidence.as_high)
     undecided = f": too few to tell the limit {limit.text}"
-    return judge(limit, Finding(said, evidence, undecided, before, after))
+    return judge(limit, LimitFinding(said, evidence, undecided, before, after))
 
 
 def shown(value: float, unit: str) -> str:
@@ -86,15 +86,17 @@ def failures(starts: Sequence[RunData]) -> tuple[int, int]:
     return failed, failed + sum(start.result["completed"] for start in starts)
 
 
-def failure_words(base: Sequence[RunData], new: Sequence[RunData]) -> tuple[Outcome, str] | None:
-    """What a higher share of failed requests says before any latency is compared; None if not higher."""
+def failure_words(
+    base: Sequence[RunData], new: Sequence[RunData]
+) -> tuple[GateOutcome, str] | None:
+    """The outcome of a higher share of failures, before any latency is compared; None if not higher."""
     before, after = failures(base), failures(new)
     if after[0] * before[1] <= before[0] * after[1]:
         return None
     said = f"failed requests rose from {before[0]} to {after[0]} of {after[1]}"
     if fisher_tails(before, after)[0] <= FALSE_REGRESSION:
-        return Outcome.REGRESSION, said
-    return Outcome.NO_VERDICT, f"{said}: too few to tell whether more fail"
+        return GateOutcome.REGRESSION, said
+    return GateOutcome.NO_VERDICT, f"{said}: too few to tell whether more fail"
 
 
 def _failure_tails(

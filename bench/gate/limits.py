@@ -115,7 +115,7 @@ WORD = re.compile(r"([A-Za-z_][\w.-]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?
 EXAMPLE = '"p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02"'
 
 
-class Outcome(StrEnum):
+class GateOutcome(StrEnum):
     """The three verdicts, and their exit codes."""
 
     PASS = "pass"
@@ -124,10 +124,10 @@ class Outcome(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        return {Outcome.PASS: 0, Outcome.REGRESSION: 1, Outcome.NO_VERDICT: 3}[self]
+        return {GateOutcome.PASS: 0, GateOutcome.REGRESSION: 1, GateOutcome.NO_VERDICT: 3}[self]
 
     @classmethod
-    def of(cls, outcomes: Iterable[Outcome]) -> Outcome:
+    def of(cls, outcomes: Iterable[GateOutcome]) -> GateOutcome:
         """Several outcomes as one: regression before no verdict before pass; of none, no verdict."""
         found = set(outcomes)
         order = (cls.REGRESSION, cls.NO_VERDICT, cls.PASS)

@@ -21,7 +21,7 @@ from ..record.result import RunData, value_of_pass
 from .limits import MEASURED, Limit, Measured
 from .measured_starts import WAITING, change_words, undisturbed, unjudgeable
 from .sequential import FALSE_PASS, FALSE_REGRESSION
-from .verdict import Change, Excess, Finding
+from .verdict import Change, Excess, LimitFinding
 
 NO_VALUE = "has a limit but no value in both runs"
 RESAMPLES = 500
@@ -44,7 +44,7 @@ BUSY = 0.05
 
 def find_in_runs(
     limit: Limit, base: RunData, new: RunData, *, num_limits: int, same: bool = False
-) -> Finding | str:
+) -> LimitFinding | str:
     """The change of a metric between two single runs; text where it cannot be judged.
 
     A pass needs the 95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over
@@ -69,7 +69,7 @@ def find_in_runs(
     said = f"{measured.label} {change_words(relative(change.log_ratio), is_share)}"
     if not limit.relative:
         said = f"{measured.label} is {sides[1]:,.4g} {measured.unit}"
-    return Finding(
+    return LimitFinding(
         said,
         Excess(
             slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) - allowed,

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..metrics.statistics import centre_interval, hodges_lehmann, requests_for_percentile
 from ..record.result import RunData, value_of_pass
-from .limits import Limit, Measured, Outcome
+from .limits import GateOutcome, Limit, Measured
 from .sequential import (
     FALSE_PASS,
     FALSE_REGRESSION,
@@ -28,7 +28,7 @@ from .sequential import (
     SequentialPlan,
     operating_points,
 )
-from .verdict import Change, Finding, PairedExcess, pairs_to_settle
+from .verdict import Change, LimitFinding, PairedExcess, pairs_to_settle
 
 WAITING = "waiting_seconds"
 TAILS = {"p90": 90.0, "p95": 95.0, "p99": 99.0}
@@ -39,7 +39,7 @@ MIN_PAIRS_FOR_CURVE = 5
 
 def find_in_starts(
     limit: Limit, base: Sequence[RunData], new: Sequence[RunData], plan: SequentialPlan
-) -> Finding | str:
+) -> LimitFinding | str:
     """The changes of a metric over pairs of starts; text where it cannot be judged."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
@@ -65,7 +65,7 @@ def find_in_starts(
         levels = (FALSE_REGRESSION / max(plan.num_limits, 1), FALSE_PASS)
         more = pairs_to_settle(sign * centre - allowed, error, len(paired.changes), levels)
         undecided = f" ± {(relative(high) - relative(low)) / 2:.1%}" if limit.relative else ""
-    return Finding(
+    return LimitFinding(
         said,
         PairedExcess(sign * paired.changes - allowed, plan),
         f"{undecided}: {len(paired.changes)} pairs of starts do not tell the limit {limit.text}",
@@ -92,9 +92,9 @@ def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None
     points = tuple(
         OperatingPoint(
             worse if is_share else math.expm1(worse),
-            found[Outcome.PASS],
-            found[Outcome.REGRESSION],
-            found[Outcome.NO_VERDICT],
+            found[GateOutcome.PASS],
+            found[GateOutcome.REGRESSION],
+            found[GateOutcome.NO_VERDICT],
             mean_pairs,
         )
         for worse, found, mean_pairs in operating_points(residuals, allowed, paired.plan)

@@ -12,7 +12,7 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ..record.result import RunData, to_json
 from .compare import Comparison
-from .limits import MEASURED, Limit, Outcome, parse_gate
+from .limits import MEASURED, GateOutcome, Limit, parse_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ def junit(comparison: Comparison) -> str:
         "testsuite",
         name=clean(f"llmopt compare: {comparison.new} against {comparison.base}"),
         tests=str(len(cases)),
-        failures=str(sum(outcome is Outcome.REGRESSION for _, outcome, _ in cases)),
-        errors=str(sum(outcome is Outcome.NO_VERDICT for _, outcome, _ in cases)),
+        failures=str(sum(outcome is GateOutcome.REGRESSION for _, outcome, _ in cases)),
+        errors=str(sum(outcome is GateOutcome.NO_VERDICT for _, outcome, _ in cases)),
     )
     for name, outcome, reason in cases:
         case = ElementTree.SubElement(
             suite, "testcase", classname="llmopt.compare", name=clean(name), time="0"
         )
-        if outcome is Outcome.PASS:
+        if outcome is GateOutcome.PASS:
             ElementTree.SubElement(case, "system-out").text = clean(reason)
         else:
-            kind = "failure" if outcome is Outcome.REGRESSION else "error"
+            kind = "failure" if outcome is GateOutcome.REGRESSION else "error"
             element = ElementTree.SubElement(case, kind, message=clean(reason), type=outcome.value)
             element.text = clean(reason)
     suites = ElementTree.Element("testsuites")

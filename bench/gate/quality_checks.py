@@ -20,7 +20,7 @@ from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
 from ..record.result import RunData
 from .counts import relative_change, shown
 from .limits import SCORED, Limit, Scored
-from .verdict import Excess, Finding, LimitVerdict, judge
+from .verdict import Excess, LimitFinding, LimitVerdict, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         said = f"{scored.label} has a limit but no value in the {side} run"
         if scored.column != "nll" and _quality(base if side == "base" else new):
             said += ": it needs a --reference"
-        return judge(limit, Finding(said, base=before, new=after))
+        return judge(limit, LimitFinding(said, base=before, new=after))
     if not limit.relative:
         # Results of older versions have no intervals: their values are taken as they are.
         found = (_quality(new).get("intervals") or {}).get(scored.name)
@@ -79,7 +79,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         change = change_of(scored, base, new)
         if isinstance(change, str):
             said = f"{scored.label} has a limit, but {change}"
-            return judge(limit, Finding(said, base=before, new=after))
+            return judge(limit, LimitFinding(said, base=before, new=after))
         value, interval = change
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
         said += f"{shown(after, scored.unit)}: {value * 100:+.2f} %"
@@ -88,7 +88,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
     )
     evidence = Excess.of(limit, interval)
-    return judge(limit, Finding(said, evidence, undecided, before, after, interval))
+    return judge(limit, LimitFinding(said, evidence, undecided, before, after, interval))
 
 
 def change_of(

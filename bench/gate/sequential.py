@@ -21,7 +21,7 @@ from statistics import NormalDist
 import numpy as np
 
 from ..metrics.statistics import p_values
-from .limits import Outcome
+from .limits import GateOutcome
 
 GRID = 401
 FAR = 8.0
@@ -81,12 +81,12 @@ FALSE_PASS = 0.05
 EXPONENT = 1.0
 FIRST_LOOK = 6
 PAIRS_BETWEEN_LOOKS = 2
-CODES = (Outcome.NO_VERDICT, Outcome.REGRESSION, Outcome.PASS)
+CODES = (GateOutcome.NO_VERDICT, GateOutcome.REGRESSION, GateOutcome.PASS)
 
 
 @dataclass(frozen=True, slots=True)
 class SequentialPlan:
-    """When a gate of `num_limits` measured limits looks at its pairs, and at which levels.
+    """The looks of a gate of `num_limits` measured limits at its pairs, and their levels.
 
     Attributes:
         max_pairs: how many there can be.
@@ -168,7 +168,7 @@ class OperatingCurve:
 
 def chances(
     residuals: np.ndarray, shift: float, plan: SequentialPlan, *, seed: int = 0, draws: int = DRAWS
-) -> tuple[dict[Outcome, float], float]:
+) -> tuple[dict[GateOutcome, float], float]:
     """({verdict: share of the draws}, mean number of pairs) for pairs that exceed the limit by `shift`."""
     rng = np.random.default_rng(seed)
     shape = (draws, plan.looks[-1])
@@ -184,7 +184,7 @@ def operating_points(
     allowed: float,
     plan: SequentialPlan,
     steps: Sequence[float] = STEPS,
-) -> list[tuple[float, dict[Outcome, float], float]]:
+) -> list[tuple[float, dict[GateOutcome, float], float]]:
     """(true worsening, chances, mean pairs) at multiples of the limit, on the scale of the residuals.
 
     An improvement that is demanded, or a limit of 0, has no multiples: steps are then in standard deviations.

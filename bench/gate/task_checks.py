@@ -20,7 +20,7 @@ from ..record.result import RunData
 from ..tasks.items import Aggregation, ItemScores, aggregate
 from .counts import shown
 from .limits import PREFIX, Limit, TaskScored
-from .verdict import Excess, Finding, LimitVerdict, judge
+from .verdict import Excess, LimitFinding, LimitVerdict, judge
 
 ITEM_CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -69,7 +69,7 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     before, after = (None if isinstance(row, str) else row["value"] for row in rows)
 
     def unknown(why: str) -> LimitVerdict:
-        return judge(limit, Finding(f"{scored.key} has a limit{why}", base=before, new=after))
+        return judge(limit, LimitFinding(f"{scored.key} has a limit{why}", base=before, new=after))
 
     for side, row in zip(("base", "new"), rows, strict=True):
         if isinstance(row, str) and (side == "new" or limit.relative):
@@ -94,7 +94,7 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         said = f"{scored.label} is {shown(row['value'], '')} ({low} to {high})"
     undecided = f": the limit {limit.text} is within the interval, score more items (--tasks-limit)"
     evidence = Excess.of(limit, interval)
-    return judge(limit, Finding(said, evidence, undecided, before, after, interval))
+    return judge(limit, LimitFinding(said, evidence, undecided, before, after, interval))
 
 
 def task_changes(base: RunData, new: RunData) -> tuple[TaskChange, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .limits import Limit, Outcome
+from .limits import GateOutcome, Limit
 from .sequential import CODES, FALSE_PASS, FALSE_REGRESSION, SequentialPlan, decide
 
 Interval = tuple[float | None, float | None]
@@ -38,10 +38,10 @@ class Excess:
     high: float
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> GateOutcome:
         if self.low > 0:
-            return Outcome.REGRESSION
-        return Outcome.PASS if self.high <= 0 else Outcome.NO_VERDICT
+            return GateOutcome.REGRESSION
+        return GateOutcome.PASS if self.high <= 0 else GateOutcome.NO_VERDICT
 
     @classmethod
     def of(cls, limit: Limit, interval: Interval) -> Excess:
@@ -62,10 +62,12 @@ class Tails:
     as_low: float
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> GateOutcome:
         if self.as_low <= FALSE_PASS:
-            return Outcome.PASS
-        return Outcome.REGRESSION if self.as_high <= FALSE_REGRESSION else Outcome.NO_VERDICT
+            return GateOutcome.PASS
+        return (
+            GateOutcome.REGRESSION if self.as_high <= FALSE_REGRESSION else GateOutcome.NO_VERDICT
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,13 @@ class PairedExcess:
     plan: SequentialPlan
 
     @property
-    def decided(self) -> tuple[Outcome, int]:
+    def decided(self) -> tuple[GateOutcome, int]:
         """The outcome, and after how many pairs it was reached."""
         code, pairs = decide(self.excess, self.plan)
         return CODES[int(code)], int(pairs)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> GateOutcome:
         return self.decided[0]
 
 
@@ -111,8 +113,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What is known of a limited quantity before it is judged.
+class LimitFinding:
+    """A limited quantity as measured, before it is judged.
 
     Attributes:
         said: the value or its change as a clause; without evidence, why there is none.
@@ -140,7 +142,7 @@ class LimitVerdict:
     base: float | None
     new: float | None
     limit: str
-    outcome: Outcome
+    outcome: GateOutcome
     reason: str
     interval: Interval | None = None
 
@@ -171,22 +173,22 @@ class MeasuredVerdict(LimitVerdict):
         return {key: value for key, value in asdict(self).items() if key != "interval"}
 
 
-def judge(limit: Limit, found: Finding) -> LimitVerdict:
+def judge(limit: Limit, found: LimitFinding) -> LimitVerdict:
     """The verdict that the evidence gives on a limit, with its sentence; no evidence is no verdict."""
     evidence, said, pairs = found.evidence, found.said, 0
-    outcome = Outcome.NO_VERDICT if evidence is None else evidence.outcome
+    outcome = GateOutcome.NO_VERDICT if evidence is None else evidence.outcome
     if isinstance(evidence, PairedExcess):
         pairs = evidence.decided[1]
-    if outcome is Outcome.REGRESSION:
+    if outcome is GateOutcome.REGRESSION:
         said += f", beyond the limit {limit.text}"
-    elif outcome is Outcome.NO_VERDICT:
+    elif outcome is GateOutcome.NO_VERDICT:
         said += found.undecided
     what, change = limit.quantity, found.change
     words = (what.key, what.label, what.unit)
     if change is None:
         sides = (found.base, found.new)
         return LimitVerdict(*words, *sides, limit.text, outcome, said, found.interval)
-    more = change.pairs_to_settle if outcome is Outcome.NO_VERDICT else None
+    more = change.pairs_to_settle if outcome is GateOutcome.NO_VERDICT else None
     return MeasuredVerdict(
         *words,
         base=change.base,
@@ -230,8 +232,8 @@ def undecided_words(
     verdicts: Sequence[LimitVerdict], others: Sequence[str], *, by_starts: bool
 ) -> tuple[str, ...]:
     """Reasons of no verdict: the undecided limits, what would settle them, and the limits that are kept."""
-    undecided = [one for one in verdicts if one.outcome is Outcome.NO_VERDICT]
-    kept = [one.label for one in verdicts if one.outcome is Outcome.PASS]
+    undecided = [one for one in verdicts if one.outcome is GateOutcome.NO_VERDICT]
+    kept = [one.label for one in verdicts if one.outcome is GateOutcome.PASS]
     reasons = [one.reason for one in undecided] + list(others)
     noisy = [one for one in undecided if isinstance(one, MeasuredVerdict)]
     if noisy:
@@ -243,7 +245,7 @@ def undecided_words(
 
 
 def settle_words(undecided: Sequence[MeasuredVerdict], *, by_starts: bool) -> str:
-    """What would settle the undecided limits, as the end of a sentence."""
+    """The runs that would settle the undecided limits, as the end of a sentence."""
     if not by_starts:
         return "paired starts would settle it: llmopt compare --run base=… --run new=…"
     known = [one.pairs_to_settle for one in undecided if one.pairs_to_settle is not None]

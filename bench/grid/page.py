@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
-from ..page.page import MISSING, Card, Figure, Page, Table, Tone, Verdict, number, percent
+from ..page.page import (
+    MISSING,
+    Card,
+    Figure,
+    Page,
+    ReportTable,
+    ReportVerdict,
+    Tone,
+    number,
+    percent,
+)
 from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
 from ..page.templates import page_of
 from ..record.result import to_json
@@ -83,7 +93,7 @@ def grid_page(record: Mapping[str, Any]) -> Page:
     )
 
 
-def grid_verdict(record: Mapping[str, Any]) -> Verdict:
+def grid_verdict(record: Mapping[str, Any]) -> ReportVerdict:
     """How many cells are measured, and which one generates the most."""
     rows: Sequence[Row] = record["cells"]
     done = [row for row in rows if row["status"] == "done"]
@@ -93,13 +103,13 @@ def grid_verdict(record: Mapping[str, Any]) -> Verdict:
     )
     best = max(done, key=lambda row: row["output_throughput"] or 0.0, default=None)
     if best is None:
-        return Verdict("bad", headline, "There is nothing to compare.")
+        return ReportVerdict("bad", headline, "There is nothing to compare.")
     said = (
         f"Most throughput: {number(best['output_throughput'], 0)} output tokens/s by {best['cell']}; on the "
         f"Pareto front: {', '.join(record['pareto_front']) or 'none'}."
     )
     tone: Tone = "bad" if failed else "plain" if len(done) == len(rows) else "unsure"
-    return Verdict(tone, headline, said)
+    return ReportVerdict(tone, headline, said)
 
 
 def grid_cards(rows: Sequence[Row]) -> list[Card]:
@@ -118,7 +128,7 @@ def grid_cards(rows: Sequence[Row]) -> list[Card]:
     return cards
 
 
-def console_table(record: Mapping[str, Any]) -> Table:
+def console_table(record: Mapping[str, Any]) -> ReportTable:
     """The figures that fit a terminal; a cell's name says its parameters."""
     keys = ("output_throughput", "tokens_per_user", "median_ttft_ms", "median_tpot_ms", "failed")
     body = []
@@ -128,7 +138,7 @@ def console_table(record: Mapping[str, Any]) -> Table:
         if row["status"] != "done":
             figures = [row["status"], *[""] * (len(keys) - 1)]
         body.append([row["cell"] + mark, *figures])
-    return Table(["cell", *(FIGURES[key] for key in keys)], body)
+    return ReportTable(["cell", *(FIGURES[key] for key in keys)], body)
 
 
 def figure_text(key: str, value: float | None) -> str:

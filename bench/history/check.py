@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..gate.limits import MEASURED, Limit, Outcome, Quantity, parse_gate
+from ..gate.limits import MEASURED, GateOutcome, Limit, Quantity, parse_gate
 from ..metrics.metrics import higher_is_better
 from ..metrics.run_statistics import HEADLINES
 from ..page.page import percent
@@ -29,7 +29,7 @@ class SeriesVerdict:
 
     series: Series
     limit: float
-    outcome: Outcome
+    outcome: GateOutcome
     reason: str
     broken_by: SeriesChange | None = None
 
@@ -42,8 +42,8 @@ class HistoryVerdict:
     notes: tuple[str, ...] = ()
 
     @property
-    def outcome(self) -> Outcome:
-        return Outcome.of(verdict.outcome for verdict in self.verdicts)
+    def outcome(self) -> GateOutcome:
+        return GateOutcome.of(verdict.outcome for verdict in self.verdicts)
 
     @property
     def sentence(self) -> str:
@@ -129,18 +129,18 @@ def _judge(series: Series, limit: float, window: int, of_series: str) -> SeriesV
     broken = [change for change in changes if change.worse > 0 and loss(change) > limit]
     if broken:
         worst = max(broken, key=loss)
-        return SeriesVerdict(series, limit, Outcome.REGRESSION, loss_words(label, worst), worst)
+        return SeriesVerdict(series, limit, GateOutcome.REGRESSION, loss_words(label, worst), worst)
     if because := series.runs[-1].set_aside:
         reason = f"the newest run{of_series} was set aside: {because}"
-        return SeriesVerdict(series, limit, Outcome.NO_VERDICT, reason)
+        return SeriesVerdict(series, limit, GateOutcome.NO_VERDICT, reason)
     if len(series.analysed) < MIN_RUNS:
         reason = f"{label} has {len(series.analysed)} runs: {MIN_RUNS} are needed"
-        return SeriesVerdict(series, limit, Outcome.NO_VERDICT, reason)
+        return SeriesVerdict(series, limit, GateOutcome.NO_VERDICT, reason)
     visible = series.smallest_visible_change(window)
     reason = f"{label} has lost no more than {percent(limit)} in its newest {window} runs"
     if visible is not None:
         reason += f" (a change of {percent(visible)} would show)"
-    return SeriesVerdict(series, limit, Outcome.PASS, reason)
+    return SeriesVerdict(series, limit, GateOutcome.PASS, reason)
 
 
 def loss(change: SeriesChange) -> float:

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...quant.base.atomic_io import write_atomically
-from ..page.page import (
-    Figure,
-    Page,
-    Verdict,
-    percent,
-    to_html,
-    to_markdown,
-)
+from ..page.page import Figure, Page, ReportVerdict, percent, to_html, to_markdown
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
 from ..page.templates import page_of
 from .series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series
@@ -51,20 +44,20 @@ def history_page(series: Sequence[Series]) -> Page:
     )
 
 
-def history_verdict(series: Sequence[Series]) -> Verdict:
+def history_verdict(series: Sequence[Series]) -> ReportVerdict:
     """How many change points there are, and the worst of them."""
     changes = [(each, change) for each in series for change in each.changes]
     worse = [pair for pair in changes if pair[1].worse > 0]
     if not any(each.analysed for each in series):
-        return Verdict("unsure", "Nothing was analysed.", "Every run was set aside.")
+        return ReportVerdict("unsure", "Nothing was analysed.", "Every run was set aside.")
     if not changes:
-        return Verdict("plain", "No change points.", "The series vary around one level each.")
+        return ReportVerdict("plain", "No change points.", "The series vary around one level each.")
     headline = f"{len(changes)} change points, {len(worse)} for the worse."
     if not worse:
-        return Verdict("good", headline, "Every change was an improvement.")
+        return ReportVerdict("good", headline, "Every change was an improvement.")
     where, worst = max(worse, key=lambda pair: pair[1].worse)
     said = f"The largest: {where.metric.label}, {percent(worst.worse)} worse since {worst.where}."
-    return Verdict("bad", headline, said)
+    return ReportVerdict("bad", headline, said)
 
 
 def series_svg(series: Series) -> str:

@@ -219,7 +219,7 @@ class Series:
 
     @property
     def values(self) -> list[float]:
-        """Of the analysed runs."""
+        """The metric of each analysed run."""
         return [run.values[self.metric.key] for run in self.analysed]
 
     @property

@@ -64,7 +64,7 @@ class RequestTrace:
 
     @property
     def ended(self) -> float:
-        """When the last chunk came, or the request was sent if none did."""
+        """The time of the last chunk, or of sending where none came."""
         return self.chunk_times[-1] if self.chunk_times else self.sent
 
     @property

@@ -158,7 +158,7 @@ def turns_in_words(part: Mapping[str, Any]) -> str:
 
 
 def window_sentence(window: Mapping[str, Any]) -> str:
-    """What a run of fixed duration sent, and what was in flight when the window closed."""
+    """The requests that a run of fixed duration sent, and those in flight when the window closed."""
     passes = len(window["seconds"])
     return (
         f"{passes} {'pass' if passes == 1 else 'passes'} of {number(window['seconds'][0], 1)} s sent "

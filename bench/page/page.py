@@ -66,7 +66,7 @@ Tone = Literal["good", "bad", "unsure", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReportVerdict:
     """Headline and one explanatory sentence, with a tone."""
 
     tone: Tone
@@ -85,7 +85,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """A table of text cells; the first column labels the row, the others are right-aligned numbers.
 
     `tones` colours rows: {row index: tone}.
@@ -146,7 +146,7 @@ class Section:
     title: str
     paragraphs: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
     folded: bool = False
     tables_first: bool = False
     texts: Sequence[MarkedText] = ()
@@ -158,7 +158,7 @@ class Page:
 
     title: str
     subtitle: str
-    verdict: Verdict
+    verdict: ReportVerdict
     cards: Sequence[Card]
     sections: Sequence[Section]
     warnings: Sequence[str] = ()

@@ -30,10 +30,10 @@ from .page import (
     Figure,
     MarkedText,
     Page,
+    ReportTable,
+    ReportVerdict,
     Section,
-    Table,
     Tone,
-    Verdict,
     bounds,
     interval,
     number,
@@ -51,7 +51,7 @@ ENTITIES = str.maketrans(
 )
 ROW = re.compile(r"(good|bad|unsure|plain|)(\|\|?)(.*)")
 INSERTED = re.compile("\0(\\d+)")
-Part = Verdict | Card | Figure | Table | MarkedText | Section
+Part = ReportVerdict | Card | Figure | ReportTable | MarkedText | Section
 
 
 def page_of(template: str, **record: Any) -> Page:
@@ -64,7 +64,7 @@ def sections_of(template: str, **record: Any) -> list[Section]:
     return _rendered(template, record).sections
 
 
-def tables_of(template: str, **record: Any) -> list[Table]:
+def tables_of(template: str, **record: Any) -> list[ReportTable]:
     """The tables of a template that is a part of sections."""
     return list(_rendered(f"## \n{{% include {template!r} %}}", record).sections[0].tables)
 
@@ -82,12 +82,12 @@ class PageReader:
     def __init__(self) -> None:
         self.sections: list[Section] = []
         self._title = self._subtitle = ""
-        self._verdict = Verdict("plain", "", "")
+        self._verdict = ReportVerdict("plain", "", "")
         self._cards: list[Card] = []
         self._warnings: list[str] = []
         self._inserted: list[Part] = []
         self._paragraph: list[str] = []
-        self._table: Table | None = None
+        self._table: ReportTable | None = None
 
     def insert(self, parts: Part | Iterable[Part] | None) -> Any:
         """The marks of parts that were made in Python, each read as a line of its own."""
@@ -135,7 +135,7 @@ class PageReader:
     def _add_row(self, tone: str, cells: list[str], *, is_prose: bool) -> None:
         if self._table is None:
             caption, self._paragraph = _text(" ".join(self._paragraph)), []
-            self._table = Table(cells, [], caption, is_prose=is_prose)
+            self._table = ReportTable(cells, [], caption, is_prose=is_prose)
             return
         rows = [*self._table.rows, cells]
         tones: dict[int, Tone] = {**self._table.tones}
@@ -158,7 +158,7 @@ class PageReader:
     def _add(self, part: Part) -> None:
         if isinstance(part, Section):
             self.sections.append(part)
-        elif isinstance(part, Verdict):
+        elif isinstance(part, ReportVerdict):
             self._verdict = part
         elif isinstance(part, Card):
             self._cards.append(part)
@@ -166,7 +166,7 @@ class PageReader:
             section = self.sections[-1]
             first = bool(section.tables) and (section.tables_first or not section.figures)
             self._change(figures=[*section.figures, part], tables_first=first)
-        elif isinstance(part, Table):
+        elif isinstance(part, ReportTable):
             self._change(tables=[*self.sections[-1].tables, part])
         else:
             self._change(texts=[*self.sections[-1].texts, part])

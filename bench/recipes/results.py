@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.convert.verify import VerifyReport
-from ..gate.compare import Comparison, Outcome, RunData
+from ..gate.compare import Comparison
+from ..gate.limits import GateOutcome
+from ..record.result import RunData
 from .recipe import BASE_NAME, Recipe, Variant
 
 
@@ -40,9 +42,7 @@ class RecipeRun:
             return 1
         if not self.recipe.compare.gate:
             return 0
-        outcomes = {variant.comparison.outcome for variant in self.variants}
-        worst = [o for o in (Outcome.REGRESSION, Outcome.NO_VERDICT) if o in outcomes]
-        return worst[0].exit_code if worst else 0
+        return GateOutcome.of(variant.comparison.outcome for variant in self.variants).exit_code
 
     def record(self) -> dict[str, Any]:
         """The recipe's own `result.json`."""

@@ -84,7 +84,7 @@ def fact_words(name: str) -> str:
 
 
 def server_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What the servers say of themselves, where it differs: an upgrade may be the very thing to compare."""
+    """Differences in what the servers say of themselves: an upgrade may be the very thing to compare."""
     before, after = (result["llmopt"]["identity"].get("server") or {} for result in (base, new))
     return [
         f"server {name}: {before.get(name) or 'unknown'} against {after.get(name) or 'unknown'}"
@@ -94,7 +94,7 @@ def server_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What the runs of one series of a history share: model, workload, load, engine options, machine.
+    """The part of an identity that the runs of a history's series share: model, workload, load, machine.
 
     The hash of the weights and a server's version are not in it: their changes are what a series shows. A
     model given as a path is known by its last part, so that another checkout's folder is the same model.

@@ -8,23 +8,23 @@ from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison, RunData
-from ..gate.limits import Outcome
+from ..gate.limits import GateOutcome
 from ..gate.sequential import OperatingCurve
 from ..gate.verdict import LimitVerdict, MeasuredVerdict
-from ..page.page import Card, Page, Table, Tone, Verdict, number, percent, size
+from ..page.page import Card, Page, ReportTable, ReportVerdict, Tone, number, percent, size
 from .figures import captioned, comparison_figures, label_of
 from .parts import report_page, warnings
 
-TONES: dict[Outcome, Tone] = {
-    Outcome.PASS: "good",
-    Outcome.REGRESSION: "bad",
-    Outcome.NO_VERDICT: "unsure",
+TONES: dict[GateOutcome, Tone] = {
+    GateOutcome.PASS: "good",
+    GateOutcome.REGRESSION: "bad",
+    GateOutcome.NO_VERDICT: "unsure",
 }
 
 
 def deltas_table(
     deltas: Sequence[MeasuredVerdict], caption: str = "", checks: Sequence[LimitVerdict] = ()
-) -> Table:
+) -> ReportTable:
     """The gated metrics with change, interval, limit and verdict."""
     rows, tones = [], {}
     for row, delta in enumerate(deltas):
@@ -41,10 +41,10 @@ def deltas_table(
         )
         tones[row] = TONES[delta.outcome]
     for row in check_rows(checks):
-        tones[len(rows)] = TONES[Outcome(row[-1])]
+        tones[len(rows)] = TONES[GateOutcome(row[-1])]
         rows.append(row)
     header = ["metric", "base", "new", "change", "90 % interval", "limit", "verdict"]
-    return Table(header, rows, caption=caption, tones=tones)
+    return ReportTable(header, rows, caption=caption, tones=tones)
 
 
 def interval_words(delta: MeasuredVerdict) -> str:
@@ -54,7 +54,7 @@ def interval_words(delta: MeasuredVerdict) -> str:
     return f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}"
 
 
-def operating_table(curves: Sequence[OperatingCurve]) -> Table:
+def operating_table(curves: Sequence[OperatingCurve]) -> ReportTable:
     """The chance of each verdict by the true change of each limited metric."""
     rows = [
         [
@@ -73,7 +73,7 @@ def operating_table(curves: Sequence[OperatingCurve]) -> Table:
         f"{max(curve.max_pairs for curve in curves)} pairs of starts."
     )
     header = ["limit", "truly worse by", "pass", "regression", "no verdict", "pairs"]
-    return Table(header, rows, caption=caption)
+    return ReportTable(header, rows, caption=caption)
 
 
 def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
@@ -171,16 +171,16 @@ def _interval_of_change(scored: Mapping[str, Any]) -> str:
 
 
 HEADLINES = {
-    Outcome.PASS: "Pass",
-    Outcome.REGRESSION: "Regression",
-    Outcome.NO_VERDICT: "No verdict",
+    GateOutcome.PASS: "Pass",
+    GateOutcome.REGRESSION: "Regression",
+    GateOutcome.NO_VERDICT: "No verdict",
 }
 
 
-def verdict_of(comparison: Comparison) -> Verdict:
+def verdict_of(comparison: Comparison) -> ReportVerdict:
     """The verdict as headline and sentence."""
     headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
-    return Verdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
+    return ReportVerdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
 
 
 def comparison_page(

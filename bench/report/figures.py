@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..gate.compare import Comparison, RunData
-from ..gate.limits import Outcome
+from ..gate.limits import GateOutcome
 from ..gate.sequential import STEPS, OperatingCurve
 from ..gate.verdict import MeasuredVerdict
 from ..metrics.metrics import samples
@@ -284,7 +284,7 @@ def label_of(base: RunData, new: RunData) -> str:
 def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     """Slowdown of every gated metric with its 90 % interval and its limit; right is worse."""
     figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
-    colours = {Outcome.PASS: GOOD, Outcome.REGRESSION: BAD, Outcome.NO_VERDICT: UNSURE}
+    colours = {GateOutcome.PASS: GOOD, GateOutcome.REGRESSION: BAD, GateOutcome.NO_VERDICT: UNSURE}
     for row, delta in enumerate(deltas):
         low, high = slowdown_bounds(delta)
         colour = colours[delta.outcome]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
-from ..page.page import Figure, Page, Verdict
+from ..page.page import Figure, Page, ReportVerdict
 from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
@@ -18,7 +18,7 @@ QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ParetoPoint:
     """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text."""
 
     weight_bytes: float | None
@@ -33,7 +33,7 @@ class Candidate:
         return 0.0 if value is None else value
 
 
-def beats(one: Candidate, other: Candidate, quality_name: str) -> bool:
+def beats(one: ParetoPoint, other: ParetoPoint, quality_name: str) -> bool:
     """Pareto dominance: whether `one` is nowhere worse and somewhere better (size, speed, quality)."""
     pairs = [
         (one.quality(quality_name), other.quality(quality_name)),
@@ -44,7 +44,7 @@ def beats(one: Candidate, other: Candidate, quality_name: str) -> bool:
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def front(candidates: Mapping[str, Candidate], quality_name: str | None) -> list[str]:
+def front(candidates: Mapping[str, ParetoPoint], quality_name: str | None) -> list[str]:
     """The names of non-dominated candidates; none without a quality metric."""
     if quality_name is None:
         return []
@@ -56,7 +56,7 @@ def front(candidates: Mapping[str, Candidate], quality_name: str | None) -> list
 
 
 def pareto_svg(
-    candidates: Mapping[str, Candidate], quality_name: str, against: Literal["size", "speed"]
+    candidates: Mapping[str, ParetoPoint], quality_name: str, against: Literal["size", "speed"]
 ) -> str:
     """Quality against size or speed. Better is down and to the left for size, to the right for speed;
     the line joins the non-dominated ones in these two."""
@@ -125,7 +125,7 @@ def joined_page(runs: Sequence[RunData]) -> Page:
 
 
 def joined_figures(
-    named: Mapping[str, RunData], candidates: Mapping[str, Candidate], quality_name: str | None
+    named: Mapping[str, RunData], candidates: Mapping[str, ParetoPoint], quality_name: str | None
 ) -> dict[str, Figure]:
     """Pareto fronts where quality is comparable, distributions of the runs with a request table, the rest."""
     results = {name: run.result for name, run in named.items()}
@@ -156,11 +156,11 @@ def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
     return named
 
 
-def candidate(result: Mapping[str, Any]) -> Candidate:
+def candidate(result: Mapping[str, Any]) -> ParetoPoint:
     """The run as a point for the Pareto front."""
     record = result["llmopt"]
     scored = record["quality"] or {}
-    return Candidate(
+    return ParetoPoint(
         served_weight_bytes(result),
         result["output_throughput"],
         scored.get("perplexity"),
@@ -169,7 +169,7 @@ def candidate(result: Mapping[str, Any]) -> Candidate:
     )
 
 
-def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
+def shared_quality(candidates: Mapping[str, ParetoPoint]) -> str | None:
     """The common quality metric: `kl` where all but one run (the reference) have it, `perplexity` where all
     have it on the same tokens, None where quality is not comparable."""
     every = list(candidates.values())
@@ -184,7 +184,7 @@ def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
 
 def joined_verdict(
     results: Mapping[str, Mapping[str, Any]], best: Sequence[str], quality_name: str | None
-) -> Verdict:
+) -> ReportVerdict:
     """The Pareto-optimal runs, as a sentence."""
     fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
     held = {name: served_weight_bytes(result) for name, result in results.items()}
@@ -194,14 +194,14 @@ def joined_verdict(
         clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
         headline = "No quality was scored alike in all of them"
-        return Verdict("unsure", headline + ".", "; ".join(clauses) + ".")
+        return ReportVerdict("unsure", headline + ".", "; ".join(clauses) + ".")
     behind = [name for name in results if name not in best]
     headline = f"Worth choosing among: {', '.join(best)}"
     if behind:
         clauses.append(
             f"{', '.join(behind)}: another is at least as small, as fast and as close to the original"
         )
-    return Verdict("plain", headline + ".", "; ".join(clauses) + ".")
+    return ReportVerdict("plain", headline + ".", "; ".join(clauses) + ".")
 
 
 def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:

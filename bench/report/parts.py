@@ -12,7 +12,7 @@ from ..load import certify
 from ..load.step_split import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
 from ..metrics import metrics, run_statistics, turns
-from ..page.page import Page, Table, to_html, to_markdown
+from ..page.page import Page, ReportTable, to_html, to_markdown
 from ..page.templates import flat, page_of
 from ..quality import summary
 from ..quality.sections import SCORES, SHADES, SHARES, layer_rows, marked
@@ -65,7 +65,7 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
 
 
 def disturbed_words(record: Mapping[str, Any]) -> list[str]:
-    """Which passes were rejected by their own evidence, and which of those could not be measured again."""
+    """Notes on passes rejected by their own evidence: those that count all the same, those measured again."""
     kept = [run["disturbed_because"] for run in record["runs"] if run.get("disturbed")]
     rejected = [run["disturbed_because"] for run in record.get("rejected_passes", ())]
     notes = []
@@ -124,9 +124,9 @@ def facts(known: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {flat(value)}" for name, value in known.items())
 
 
-def formula_table() -> Table:
+def formula_table() -> ReportTable:
     """The formula of every metric that a report shows."""
-    return Table(
+    return ReportTable(
         ["metric", "formula"],
         [[name, text] for name, text in formulas().items()],
         is_prose=True,

@@ -8,7 +8,7 @@ from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.device.speed import StepTime, attainable_flops
 from ...engine.planner.plan.explain import explain
 from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
-from ..page.page import Figure, Page, Verdict, to_html
+from ..page.page import Figure, Page, ReportVerdict, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
 from ..page.templates import page_of
 
@@ -45,20 +45,20 @@ def _page(plan: DeploymentPlan) -> Page:
     )
 
 
-def _verdict(plan: DeploymentPlan, first: DevicePlan) -> Verdict:
+def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
     count = first.deployment.gpus
     where = f"{count} x {first.gpu}"
     limit = first.binding_constraint.replace("_", " ")
     more = first.relaxations[0] if first.relaxations else None
     hint = f" {more.change} would bring {more.gained_sequences} more." if more else ""
     if first.fits:
-        return Verdict(
+        return ReportVerdict(
             "good",
             f"Fits on {where}.",
             f"{first.max_concurrent_sequences} sequences of {plan.workload.context:,} tokens at once; "
             f"the limit is {limit}.{hint}",
         )
-    return Verdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
+    return ReportVerdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
 
 
 def _memory_svg(devices: Sequence[DevicePlan]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..load.step_split import reason_in_words
-from ..page.page import Figure, Page, Table, Verdict, number, percent, size
+from ..page.page import Figure, Page, ReportTable, ReportVerdict, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..recipes.recipe import BASE_NAME
 from ..recipes.results import RecipeRun, VariantRun, all_results
@@ -62,11 +62,11 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
     return rows
 
 
-def recipe_verdict(run: RecipeRun) -> Verdict:
+def recipe_verdict(run: RecipeRun) -> ReportVerdict:
     """One sentence: the best variant by quality, and whether all checkpoints were verified."""
     broken = [variant.variant.name for variant in run.variants if not variant.verified.ok]
     if broken:
-        return Verdict(
+        return ReportVerdict(
             "bad",
             f"{', '.join(broken)} failed verification.",
             "The files do not hold what was computed: do not use them.",
@@ -90,7 +90,7 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
     ).strip()
     gated = run.recipe.compare.gate
     tone = TONES[best.comparison.outcome] if gated else "plain"
-    return Verdict(tone, headline + ".", sentence)
+    return ReportVerdict(tone, headline + ".", sentence)
 
 
 def own_verdict(variant: VariantRun, key: str) -> str:
@@ -157,7 +157,7 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
     return to_svg(figure, "Change of speed of every variant against the original")
 
 
-def summary_table(run: RecipeRun) -> Table:
+def summary_table(run: RecipeRun) -> ReportTable:
     """`verdict_rows`, with the change of weight bytes and perplexity from the original."""
     base = run.base.result["llmopt"]
     rows = verdict_rows(run)
@@ -168,7 +168,7 @@ def summary_table(run: RecipeRun) -> Table:
             change = record["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
             row[2] += f" ({percent(change, 2, signed=True)})"
     caption = f"In parentheses: relative to the {BASE_NAME}. {WEIGHTS_CAPTION}"
-    return Table(HEADER, rows, caption=caption)
+    return ReportTable(HEADER, rows, caption=caption)
 
 
 def recipe_page(run: RecipeRun) -> Page:

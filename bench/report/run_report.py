@@ -9,7 +9,7 @@ from typing import Any
 
 from ..metrics.trace import LoadPass
 from ..metrics.turns import window_sentence
-from ..page.page import Page, Verdict, number, percent
+from ..page.page import Page, ReportVerdict, number, percent
 from .console import certificate, planned
 from .figures import SHORT, captioned, run_figures, turns_svg
 from .parts import load_words, report_page, warnings, write_page
@@ -52,10 +52,10 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     )
 
 
-def run_verdict(result: Mapping[str, Any]) -> Verdict:
+def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
     """The run's result in one sentence."""
     if result["completed"] == 0:
-        return Verdict("bad", "No request succeeded.", "There is nothing to measure.")
+        return ReportVerdict("bad", "No request succeeded.", "There is nothing to measure.")
     metrics = result["llmopt"]["metrics"]
     clauses = [f"Median request: first token after {number(metrics['ttft']['median'], 1)} ms"]
     tpot = metrics["tpot"]["median"]
@@ -67,9 +67,9 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
         rate = f"{number(result['request_throughput'], 1)} requests/s"
     headline = f"{rate} under a {load_words(result['llmopt']['identity']['load'])}"
     if result["llmopt"]["interrupted"]:
-        return Verdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
+        return ReportVerdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
     if result["failed"]:
         share = result["failed"] / (result["failed"] + result["completed"])
         clauses.append(f"but {result['failed']} requests failed ({percent(share)})")
-        return Verdict("bad", headline, ", ".join(clauses) + ".")
-    return Verdict("plain", headline, ", ".join(clauses) + "; no request failed.")
+        return ReportVerdict("bad", headline, ", ".join(clauses) + ".")
+    return ReportVerdict("plain", headline, ", ".join(clauses) + "; no request failed.")

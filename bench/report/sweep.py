@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics.run_statistics import STEADY_FORMULAS
-from ..page.page import MISSING, Page, Table, Verdict, number, percent
+from ..page.page import MISSING, Page, ReportTable, ReportVerdict, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
 from ..page.templates import page_of
 from ..recipes.results import FORMULAS, CapacityRun
@@ -62,14 +62,16 @@ def load_text(value: float, kind: str) -> str:
     return f"{value:.3g} requests/s"
 
 
-def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
+def sweep_verdict(record: Mapping[str, Any]) -> ReportVerdict:
     """The result of a search, or the knee of a sweep, in one sentence."""
     kind = record["kind"]
     if slo := record.get("slo"):
         asked = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
         if slo["best"] is None:
             lowest = load_text(slo["lowest_failed"], kind)
-            return Verdict("bad", f"Not even {lowest} keeps {asked}.", "No lighter load was tried.")
+            return ReportVerdict(
+                "bad", f"Not even {lowest} keeps {asked}.", "No lighter load was tried."
+            )
         best = load_text(slo["best"], kind)
         if slo["lowest_failed"] is None:
             said = "No heavier load was tried: this is the most that the workload can press."
@@ -82,16 +84,16 @@ def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
                 f"of it completed (with more --num-prompts the drain counts for less)"
             )
             said = f"{load_text(slo['lowest_failed'], kind)} does not{why}."
-        return Verdict("good", f"{best} keeps {asked}.", said)
+        return ReportVerdict("good", f"{best} keeps {asked}.", said)
     point = knee_point(record)
     if point is None:
-        return Verdict(
+        return ReportVerdict(
             "bad",
             "There is no knee: no load succeeded and was kept up with.",
             "Lower the loads, or give more prompts.",
         )
     most = max(p["output_throughput"] or 0.0 for p in record["points"])
-    return Verdict(
+    return ReportVerdict(
         "plain",
         f"The knee is at {load_text(record['knee'], kind)}: "
         f"{number(point['output_throughput'], 0)} output tokens/s.",
@@ -100,7 +102,7 @@ def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
     )
 
 
-def points_table(record: Mapping[str, Any]) -> Table:
+def points_table(record: Mapping[str, Any]) -> ReportTable:
     """One row per load, lightest first; the knee is marked."""
     kind = record["kind"]
     limited = any(point["good_share"] is not None for point in record["points"])
@@ -143,7 +145,7 @@ def points_table(record: Mapping[str, Any]) -> Table:
         header.append("within")
     # Open loops have no steady state, and not every server reports cache hits.
     shown = [n for n in range(len(header)) if any(row[n] != MISSING for row in rows)]
-    return Table(
+    return ReportTable(
         [header[n] for n in shown],
         [[row[n] for n in shown] for row in rows],
         caption="* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache.",
@@ -178,7 +180,7 @@ def throughput_latency_svg(record: Mapping[str, Any]) -> str:
     return to_svg(figure, "Output throughput against mean latency, one point per load")
 
 
-def capacity_verdict(run: CapacityRun) -> Verdict:
+def capacity_verdict(run: CapacityRun) -> ReportVerdict:
     """One sentence: what limits the number of users."""
     record, knee = run.record, run.record["knee"]
     if knee is None:
@@ -201,10 +203,10 @@ def capacity_verdict(run: CapacityRun) -> Verdict:
             f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "
             "users here, unless their sequences stay short."
         )
-    return Verdict("plain", sweep_verdict(run.sweep).headline, sentence)
+    return ReportVerdict("plain", sweep_verdict(run.sweep).headline, sentence)
 
 
-def capacity_table(run: CapacityRun) -> Table:
+def capacity_table(run: CapacityRun) -> ReportTable:
     """Predicted and measured values, one row per load."""
     rows = [
         [
@@ -223,7 +225,7 @@ def capacity_table(run: CapacityRun) -> Table:
         "A residual that grows with the users is time that the model of bytes and operations does not "
         "know: prompts between the steps, scheduling, and Python for every sequence."
     )
-    return Table(header, rows, caption=caption)
+    return ReportTable(header, rows, caption=caption)
 
 
 def capacity_page(run: CapacityRun) -> Page:

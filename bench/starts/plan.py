@@ -154,7 +154,7 @@ ONE_THREAD = ("--num-threads", "1")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When a comparison ends at the latest.
+    """The latest end of a comparison.
 
     Attributes:
         max_starts: of both builds together.

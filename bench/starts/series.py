@@ -15,7 +15,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ..gate.compare import Comparison, judge_starts
-from ..gate.limits import Limit, Measured, Outcome
+from ..gate.limits import GateOutcome, Limit, Measured
 from ..gate.measured_starts import value_of_start
 from ..record.result import RESULT_NAME, RunData
 from .plan import Build, StartsPlan, check_options
@@ -130,7 +130,7 @@ class PairedSeries:
 
     def _why_settled(self, comparison: Comparison) -> str:
         budget = self.plan.budget
-        if comparison.outcome is not Outcome.NO_VERDICT:
+        if comparison.outcome is not GateOutcome.NO_VERDICT:
             return "the verdict is settled"
         if len(self.new) < self.plan.max_pairs:
             return "more starts would not settle it"
@@ -185,10 +185,10 @@ class PairedSeries:
         base, new = self.plan.base.name, self.plan.new.name
         pairs = len(self.new)
         reason = f"the new build crashes and the base does not: {crash}"
-        blank = Comparison(Outcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs)
+        blank = Comparison(GateOutcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs)
         if not self.new:
             return Finished(self.plan, (), (), blank, "the new build crashed")
-        judged = replace(self._judge(final=True), outcome=Outcome.REGRESSION, reasons=(reason,))
+        judged = replace(self._judge(final=True), outcome=GateOutcome.REGRESSION, reasons=(reason,))
         return self._finished(judged, "the new build crashed")
 
     def _judge(self, *, final: bool) -> Comparison:
@@ -208,7 +208,7 @@ class PairedSeries:
             return comparison
         reason = "no limit has a value in both builds"
         return replace(
-            comparison, outcome=Outcome.NO_VERDICT, reasons=(reason, *notes), settled=True
+            comparison, outcome=GateOutcome.NO_VERDICT, reasons=(reason, *notes), settled=True
         )
 
     def _finished(self, comparison: Comparison, reason: str) -> Finished:

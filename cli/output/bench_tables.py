@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ...bench.gate.compare import Comparison, RunData
     from ...bench.history.series import Series
     from ...bench.options.options import BenchOptions
-    from ...bench.page.page import Table
+    from ...bench.page.page import ReportTable
     from ...bench.record.tracking import TrackedRun, Tracker
     from ..options.measuring import VerdictFileOptions
 
@@ -33,7 +33,7 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
             people.print(f"not as planned: {difference}", markup=False, soft_wrap=True)
 
 
-def print_table(shown: Table, out: Console) -> None:
+def print_table(shown: ReportTable, out: Console) -> None:
     """Print a report's table on the console."""
     from rich import box
     from rich.table import Table

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.metrics.statistics import binomial_tails, fisher_tails, rate_tails
 
 from .test_gate import STEADY, run_of
@@ -22,7 +22,7 @@ def with_result(run: RunData, **changes: Any) -> RunData:
     return RunData(result, changes.get("requests"))
 
 
-def outcome(gate: str, base: RunData, new: RunData) -> Outcome:
+def outcome(gate: str, base: RunData, new: RunData) -> GateOutcome:
     return compare(base, new, limits=parse_gate(gate)).outcome
 
 
@@ -83,7 +83,7 @@ def test_peak_memory_of_single_runs_is_not_exact() -> None:
 
 def test_a_p99_of_few_requests_has_no_verdict_and_says_how_many_would_do() -> None:
     found = compare(BASE, run_of(STEADY, name="new"), limits=parse_gate("p99_ttft_ms<=+10%"))
-    assert found.outcome is Outcome.NO_VERDICT
+    assert found.outcome is GateOutcome.NO_VERDICT
     assert "P99 TTFT needs 368 requests a side: 268 more" in found.reasons
     many = [with_result(run, completed=400) for run in (BASE, run_of(STEADY, name="new"))]
     assert outcome("p99_ttft_ms<=+10%", *many) == "pass"

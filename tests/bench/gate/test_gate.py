@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, compare
-from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, Outcome, parse_gate, speed_limits
+from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, GateOutcome, parse_gate, speed_limits
 from llmopt.bench.gate.measured_runs import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
@@ -75,7 +75,7 @@ def run_of(
 STEADY = [20.0, 20.1, 19.9, 20.05, 19.95]
 
 
-def outcome(gate: str, base: RunData, new: RunData) -> Outcome:
+def outcome(gate: str, base: RunData, new: RunData) -> GateOutcome:
     return compare(base, new, limits=parse_gate(gate)).outcome
 
 
@@ -158,16 +158,16 @@ def test_bytes_and_divergence_need_no_statistics() -> None:
 
 def test_a_limit_on_what_was_not_measured_is_no_verdict() -> None:
     found = compare(run_of(STEADY), run_of(STEADY), limits=parse_gate("p95_tpot_ms<=+5%"))
-    assert found.outcome is Outcome.NO_VERDICT and "no value in both runs" in found.reasons[0]
+    assert found.outcome is GateOutcome.NO_VERDICT and "no value in both runs" in found.reasons[0]
 
 
 def test_background_load_widens_the_error_and_excuses_nothing() -> None:
     quiet, busy = run_of(STEADY), run_of([v * 1.3 for v in STEADY], load=0.3)
     assert background_error(quiet) == 0 and background_error(busy) > 0
     found = compare(quiet, busy)
-    assert found.outcome is Outcome.REGRESSION
+    assert found.outcome is GateOutcome.REGRESSION
     assert "background load: 30% of the CPUs during the new run" in found.notes
-    assert compare(quiet, run_of(STEADY, load=0.5, name="new")).outcome is Outcome.NO_VERDICT
+    assert compare(quiet, run_of(STEADY, load=0.5, name="new")).outcome is GateOutcome.NO_VERDICT
     # Passes that say themselves whether they were disturbed need no wider error.
     for run in busy.result["llmopt"]["runs"]:
         run["disturbed"] = False
@@ -185,9 +185,9 @@ def test_a_disturbed_pass_is_left_out() -> None:
 def test_paired_runs_met_the_same_interference() -> None:
     base = run_of([20.0, 40.0, 25.0, 30.0, 21.0], pair_id="a", load=0.5)
     worse = run_of([v * 1.15 for v in (20.0, 40.0, 25.0, 30.0, 21.0)], pair_id="a", load=0.5)
-    assert compare(base, worse).outcome is Outcome.REGRESSION
+    assert compare(base, worse).outcome is GateOutcome.REGRESSION
     level = run_of([20.1, 39.9, 25.0, 30.1, 20.9], pair_id="a", load=0.5, name="other")
-    assert compare(base, level).outcome is Outcome.PASS
+    assert compare(base, level).outcome is GateOutcome.PASS
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, judge_starts
-from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.measured_starts import value_of_start
 from llmopt.bench.gate.outputs import junit
 from llmopt.bench.page.page import markdown_table
@@ -45,27 +45,27 @@ def judged(count: int, factor: float, gate: str = GATE, **options: Any) -> Compa
 
 def test_equal_builds_settle_as_a_pass_before_all_pairs_are_made() -> None:
     found = judged(12, 1.0)
-    assert found.outcome is Outcome.PASS and found.settled and found.num_pairs == 12
+    assert found.outcome is GateOutcome.PASS and found.settled and found.num_pairs == 12
     (delta,) = found.deltas
     assert 6 <= delta.num_pairs <= 12 and delta.low < 0 < delta.high
 
 
 def test_a_slowdown_settles_as_a_regression() -> None:
     found = judged(14, 1.3)
-    assert found.outcome is Outcome.REGRESSION and found.settled
+    assert found.outcome is GateOutcome.REGRESSION and found.settled
     assert "beyond the limit ≤ +10 %" in found.reasons[0]
     assert found.deltas[0].change == pytest.approx(0.3, abs=0.08)
 
 
 def test_few_pairs_are_not_settled_and_say_how_many_more_would_do() -> None:
     found = judged(4, 1.0)
-    assert found.outcome is Outcome.NO_VERDICT and not found.settled
+    assert found.outcome is GateOutcome.NO_VERDICT and not found.settled
     assert judged(4, 1.0, final=True).settled
     assert "fewer than 5 pairs of starts do not say" in "; ".join(
         judged(1, 1.3, final=True).reasons
     )
     found = judged(12, 1.12, f"{GATE} median_e2el_ms<=+100%", max_pairs=12)
-    assert found.outcome is Outcome.NO_VERDICT and found.settled
+    assert found.outcome is GateOutcome.NO_VERDICT and found.settled
     assert [delta.outcome.value for delta in found.deltas] == ["no verdict", "pass"]
     said = "; ".join(found.reasons)
     assert "12 pairs of starts do not tell the limit ≤ +10 %" in said
@@ -74,7 +74,7 @@ def test_few_pairs_are_not_settled_and_say_how_many_more_would_do() -> None:
 
 
 def test_a_verdict_stays_when_more_pairs_follow() -> None:
-    settled = next(n for n in range(6, 30) if judged(n, 1.3).outcome is Outcome.REGRESSION)
+    settled = next(n for n in range(6, 30) if judged(n, 1.3).outcome is GateOutcome.REGRESSION)
     assert judged(settled + 1, 1.3).deltas[0].num_pairs == settled
     assert judged(settled, 1.3, final=True).deltas[0].num_pairs == settled
 
@@ -90,9 +90,9 @@ def test_cpu_time_gates_waiting_time_too() -> None:
                     run["waiting_seconds"] += number / 1e6
         return judge_starts(base, new, limits=parse_gate("cpu_seconds<=+5%"), max_pairs=12)
 
-    assert judge(0.0011).outcome is Outcome.PASS
+    assert judge(0.0011).outcome is GateOutcome.PASS
     found = judge(0.07)
-    assert found.outcome is Outcome.REGRESSION
+    assert found.outcome is GateOutcome.REGRESSION
     assert "Waiting time of a pass" in found.reasons[0] and "of the wall time" in found.reasons[0]
     assert [delta.outcome.value for delta in found.deltas] == ["pass", "regression"]
 
@@ -119,13 +119,13 @@ def test_passes_in_turns_are_compared_pass_by_pass() -> None:
         # A cold pass is left out at the beginning of one side.
         new[-1].result["llmopt"]["runs"].pop(0)
     found = judge_starts(base, new, limits=parse_gate("median_ttft_ms<=+5%"), max_pairs=8)
-    assert found.outcome is Outcome.PASS
+    assert found.outcome is GateOutcome.PASS
     assert found.deltas[0].change == pytest.approx(0.02, abs=1e-6)
 
 
 def test_a_metric_without_values_is_named() -> None:
     found = judged(6, 1.0, "instructions<=+5%")
-    assert found.outcome is Outcome.NO_VERDICT
+    assert found.outcome is GateOutcome.NO_VERDICT
     assert "Instructions of a pass has a limit but no value in every start" in found.reasons
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_pair_is_refused_and_other_work_is_not_judged() -> None:
     other = copy.deepcopy(starts(1))
     other[0].result["llmopt"]["identity"]["device"] = "another"
     found = judge_starts(starts(1), other, limits=parse_gate(GATE), max_pairs=4)
-    assert found.outcome is Outcome.NO_VERDICT and "the devices differ" in found.reasons[0]
+    assert found.outcome is GateOutcome.NO_VERDICT and "the devices differ" in found.reasons[0]
 
 
 def test_failures_and_checks_count_over_all_starts() -> None:
@@ -143,10 +143,10 @@ def test_failures_and_checks_count_over_all_starts() -> None:
     for one in new:
         one.result.update({"failed": 3, "completed": 97})
     found = judge_starts(base, new, limits=parse_gate(GATE), max_pairs=8)
-    assert found.outcome is Outcome.REGRESSION
+    assert found.outcome is GateOutcome.REGRESSION
     assert "failed requests rose from 0 to 24 of 800" in found.reasons
     found = judge_starts(base, base, limits=parse_gate("weight_bytes<=+0%"), max_pairs=8)
-    assert found.outcome is Outcome.PASS and found.checks[0].outcome is Outcome.PASS
+    assert found.outcome is GateOutcome.PASS and found.checks[0].outcome is GateOutcome.PASS
 
 
 def test_the_operating_curve_is_in_every_output() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.quality_checks import QualityGate, check_quality, quality_changes
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
@@ -52,12 +52,12 @@ def ruined(rng: np.random.Generator, columns: Columns) -> None:
     columns["kl"][bad] = rng.uniform(0.1, 0.3, len(bad))
 
 
-def verdicts(gate: str, base: RunData, new: RunData) -> list[Outcome]:
+def verdicts(gate: str, base: RunData, new: RunData) -> list[GateOutcome]:
     return [check_quality(limit, base, new).outcome for limit in parse_gate(gate)]
 
 
 GOOD = model()
-PASS, REGRESSION, UNDECIDED = Outcome.PASS, Outcome.REGRESSION, Outcome.NO_VERDICT
+PASS, REGRESSION, UNDECIDED = GateOutcome.PASS, GateOutcome.REGRESSION, GateOutcome.NO_VERDICT
 
 
 def test_a_tail_gate_finds_what_the_mean_hides() -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.limits import Outcome
+from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.gate.sequential import (
     CODES,
     FALSE_PASS,
@@ -30,7 +30,7 @@ NOISES = {
 }
 
 
-def rates(noise: str, excess: float, plan: SequentialPlan) -> dict[Outcome, float]:
+def rates(noise: str, excess: float, plan: SequentialPlan) -> dict[GateOutcome, float]:
     draws = NOISES[noise](np.random.default_rng(3), (TRIALS, plan.max_pairs))
     codes, _ = decide(excess + draws, plan)
     return {outcome: float(np.mean(codes == code)) for code, outcome in enumerate(CODES)}
@@ -44,17 +44,17 @@ def slack(rate: float) -> float:
 @pytest.mark.parametrize("noise", NOISES)
 def test_at_the_limit_the_errors_are_those_stated(noise: str) -> None:
     found = rates(noise, 0.0, SequentialPlan(30, num_limits=2))
-    assert found[Outcome.REGRESSION] <= FALSE_REGRESSION / 2 + slack(FALSE_REGRESSION / 2)
+    assert found[GateOutcome.REGRESSION] <= FALSE_REGRESSION / 2 + slack(FALSE_REGRESSION / 2)
     # The joint distribution of the looks is taken as normal, which costs up to a fifth of the level.
-    assert found[Outcome.PASS] <= 1.2 * FALSE_PASS + slack(FALSE_PASS)
-    assert found[Outcome.PASS] >= 0.5 * FALSE_PASS
+    assert found[GateOutcome.PASS] <= 1.2 * FALSE_PASS + slack(FALSE_PASS)
+    assert found[GateOutcome.PASS] >= 0.5 * FALSE_PASS
 
 
 @pytest.mark.parametrize("noise", ["normal", "Student 3", "Cauchy"])
 def test_equal_builds_pass_and_twice_the_limit_is_found(noise: str) -> None:
     limit, plan = math.log(1.10), SequentialPlan(30, num_limits=2)
-    assert rates(noise, -limit, plan)[Outcome.PASS] >= 0.99
-    assert rates(noise, math.log(1.2) - limit, plan)[Outcome.REGRESSION] >= 0.95
+    assert rates(noise, -limit, plan)[GateOutcome.PASS] >= 0.99
+    assert rates(noise, math.log(1.2) - limit, plan)[GateOutcome.REGRESSION] >= 0.95
 
 
 def test_an_early_end_keeps_the_error() -> None:
@@ -88,9 +88,9 @@ def test_the_signed_rank_distribution_is_exact() -> None:
 def test_the_operating_curve_rises_from_pass_to_regression() -> None:
     residuals = np.random.default_rng(5).normal(0, 0.04, 20)
     points = operating_points(residuals, math.log(1.1), SequentialPlan(24))
-    passes = [found[Outcome.PASS] for _, found, _ in points]
-    regressions = [found[Outcome.REGRESSION] for _, found, _ in points]
+    passes = [found[GateOutcome.PASS] for _, found, _ in points]
+    regressions = [found[GateOutcome.REGRESSION] for _, found, _ in points]
     assert passes[0] >= 0.99 and passes == sorted(passes, reverse=True)
     assert regressions[-1] >= 0.99 and regressions == sorted(regressions)
     found, _ = chances(residuals, 0.0, SequentialPlan(24))
-    assert found[Outcome.REGRESSION] <= 0.02 and found[Outcome.PASS] <= 0.08
+    assert found[GateOutcome.REGRESSION] <= 0.02 and found[GateOutcome.PASS] <= 0.08

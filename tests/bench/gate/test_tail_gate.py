@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.quality_checks import check_quality
 from llmopt.bench.quality.passage import read_passage
 from llmopt.bench.quality.scoring import PromptScorer, score_passage
@@ -54,5 +54,5 @@ def scored(engine: Engine, model: PromptScorer) -> RunData:
 def test_one_ruined_position_in_a_hundred_breaks_the_tail_gate(engine: Engine) -> None:
     good, bad = scored(engine, engine), scored(engine, Ruined(engine))
     outcomes = [[check_quality(limit, good, run).outcome for limit in GATE] for run in (good, bad)]
-    assert outcomes[0] == [Outcome.PASS] * 4
-    assert outcomes[1] == [*[Outcome.PASS] * 3, Outcome.REGRESSION]
+    assert outcomes[0] == [GateOutcome.PASS] * 4
+    assert outcomes[1] == [*[GateOutcome.PASS] * 3, GateOutcome.REGRESSION]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.gate.limits import Outcome, parse_gate
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.task_checks import task_changes
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
@@ -52,7 +52,7 @@ def run(
     return RunData(data.result, data.requests, items=items)
 
 
-def outcome(limit: str, base: RunData, new: RunData) -> tuple[Outcome, str]:
+def outcome(limit: str, base: RunData, new: RunData) -> tuple[GateOutcome, str]:
     (check,) = compare(base, new, limits=parse_gate(limit)).checks
     return check.outcome, check.reason
 
@@ -69,15 +69,15 @@ def test_a_lost_share_of_the_items_is_a_regression() -> None:
         run(binary(299), responses="c"),
     )
     found, said = outcome("task.sums.exact_match>=-3%", base, worse)
-    assert found is Outcome.REGRESSION
+    assert found is GateOutcome.REGRESSION
     assert "30 lost and 0 gained" in said and "-10.00 %" in said and "McNemar p = 1.86e-09" in said
     found, said = outcome("task.sums.exact_match>=-1%", base, changed)
-    assert found is Outcome.NO_VERDICT and "score more items" in said
-    assert outcome("task.sums.exact_match>=-3%", base, changed)[0] is Outcome.PASS
+    assert found is GateOutcome.NO_VERDICT and "score more items" in said
+    assert outcome("task.sums.exact_match>=-3%", base, changed)[0] is GateOutcome.PASS
     # Equal responses differ by nothing, however few items there are.
-    assert outcome("task.sums.exact_match>=+0%", base, same)[0] is Outcome.PASS
+    assert outcome("task.sums.exact_match>=+0%", base, same)[0] is GateOutcome.PASS
     few = [run(binary(3, 5), responses=name) for name in ("a", "b")]
-    assert outcome("task.sums.exact_match>=-3%", *few)[0] is Outcome.NO_VERDICT
+    assert outcome("task.sums.exact_match>=-3%", *few)[0] is GateOutcome.NO_VERDICT
     # The default limits judge speed, and the change of the tasks is shown.
     comparison = compare(base, worse)
     (row,) = task_rows(comparison)
@@ -87,10 +87,10 @@ def test_a_lost_share_of_the_items_is_a_regression() -> None:
 
 def test_pairing_sees_what_two_standard_errors_hide() -> None:
     base, new = run(binary(200)), run(binary(190), responses="b")
-    assert outcome("task.sums.exact_match>=-1%", base, new)[0] is Outcome.REGRESSION
+    assert outcome("task.sums.exact_match>=-1%", base, new)[0] is GateOutcome.REGRESSION
     rng = np.random.default_rng(0)
     shuffled = run(rng.permutation(binary(190)), responses="c")
-    assert outcome("task.sums.exact_match>=-1%", base, shuffled)[0] is Outcome.NO_VERDICT
+    assert outcome("task.sums.exact_match>=-1%", base, shuffled)[0] is GateOutcome.NO_VERDICT
 
 
 def test_scores_that_are_no_zero_or_one_are_resampled() -> None:
@@ -98,17 +98,17 @@ def test_scores_that_are_no_zero_or_one_are_resampled() -> None:
     scores = rng.uniform(0.2, 0.9, 200)
     base, new = run(scores, metric="f1"), run(scores - 0.05, metric="f1", responses="b")
     found, said = outcome("task.sums.f1>=-2%", base, new)
-    assert found is Outcome.REGRESSION and "200 items, paired bootstrap" in said
-    assert outcome("task.sums.f1>=-15%", base, new)[0] is Outcome.PASS
-    assert outcome("task.sums.f1>=0.4", base, new)[0] is Outcome.PASS
+    assert found is GateOutcome.REGRESSION and "200 items, paired bootstrap" in said
+    assert outcome("task.sums.f1>=-15%", base, new)[0] is GateOutcome.PASS
+    assert outcome("task.sums.f1>=0.4", base, new)[0] is GateOutcome.PASS
 
 
 def test_a_bound_on_the_score_itself_has_an_interval() -> None:
     new = run(binary(300))
-    assert outcome("task.sums.exact_match>=0.7", new, new)[0] is Outcome.PASS
-    assert outcome("task.sums.exact_match>=0.8", new, new)[0] is Outcome.REGRESSION
+    assert outcome("task.sums.exact_match>=0.7", new, new)[0] is GateOutcome.PASS
+    assert outcome("task.sums.exact_match>=0.8", new, new)[0] is GateOutcome.REGRESSION
     found, said = outcome("task.sums.exact_match>=0.74", new, new)
-    assert found is Outcome.NO_VERDICT and "0.705" in said
+    assert found is GateOutcome.NO_VERDICT and "0.705" in said
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_bound_on_the_score_itself_has_an_interval() -> None:
 def test_runs_that_asked_differently_are_not_paired(change: dict[str, Any], said: str) -> None:
     base, new = run(binary(300)), run(binary(300), responses="b", **change)
     found, reason = outcome("task.sums.exact_match>=-3%", base, new)
-    assert found is Outcome.NO_VERDICT and said in reason
+    assert found is GateOutcome.NO_VERDICT and said in reason
 
 
 def test_missing_items_and_keys_are_named() -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.gate.compare import RunData
-from llmopt.bench.report.joined import Candidate, front, joined_page, shared_quality
+from llmopt.bench.report.joined import ParetoPoint, front, joined_page, shared_quality
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
@@ -200,12 +200,12 @@ def test_a_joined_page_says_what_cannot_be_compared(root: Path, tmp_path: Path) 
 
 def test_the_pareto_front_by_hand() -> None:
     candidates = {
-        "original": Candidate(100, 10.0, 3.0, None, "t"),
-        "slow": Candidate(100, 5.0, 3.1, 0.1, "t"),
-        "small": Candidate(25, 9.0, 3.4, 0.2, "t"),
-        "worse": Candidate(25, 9.0, 3.5, 0.3, "t"),
+        "original": ParetoPoint(100, 10.0, 3.0, None, "t"),
+        "slow": ParetoPoint(100, 5.0, 3.1, 0.1, "t"),
+        "small": ParetoPoint(25, 9.0, 3.4, 0.2, "t"),
+        "worse": ParetoPoint(25, 9.0, 3.5, 0.3, "t"),
     }
     assert shared_quality(candidates) == "kl"
     assert front(candidates, "kl") == front(candidates, "perplexity") == ["original", "small"]
     assert front(candidates, None) == []
-    assert shared_quality({**candidates, "x": Candidate(1, 1.0, 2.0, 0.0, "u")}) is None
+    assert shared_quality({**candidates, "x": ParetoPoint(1, 1.0, 2.0, 0.0, "u")}) is None

@@ -14,7 +14,7 @@ from llmopt.bench.load.step_split import (
     split_sentence,
 )
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import Table
+from llmopt.bench.page.page import ReportTable
 from llmopt.bench.page.templates import tables_of
 from llmopt.bench.report.parts import shared
 from llmopt.bench.session.engine_session import EngineSession
@@ -29,7 +29,7 @@ OPTIONS = BenchOptions(
 )
 
 
-def split_table(results: dict[str, Any]) -> Table | None:
+def split_table(results: dict[str, Any]) -> ReportTable | None:
     return next(iter(tables_of("report/step_split.jinja", results=results, **shared())), None)
 
 

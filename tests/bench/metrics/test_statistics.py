@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.compare import Outcome, RunData, compare
+from llmopt.bench.gate.compare import compare
+from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.gate.measured_runs import paired_error
 from llmopt.bench.metrics.statistics import (
     ASSUMED_RUN_CV,
@@ -21,6 +22,7 @@ from llmopt.bench.metrics.statistics import (
     smallest_visible_change,
     student_quantile,
 )
+from llmopt.bench.record.result import RunData
 
 
 @pytest.mark.parametrize(
@@ -135,13 +137,13 @@ def simulated(rng: np.random.Generator, cv: float, num_runs: int, factor: float 
     return RunData(result)
 
 
-def verdicts(cv: float, num_runs: int, factor: float, trials: int) -> dict[Outcome, float]:
+def verdicts(cv: float, num_runs: int, factor: float, trials: int) -> dict[GateOutcome, float]:
     rng = np.random.default_rng(11)
     found = [
         compare(simulated(rng, cv, num_runs), simulated(rng, cv, num_runs, factor)).outcome
         for _ in range(trials)
     ]
-    return {outcome: found.count(outcome) / trials for outcome in Outcome}
+    return {outcome: found.count(outcome) / trials for outcome in GateOutcome}
 
 
 @pytest.mark.parametrize("cv", [0.01, 0.05, 0.15])
@@ -150,22 +152,22 @@ def test_false_alarms_stay_under_two_percent(cv: float, num_runs: int) -> None:
     trials = 400
     # Two standard deviations of the simulation above the nominal rate.
     slack = 2 * math.sqrt(0.02 * 0.98 / trials)
-    assert verdicts(cv, num_runs, 1.0, trials)[Outcome.REGRESSION] <= 0.02 + slack
+    assert verdicts(cv, num_runs, 1.0, trials)[GateOutcome.REGRESSION] <= 0.02 + slack
 
 
 @pytest.mark.parametrize("cv", [0.01, 0.03, 0.10])
 def test_a_real_slowdown_never_passes(cv: float) -> None:
-    assert verdicts(cv, 5, 1.15, 200)[Outcome.PASS] <= 0.01
+    assert verdicts(cv, 5, 1.15, 200)[GateOutcome.PASS] <= 0.01
 
 
 def test_power_on_a_quiet_machine() -> None:
-    assert verdicts(0.01, 5, 1.2, 200)[Outcome.REGRESSION] >= 0.99
-    assert verdicts(0.005, 5, 1.0, 200)[Outcome.PASS] >= 0.95
-    assert verdicts(0.08, 5, 2.0, 200)[Outcome.REGRESSION] >= 0.95
+    assert verdicts(0.01, 5, 1.2, 200)[GateOutcome.REGRESSION] >= 0.99
+    assert verdicts(0.005, 5, 1.0, 200)[GateOutcome.PASS] >= 0.95
+    assert verdicts(0.08, 5, 2.0, 200)[GateOutcome.REGRESSION] >= 0.95
 
 
 def test_noise_gives_no_verdict_and_not_a_pass() -> None:
-    assert verdicts(0.2, 3, 1.0, 200)[Outcome.NO_VERDICT] >= 0.6
+    assert verdicts(0.2, 3, 1.0, 200)[GateOutcome.NO_VERDICT] >= 0.6
 
 
 @pytest.mark.parametrize(

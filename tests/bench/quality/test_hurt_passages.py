@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from llmopt.bench.page.page import MarkedText, Page, Section, Verdict, to_html, to_markdown
+from llmopt.bench.page.page import MarkedText, Page, ReportVerdict, Section, to_html, to_markdown
 from llmopt.bench.page.templates import sections_of
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
 from llmopt.bench.quality.sections import marked
@@ -47,7 +47,7 @@ def test_passages_are_shown_shaded_and_escaped() -> None:
     shaded = marked(passage)
     assert [shade for _, shade, _ in shaded.pieces] == [0, 0, 1, 2, 3, 4, 0, 0, 1]
     section = Section("Quality", texts=(shaded,))
-    page = Page("t", "s", Verdict("plain", "h", "s"), (), (section,))
+    page = Page("t", "s", ReportVerdict("plain", "h", "s"), (), (section,))
     html = to_html(page)
     assert '<span class="shade2" title="0.300 nats">b</span>' in html
     assert '<span class="shade1" title="0.060 nats">&lt;</span>' in html

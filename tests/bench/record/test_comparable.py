@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.limits import Outcome
+from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.record.comparable import incomparable, server_changes, unknown_facts
 from llmopt.bench.report.comparison import verdict_of
 
@@ -47,7 +47,7 @@ def test_other_hardware_is_not_comparable(fact: str, value: Any, said: str) -> N
     assert incomparable(base, base) == []
     assert incomparable(base, new) == [f"the hardware or its settings differ ({said})"]
     verdict = compare(RunData(base), RunData(new))
-    assert verdict.outcome is Outcome.NO_VERDICT and said in verdict.sentence
+    assert verdict.outcome is GateOutcome.NO_VERDICT and said in verdict.sentence
 
 
 def test_what_one_side_lacks_is_unknown_and_not_another() -> None:
@@ -71,7 +71,7 @@ def test_results_without_hardware_still_compare() -> None:
     ):
         assert incomparable(*pair) == []
         verdict = compare(*map(RunData, pair))
-        assert verdict.outcome is not Outcome.REGRESSION
+        assert verdict.outcome is not GateOutcome.REGRESSION
         assert verdict.sentence.endswith(said) and said in verdict_of(verdict).sentence
         assert verdict.as_dict()["unknown"] == [said]
     assert unknown_facts(old, old) == ()

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.compare import Outcome, RunData, compare, parse_share
+from llmopt.bench.gate.compare import compare, parse_share
+from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.gate.quality_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
+from llmopt.bench.page.page import Page, ReportTable, ReportVerdict, Section, to_html, to_markdown
 from llmopt.bench.page.plot_style import canvas, to_svg
 from llmopt.bench.page.templates import sections_of
 from llmopt.bench.record.result import (
     SCHEMA_VERSION,
+    RunData,
     plain,
     requests_table,
     to_json,
@@ -227,8 +229,8 @@ def test_report_states_formulas_and_holds_its_figures(tmp_path: Path) -> None:
 
 
 def test_page_escapes_text_and_markdown_bars() -> None:
-    table = Table(("a", "b"), [["x|y", "<b>"]])
-    page = Page("T <i>", "s", Verdict("good", "h", "s"), (), [Section("S", (), (), (table,))])
+    table = ReportTable(("a", "b"), [["x|y", "<b>"]])
+    page = Page("T <i>", "s", ReportVerdict("good", "h", "s"), (), [Section("S", (), (), (table,))])
     assert "T &lt;i&gt;" in to_html(page) and "<b>" not in to_html(page)
     assert "x\\|y" in to_markdown(page) and "# T <i>\n" in to_markdown(page)
     figure, _ = canvas()
@@ -245,7 +247,7 @@ def test_comparison_page_for_every_outcome() -> None:
     other = data("other")
     other.result["llmopt"]["identity"]["workload_sha256"] = "x" * 64
     comparison = compare(base, other)
-    assert comparison.outcome is Outcome.NO_VERDICT
+    assert comparison.outcome is GateOutcome.NO_VERDICT
     assert "the workloads differ" in to_html(comparison_page(base, other, comparison))
 
 
@@ -263,7 +265,7 @@ def test_incomparable_runs_get_no_verdict(key: str, value: Any, said: str) -> No
     own = new.result["llmopt"]["identity"]
     own[key] = {**own[key], **value} if isinstance(value, dict) else value
     found = compare(base, new)
-    assert found.outcome is Outcome.NO_VERDICT and found.outcome.exit_code == 3
+    assert found.outcome is GateOutcome.NO_VERDICT and found.outcome.exit_code == 3
     assert said in found.reasons[0] and found.deltas == ()
 
 
@@ -271,7 +273,7 @@ def test_models_may_differ_and_it_is_reported() -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["identity"]["quantization"] = "awq"
     found = compare(base, new)
-    assert found.outcome is Outcome.PASS
+    assert found.outcome is GateOutcome.PASS
     assert found.notes[0] == "quantization: none against awq"
     assert found.notes[1].startswith("one start a side")
 
@@ -279,14 +281,14 @@ def test_models_may_differ_and_it_is_reported() -> None:
 def test_failures_come_before_latencies() -> None:
     base, new = data("base"), data("new")
     new.result["failed"] = 30
-    assert compare(base, new).outcome is Outcome.REGRESSION
+    assert compare(base, new).outcome is GateOutcome.REGRESSION
     assert "failed requests rose from 0 to 30" in compare(base, new).reasons[0]
     base.result["failed"] = 30
-    assert compare(base, new).outcome is Outcome.NO_VERDICT
+    assert compare(base, new).outcome is GateOutcome.NO_VERDICT
     # One failure proves nothing, and is no pass.
     base.result["failed"], new.result["failed"] = 0, 1
     found = compare(base, new)
-    assert found.outcome is Outcome.NO_VERDICT
+    assert found.outcome is GateOutcome.NO_VERDICT
     assert any("rose from 0 to 1" in reason for reason in found.reasons)
 
 
@@ -296,20 +298,20 @@ def test_other_output_lengths_are_other_work() -> None:
     assert new.requests is not None
     new.requests["output_len"] = [length * 1.2 for length in new.requests["output_len"]]
     found = compare(base, new)
-    assert found.outcome is Outcome.NO_VERDICT and "output length" in found.reasons[0]
+    assert found.outcome is GateOutcome.NO_VERDICT and "output length" in found.reasons[0]
 
 
 @pytest.mark.parametrize(
     ("gate", "outcome"),
     [
-        (QualityGate(max_kl=0.06), Outcome.PASS),
-        (QualityGate(max_kl=0.04), Outcome.REGRESSION),
-        (QualityGate(min_top1=0.95), Outcome.REGRESSION),
-        (QualityGate(max_perplexity_increase=0.02), Outcome.REGRESSION),
-        (QualityGate(max_perplexity_increase=0.20), Outcome.PASS),
+        (QualityGate(max_kl=0.06), GateOutcome.PASS),
+        (QualityGate(max_kl=0.04), GateOutcome.REGRESSION),
+        (QualityGate(min_top1=0.95), GateOutcome.REGRESSION),
+        (QualityGate(max_perplexity_increase=0.02), GateOutcome.REGRESSION),
+        (QualityGate(max_perplexity_increase=0.20), GateOutcome.PASS),
     ],
 )
-def test_quality_gates(gate: QualityGate, outcome: Outcome) -> None:
+def test_quality_gates(gate: QualityGate, outcome: GateOutcome) -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["quality"]["perplexity"] = 3.3
     assert compare(base, new, gate=gate).outcome is outcome
@@ -318,8 +320,8 @@ def test_quality_gates(gate: QualityGate, outcome: Outcome) -> None:
 def test_a_quality_gate_without_quality_is_no_verdict() -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["quality"] = None
-    assert compare(base, new, gate=QualityGate(max_kl=0.1)).outcome is Outcome.NO_VERDICT
-    assert compare(base, new).outcome is Outcome.PASS
+    assert compare(base, new, gate=QualityGate(max_kl=0.1)).outcome is GateOutcome.NO_VERDICT
+    assert compare(base, new).outcome is GateOutcome.PASS
 
 
 def test_shares() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from llmopt.bench.gate.limits import Outcome
+from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.starts.files import write_comparison
 from llmopt.bench.starts.plan import Budget, Build, StartsPlan
 from llmopt.bench.starts.series import Finished, PairedSeries
@@ -50,7 +50,7 @@ def test_starts_alternate_and_end_when_the_verdict_is_settled(
 ) -> None:
     names = behave()
     finished = run(plan_of(environments), tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.PASS, finished.comparison.reasons
+    assert finished.comparison.outcome is GateOutcome.PASS, finished.comparison.reasons
     order = names()
     pairs = len(order) // 2
     assert order == (["base", "new", "new", "base"] * pairs)[: 2 * pairs]
@@ -63,7 +63,7 @@ def test_a_slower_build_is_a_regression_and_its_files_tell_so(
 ) -> None:
     behave(factor={"new": 1.3})
     finished = run(plan_of(environments), tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.REGRESSION
+    assert finished.comparison.outcome is GateOutcome.REGRESSION
     write_comparison(finished, tmp_path / "runs")
     record = json.loads((tmp_path / "runs" / "comparison.json").read_text())
     assert record["exit_code"] == 1 and record["plan"]["new"]["name"] == "new"
@@ -91,7 +91,7 @@ def test_the_budget_of_starts_ends_it(
     names = behave(factor={"new": 1.05})
     plan = plan_of(environments, gate="cpu_seconds<=+5%", max_starts=4)
     finished = run(plan, tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.NO_VERDICT
+    assert finished.comparison.outcome is GateOutcome.NO_VERDICT
     assert names() == ["base", "new", "new", "base"]
 
 
@@ -103,7 +103,7 @@ def test_the_budget_of_minutes_stops_a_start_that_hangs(
     assert names() == ["base", "new", "new"]
     assert finished.stopped_because == "--max-minutes 0.05"
     assert finished.comparison.num_pairs == 1
-    assert finished.comparison.outcome is Outcome.NO_VERDICT
+    assert finished.comparison.outcome is GateOutcome.NO_VERDICT
     behave(hang={"base": 1})
     with pytest.raises(BadInput, match="no pair of starts was finished within --max-minutes"):
         run(plan_of(environments, max_minutes=0.02), tmp_path / "none")
@@ -126,7 +126,7 @@ def test_a_new_build_that_crashes_alone_is_a_regression(
 ) -> None:
     behave(crash={"new": number})
     finished = run(plan_of(environments), tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.REGRESSION
+    assert finished.comparison.outcome is GateOutcome.REGRESSION
     assert finished.comparison.num_pairs == number - 1
     (reason,) = finished.comparison.reasons
     assert "crashes and the base does not" in reason and "ImportError" in reason
@@ -166,14 +166,14 @@ def test_what_an_older_base_does_not_record_is_left_out_by_name(
 ) -> None:
     behave(older=["base"])
     finished = run(plan_of(environments), tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.PASS
+    assert finished.comparison.outcome is GateOutcome.PASS
     assert [delta.key for delta in finished.comparison.deltas] == ["duration"]
     assert any(
         "CPU time of a pass is not judged: no value in base" in note
         for note in finished.comparison.notes
     )
     finished = run(plan_of(environments, gate="cpu_seconds<=+5%"), tmp_path / "cpu")
-    assert finished.comparison.outcome is Outcome.NO_VERDICT
+    assert finished.comparison.outcome is GateOutcome.NO_VERDICT
     assert finished.comparison.num_pairs == 1, "more starts would not tell more"
 
 
@@ -239,7 +239,7 @@ def test_a_crash_of_a_start_that_takes_turns(
             run(plan, tmp_path / "runs")
         return
     finished = run(plan, tmp_path / "runs")
-    assert finished.comparison.outcome is Outcome.REGRESSION
+    assert finished.comparison.outcome is GateOutcome.REGRESSION
     assert "002-new ended with exit code 5: ImportError" in finished.comparison.reasons[0]
 
 
