@@ -23,7 +23,7 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.calibration.image_samples import PairEncoder
 from llmopt.quant.calibration.pairs import PICTURES, Pair, read_pairs
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.load_processor import load_processor, load_tokenizer
 
 

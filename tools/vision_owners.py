@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

@@ -25,8 +25,7 @@ from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.compressed_tensors import CompressedTensorsFormat
 from llmopt.quant.formats.modelopt import ALGORITHMS, ModelOptFormat, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.kinds.base.kind import storage_of
-from llmopt.quant.kinds.base.loading import RankMatrix
+from llmopt.quant.kinds.base.kind import RankMatrix, storage_of
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 

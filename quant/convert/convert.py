@@ -1,4 +1,4 @@
-"""Writing of a checkpoint's shards one at a time."""
+"""Conversion of a quantized checkpoint without the original model: to another format, or to float weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from ..kinds.registry import scheme_record
 from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
+from ..model.auto import auto_class, read_config
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
+from ..model.meta_model import WeightMap
 from ..model.parameters import model_parameters, unquantized_modules
 from ..models import short_name
 from ..plan.contents import CheckpointContents
@@ -273,3 +275,42 @@ class _Job:
             "modules": self._records,
             "files": describe_files(self._work),
         }
+
+
+def dequantized_model(folder: Path) -> Any:
+    """A float32 model of a plain or quantized checkpoint, in evaluation mode.
+
+    Raises:
+        BadInput: a weight that transformers merges or splits on loading has codes, or one is missing.
+    """
+    checkpoint = Checkpoint(folder)
+    raw = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    config = read_config(raw, folder)
+    model: Any = auto_class(config).from_config(config, dtype=torch.float32)
+    codes = quantized_modules(checkpoint)
+    stored = {name: name for name in checkpoint.names}
+    stored |= {f"{module}.weight": module for module in codes}
+    targets = WeightMap(stored, model).targets
+    tensors = model.state_dict(keep_vars=True)
+    filled: set[int] = set()
+    for name, source in stored.items():
+        target = targets.get(name, name)
+        if target not in tensors:
+            if source in codes:
+                raise BadInput(f"{folder}: transformers has no linear {source}")
+            continue  # codes' scales and zeros, or what this model has no use for
+        weight = (
+            read_quantized(checkpoint, source).dequantize()
+            if source in codes
+            else checkpoint.tensor(source)
+        )
+        if weight.shape != tensors[target].shape:
+            raise BadInput(f"{folder}: {name} has shape {list(weight.shape)}")
+        tensors[target].data.copy_(weight)
+        filled.add(tensors[target].data_ptr())
+    left = [
+        name for name, parameter in model.named_parameters() if parameter.data_ptr() not in filled
+    ]
+    if left:
+        raise BadInput(f"{folder}: {left[0]} of its model is in no file")
+    return model.eval()

@@ -17,7 +17,7 @@ from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..formats.registry import READERS
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
-from ..kinds.ggml.raw import read_gguf_headers
+from ..kinds.ggml.formats import read_gguf_headers
 from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json

@@ -1,7 +1,8 @@
-"""The registry of quantization kinds: one line each, by which a manifest's record finds its scheme.
+"""The registry of quantization kinds: a line each, by which a manifest's record finds its scheme.
 
-A kind is a folder `quant/kinds/<kind>/` with its scheme, without torch, in `scheme.py`, and everything else
-behind the `KIND` of its `kind.py` (`quant/kinds/base/kind.py` says what that answers).
+A kind is a folder `quant/kinds/<kind>/`: its scheme, without torch, in `scheme.py`; its tensor, grid and
+rounding behind the `KIND` of `kind.py`; how it is stored, and who loads it, behind the `STORAGE` of
+`formats.py` (see `quant/kinds/base/kind.py`).
 """
 
 from __future__ import annotations

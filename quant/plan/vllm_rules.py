@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..base.scheme import Scheme
-from ..kinds.base.kind import storage_of
-from ..kinds.base.loading import EXPERTS, RankMatrix
+from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from .contents import CheckpointContents
 
 VERSION = "0.32"

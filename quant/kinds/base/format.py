@@ -1,4 +1,4 @@
-"""The `WeightFormat` protocol, and bit packing and checks shared by the formats."""
+"""`WeightFormat`: one on-disk format; and the bit packing and checks that formats share."""
 
 from __future__ import annotations
 

@@ -9,6 +9,13 @@ trellis).
 
 Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a trellis,
 whose states cannot be told from their values, and whose grid belongs to one weight.
+
+*Scalar* grids, most of them, have points `level * step + offset` for every weight by itself, with levels that
+are integers or a table; they differ in the levels, and in how many weights share a step. *Ranged* grids are
+scalar ones whose ranges can be searched for the least squared error weighted by the channels' importance:
+several are tried, smaller and a little larger than minimum to maximum; where a group has two ends, each is
+then tried by itself; from the best one, steps are refitted to its codes by least squares. (llama.cpp's
+`make_qx_quants` and `make_qkx3_quants` do likewise, for 19 and 36 ranges.)
 """
 
 from __future__ import annotations

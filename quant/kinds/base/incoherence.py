@@ -1,9 +1,23 @@
-"""Hadamard transforms of channels: in blocks of 128 (EXL3), or of a whole width, whatever it is (QuIP#).
+"""Incoherence processing: Hadamard transforms of a weight's inputs and outputs, with signs and scales.
 
-A width `2^k m` with `m` odd has the Kronecker product of an orthogonal factor of order `m` and Sylvester's
-Hadamard matrix of order `2^k`. No Hadamard matrix has an odd order above 1. QuIP# has tables of orders `4 m`,
-QuIP-for-all draws the factor at random and stores it; this one is the discrete cosine transform's (DCT-II),
-whose largest entry is sqrt(2) times the least that an orthogonal matrix can have.
+A weight `[in, out]` is `diag(su) H Q Hᵀ diag(sv)`, with `H` an orthonormal Hadamard matrix, of blocks of 128
+channels in EXL3: what is left to quantize, `Q`, is nearly normal whatever the weight looked like (Tseng et
+al., "QuIP#", ICML 2024, arXiv:2402.04396; scales beside the signs are EXL3's).
+
+The scales are chosen for the least error. Quantization gives all of `Q` the same noise, so that in a block of
+outputs of root mean square `r` the squared error is `sum(sv^2) sum(r^2 / sv^2)`, which `sv` in proportion to
+`sqrt(r)` makes least; and behind error feedback, where inputs count by the determinant of the Gram matrix,
+`su` in proportion to the root mean square of an input channel.
+
+A width `2^k m` with `m` odd, as QuIP# transforms it as a whole, has the Kronecker product of an orthogonal
+factor of order `m` and Sylvester's Hadamard matrix of order `2^k`. No Hadamard matrix has an odd order above
+1. QuIP# has tables of orders `4 m`, QuIP-for-all draws the factor at random and stores it; this one is the
+discrete cosine transform's (DCT-II), whose largest entry is sqrt(2) times the least that an orthogonal matrix
+can have.
+
+Scales are fitted to codes afterwards: with the codes given, a weight is linear in the scales of its outputs,
+and in those of its inputs. Each output channel has a quotient of two products; the inputs have one system,
+whose matrix is the Gram matrix times that of the codes, element by element.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading safetensors files with numpy, and helpers of the raw readers."""
+"""Reading safetensors files with numpy, and what the second readers of several formats share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""4-bit codebook weights: bitsandbytes' nf4 and fp4 (Dettmers et al., QLoRA, 2023)."""
+"""Codes into a fixed table of 16 values, nf4 or fp4, bit-identical to bitsandbytes: tensor, grid and kind.
+
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023 (arXiv:2305.14314), and
+"8-bit Optimizers via Block-wise Quantization", ICLR 2022 (arXiv:2110.02861) for the quantized absmax.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,13 @@ stores it (`codebook/e8p12.py`; QuIP# has the signs in another order):
                    is turned over, and 1/4 is taken away
 
 What 2 bits leave over is quantized again: for 4 bits in E8P, for 3 bits among 256 points of E8 itself.
+
+The nearest code is exact: for a target the best signs of a pattern are the target's own, but for one of a
+wrong parity, where the channel of the least product of magnitudes is turned over. That makes 256 candidates
+for each of the two shifts, in place of the 65,536 points. Residuals are in units of `RESIDUAL_STEPS`.
+
+`Qidxs` has codes in int16 words, or with a residual in 3 or 4 bytes, little-endian, the residual first. Those
+of 3 bits cross words, so that a row's inputs are a multiple of 32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""E8P lattice codes between Hadamard transforms (QuIP#)."""
+"""E8P lattice codes between Hadamard transforms (QuIP#): tensor, the grid of one weight, and kind.
+
+The grid has vectors of 8 transformed weights, each the nearest point of the codebook; error feedback over it
+is QuIP#'s block LDLQ. A point and its residual cannot be told from their sum.
+"""
 
 from __future__ import annotations
 

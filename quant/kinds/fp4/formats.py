@@ -37,8 +37,7 @@ from ..base.format import (
     pack_nibbles,
     unpack_nibbles,
 )
-from ..base.kind import Storage
-from ..base.loading import LoaderRules, RankMatrix
+from ..base.kind import LoaderRules, RankMatrix, Storage
 from ..base.raw import Array, Bytes, Entries, Floats, Raw, read_array, read_number
 from .kind import Fp4Tensor
 from .scheme import FP4_BLOCKS, Fp4Scheme

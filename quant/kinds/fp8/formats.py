@@ -43,8 +43,7 @@ from ..base.format import (
     expect_shape,
     only_scheme,
 )
-from ..base.kind import Storage
-from ..base.loading import EXPERTS, LoaderRules, RankMatrix
+from ..base.kind import EXPERTS, LoaderRules, RankMatrix, Storage
 from ..base.raw import Array, Entries, Raw, read_array, read_number, read_numbers
 from ..base.raw import read_input_scale as raw_input_scale
 from ..base.tensor import QuantizedTensor

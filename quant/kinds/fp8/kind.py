@@ -1,4 +1,4 @@
-"""fp8 (e4m3) weights with per-tensor, per-channel or block scales."""
+"""e4m3 weights with a scale per tensor, output channel or 128 × 128 block: tensor, grid, rounding, kind."""
 
 from __future__ import annotations
 

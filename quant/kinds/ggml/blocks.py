@@ -1,4 +1,4 @@
-"""Quantization to ggml blocks and dequantization, for every block type."""
+"""ggml's blocks of every type: quantization, dequantization, and codes as bytes (in C where it compiles)."""
 
 from __future__ import annotations
 

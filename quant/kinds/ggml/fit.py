@@ -1,4 +1,12 @@
-"""Least-squares steps and offsets of single runs of weights, over a search of step sizes."""
+"""Least-squares steps and offsets for ggml's blocks: of single runs of weights, and of K-quants' sub-blocks.
+
+K-quants are searched after ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the
+min-max one are tried; each gives codes, the codes give the least-squares scale (and offset), and the best is
+kept. The sub-blocks' scales are then quantized under one super-block scale, neighbouring scale codes are
+tried on the stored grid, and the super-block's scales are refitted to the codes where that helps.
+
+Shapes: a block of 256 weights is `[runs, width]` (sub-blocks, weights), with any leading dimensions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte layout of ggml's K-quant super-blocks (256 weights): Q4_K, Q5_K, Q6_K (`ggml-common.h`)."""
+"""ggml's K-quants: byte layout of super-blocks of 256 weights (`ggml-common.h`), and quantization to them."""
 
 from __future__ import annotations
 

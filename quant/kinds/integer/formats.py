@@ -41,8 +41,7 @@ from ..base.format import (
     pack_words,
     unpack_words,
 )
-from ..base.kind import Storage
-from ..base.loading import EXPERTS, LoaderRules, RankMatrix
+from ..base.kind import EXPERTS, LoaderRules, RankMatrix, Storage
 from ..base.raw import Entries, Raw
 from .awq import AwqFormat
 from .gptq import GptqFormat

@@ -1,4 +1,4 @@
-"""Integer weights on a uniform grid (GPTQ, AWQ, RTN, ...)."""
+"""Integers on a uniform grid: tensor, scales and zero points of groups, round-to-nearest (RTN), and kind."""
 
 from __future__ import annotations
 

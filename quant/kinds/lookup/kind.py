@@ -1,4 +1,10 @@
-"""Dense-and-sparse weights (SqueezeLLM): a lookup table per output channel, and CSR outliers."""
+"""Dense-and-sparse weights (SqueezeLLM): tensor, grid, the k-means that fits its tables, and kind.
+
+A weight is the value of its row's lookup table, and for a few the sparse matrix has what is missing. Tables
+are fitted by weighted 1-D k-means, batched over output channels: in one dimension a cluster is an interval of
+the sorted values, so its sums are differences of prefix sums, and an iteration costs a binary search per
+boundary instead of a pass over the weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from ..base.kind import Kind
 from ..base.tensor import QuantizedTensor
 from .scheme import LookupScheme
 
-_ROWS = 256  # rows per chunk, because 64-bit indices take twice the memory of the weights
+_ROWS = 256  # rows per chunk, because indices take twice the memory of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,6 @@ class LookupTensor(QuantizedTensor):
         )
 
 
-_CHUNK_ROWS = 256  # rows per chunk, because indices take twice the memory of the weights
 _PIECE = 2**18
 
 
@@ -91,8 +96,8 @@ class LookupGrid(Grid):
         kept = largest_weights(weight, self.scheme.sparse_fraction)
         table = uniform_tables(weight, kept, self.scheme)
         if importance is not None:
-            for begin in range(0, len(weight), _CHUNK_ROWS):
-                rows = slice(begin, begin + _CHUNK_ROWS)
+            for begin in range(0, len(weight), _ROWS):
+                rows = slice(begin, begin + _ROWS)
                 spread = importance.expand_as(weight[rows]).masked_fill(kept[rows], 0.0)
                 table[rows] = fit_tables(sort_rows(weight[rows], spread), table[rows])
         return table.to(torch.float16).unsqueeze(1), kept.unsqueeze(1)
@@ -193,8 +198,8 @@ def assign(
     values = stored.to(torch.float32)
     middles = (values[:, 1:] + values[:, :-1]) / 2
     codes = torch.empty(weight.shape, dtype=torch.uint8)
-    for begin in range(0, weight.shape[0], _CHUNK_ROWS):
-        rows = slice(begin, begin + _CHUNK_ROWS)
+    for begin in range(0, weight.shape[0], _ROWS):
+        rows = slice(begin, begin + _ROWS)
         codes[rows] = torch.searchsorted(middles[rows], weight[rows].contiguous())
     if not scheme.sparse_fraction:
         return LookupTensor(codes, stored, scheme)

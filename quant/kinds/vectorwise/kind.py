@@ -1,4 +1,4 @@
-"""Row-wise int8 weights of LLM.int8(), as bitsandbytes stores them."""
+"""Row-wise int8 of LLM.int8(), as bitsandbytes has it (arXiv:2208.07339): tensor, grid, rounding, kind."""
 
 from __future__ import annotations
 

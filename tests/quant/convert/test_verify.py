@@ -13,7 +13,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
 from llmopt.quant.formats.registry import READERS
 from llmopt.quant.kinds.base.raw import read_headers
-from llmopt.quant.kinds.ggml.raw import read_gguf_headers
+from llmopt.quant.kinds.ggml.formats import read_gguf_headers
 from llmopt.quant.manifest.manifest import MANIFEST_NAME, tensor_bytes
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult

@@ -29,7 +29,7 @@ LOGITS = (
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import dequantized_model
 from pathlib import Path
 folder = Path(sys.argv[1])
 tokens = torch.randint(3, 512, (1, 60), generator=torch.Generator().manual_seed(0))

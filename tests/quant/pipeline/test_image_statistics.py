@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.quant.base.progress import Silent
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import prepare, quantize

@@ -14,8 +14,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
-from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import convert, dequantized_model
 from llmopt.quant.convert.verify import FAILED, PROVEN, verify
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.dequantized import dequantized_model
+from llmopt.quant.convert.convert import convert, dequantized_model
 from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.manifest.journal import Journal
