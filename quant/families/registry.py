@@ -10,16 +10,19 @@ from typing import Any
 from .family import ImageSettings, ImageTokens, ModelFamily
 
 FILES: dict[str, tuple[str, ...]] = {
-    ".llama": ("llama", "llama4", "llama4_text", "seed_oss", "smollm3"),
-    ".mistral": ("mistral", "mixtral", "ministral", "ministral3", "mistral3"),
+    ".llama": (
+        *("llama", "llama4", "llama4_text", "seed_oss", "smollm3"),
+        *("mistral", "mixtral", "ministral", "ministral3", "mistral3"),
+    ),
     ".qwen": (
         *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
         *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
         *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ),
-    ".qwen_next": ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    ".gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
-    ".gemma_per_layer": ("gemma3n_text", "gemma4", "gemma4_text"),
+    ".gemma": (
+        *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text"),
+    ),
     ".granite": (
         *("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa"),
     ),
@@ -33,8 +36,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ".gpt_oss": ("gpt_oss",),
     ".phi": ("phi3",),
     ".gpt": ("gpt2", "falcon", "RefinedWeb", "RefinedWebModel", "starcoder2"),
-    ".lfm": ("lfm2", "lfm2_moe"),
-    ".nemotron": ("nemotron_h",),
+    ".mamba_hybrids": ("lfm2", "lfm2_moe", "nemotron_h"),
     ".vision": (
         "llava",
         "llava_next",

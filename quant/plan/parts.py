@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..model.vision_units import PROJECTOR, TEXT, VISION, part_of
 from ..request.selection import BYTES_OF
 from .plan import Plan
+from .vision import PROJECTOR, TEXT, VISION, part_of
 
 
 @dataclass(frozen=True, slots=True)

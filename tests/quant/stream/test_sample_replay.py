@@ -14,7 +14,7 @@ from llmopt.quant.calibration.pairs import Pair
 from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.model.vision_units import vision_architecture
+from llmopt.quant.plan.vision import vision_architecture
 from llmopt.quant.stream.layer_stream import LayerStream
 
 from ...support.vision_checkpoints import FAMILIES, save_pictures, save_wrapped
