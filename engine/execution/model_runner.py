@@ -136,11 +136,12 @@ class ModelRunner:
 
         A plan of which it `reads_placeholders` must be resolved first.
         """
-        if plan.compactions or plan.copies:
+        speculation = self._speculation
+        if plan.compactions or plan.copies or speculation is not None:
             with timer("prepare_inputs"):
                 self._move_blocks(plan)
-        if self._speculation is not None:
-            result = self._speculation.run(plan.rows, self.cache, self._compute, timer)
+        if speculation is not None:
+            result = speculation.run(plan.rows, self.cache, self._compute, timer)
             return LaunchedStep(lambda: result)
         rows = self._decode_rows(plan.rows)
         forward = None

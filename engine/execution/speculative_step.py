@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,17 +15,6 @@ from ..scheduling.outputs import TokenLogprobs
 from ..scheduling.step_plan import ScheduledRow
 from ..speculation.proposer import ACCEPT_STREAM, DraftTokens, Proposer
 from .step import SpeculativeRow, StepLayout, StepResult, StepTimer
-
-
-class Verification(Protocol):
-    """An acceptance rule for draft tokens."""
-
-    def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        """Sample from `logits` [ends, vocab] of the layout's `ends` into `result`.
-
-        Accepted draft tokens are recorded in the speculative rows.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +105,12 @@ class RejectionVerification:
         ids = verified.draft.token_ids
         return [sampling_row(row, self.eos_token_ids, ids[:count]) for count in range(len(ids) + 1)]
 
+
+Verification = CoupledVerification | RejectionVerification
+"""Acceptance rules: `draw` samples from the logits [ends, vocab] of a layout's `ends` into the result.
+
+Accepted draft tokens are recorded in the speculative rows.
+"""
 
 Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | None, StepResult]]
 """The forward pass of a step: hidden states, logits of its `ends` if any row samples, and a result."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -34,17 +33,6 @@ Phase = Literal[
 
 StepHook = Callable[[Phase | Literal["step"], float], None]
 """Called with the seconds of each phase, and of each `Engine.step`, at its end; its own time counts too."""
-
-
-class StepTimer(Protocol):
-    """Measures the phases of one step: `with timer("forward"): ...`."""
-
-    @property
-    def seconds(self) -> Mapping[Phase, float]:
-        """Seconds per phase so far, summed over repeated phases."""
-        ...
-
-    def __call__(self, phase: Phase) -> AbstractContextManager[object]: ...
 
 
 class PhaseTimer:
@@ -96,6 +84,9 @@ class _Untimed:
 
     def __exit__(self, *_: object) -> None: ...
 
+
+StepTimer = PhaseTimer | _Untimed
+"""Measures the phases of one step, summed over repeated ones: `with timer("forward"): ...`."""
 
 UNTIMED: StepTimer = _Untimed()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -42,33 +42,6 @@ class InFlightStep(NamedTuple):
     kv_blocks_used: int
     timer: StepTimer
     wait: Callable[[], ComputedStep]
-
-
-class StepLoop(Protocol):
-    """Runs plans in the order in which they are launched.
-
-    A plan may have output placeholders for tokens that the previous one samples: the loop fills them in.
-    """
-
-    @property
-    def is_overlapped(self) -> bool:
-        """Whether a plan may be launched before its predecessor's tokens are known (async scheduling)."""
-        ...
-
-    def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
-        """Launch a plan; returns a function that waits for its result."""
-        ...
-
-    def close(self) -> None:
-        """Wait for in-flight steps to end."""
-        ...
-
-
-def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> StepLoop:
-    """The step loop for `device`; `overlapped` is async scheduling."""
-    if not overlapped:
-        return SerialLoop(runner)
-    return DeviceAsyncLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)
 
 
 class SerialLoop:
@@ -129,6 +102,21 @@ class DeviceAsyncLoop:
 
     def close(self) -> None:
         """In-flight steps are in the device's stream; there is no thread to end."""
+
+
+StepLoop = SerialLoop | ThreadedLoop | DeviceAsyncLoop
+"""Runs plans in the order in which they are launched: `launch` returns a function that waits for the result.
+
+A plan may have output placeholders for tokens that the previous one samples: the loop fills them in. With
+async scheduling (`is_overlapped`) a plan may be launched before its predecessor's tokens are known.
+"""
+
+
+def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> StepLoop:
+    """The step loop for `device`; `overlapped` is async scheduling."""
+    if not overlapped:
+        return SerialLoop(runner)
+    return DeviceAsyncLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)
 
 
 class _OnDevice:

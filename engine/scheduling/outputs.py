@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from .detokenizer import CompletionText
 from .request import RequestTimes
 
 
@@ -25,14 +25,6 @@ class TokenLogprobs:
         return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
-class TextSource(Protocol):
-    """The text of a completion, detokenized when it is read."""
-
-    def delta(self, num_tokens: int) -> str:
-        """The new text of the output that ended with that many tokens; to be called once."""
-        ...
-
-
 @dataclass(slots=True)
 class RequestOutput:
     """The delta that one step adds to one completion of a request; not to be changed.
@@ -50,7 +42,7 @@ class RequestOutput:
     request_id: str
     index: int
     new_token_ids: tuple[int, ...]
-    text: str | TextSource
+    text: str | CompletionText
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     finish_reason: str | None

@@ -24,7 +24,7 @@ from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.layers.embedding import RotaryEmbedding, TokenEmbedding
 from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
-from ..model.layers.projection import Projection
+from ..model.layers.projection import Projection, Weights
 from ..model.spec import KvLayout, ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
@@ -40,14 +40,10 @@ from .proposer import (
 
 
 @dataclass(frozen=True, slots=True)
-class FusedInput:
+class FusedInput(Weights):
     """EAGLE's input: token embedding and hidden state, concatenated and projected to one hidden state."""
 
     fc: Projection
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.fc.weight_bytes
 
     def __call__(
         self, tokens: torch.Tensor, before: torch.Tensor
@@ -58,7 +54,7 @@ class FusedInput:
 
 
 @dataclass(frozen=True, slots=True)
-class ConcatenatedInput:
+class ConcatenatedInput(Weights):
     """EAGLE-3's input: the attention reads token embedding and hidden state, each normed, concatenated.
 
     With `norms_residual` (`norm_before_residual`) the residual is the normed hidden state.
@@ -67,10 +63,6 @@ class ConcatenatedInput:
     token_norm: Norm
     hidden_norm: Norm
     norms_residual: bool
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.token_norm.weight_bytes + self.hidden_norm.weight_bytes
 
     def __call__(
         self, tokens: torch.Tensor, before: torch.Tensor

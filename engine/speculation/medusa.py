@@ -14,7 +14,7 @@ from ...quant.base.errors import BadInput
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..model.decoder.reader import CheckpointReader
-from ..model.layers.projection import Projection
+from ..model.layers.projection import Projection, Weights
 from ..model.spec import KvLayout
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
@@ -44,15 +44,11 @@ _LAYOUTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaHead:
+class MedusaHead(Weights):
     """Residual blocks `x + silu(linear x)`, and a projection onto the vocabulary."""
 
     blocks: Sequence[Projection]
     output: Projection
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.output.weight_bytes + sum(block.weight_bytes for block in self.blocks)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [rows, vocab], of final hidden states [rows, hidden]."""

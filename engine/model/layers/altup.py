@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from .norm import Norm
-from .projection import AdapterRows, Projection
+from .projection import AdapterRows, Projection, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PerLayerEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
-class PerLayerInput:
+class PerLayerInput(Weights):
     """`norm(projection(activation(gate x) * input))`, what one layer adds to the residual `x`."""
 
     index: int
@@ -54,11 +54,6 @@ class PerLayerInput:
     projection: Projection
     norm: Norm
     activation: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights."""
-        return self.gate.weight_bytes + self.projection.weight_bytes + self.norm.weight_bytes
 
     def __call__(
         self, x: torch.Tensor, inputs: torch.Tensor, adapters: AdapterRows
@@ -71,7 +66,7 @@ _LEAST_SQUARE = 1e-5  # mean square of a projected stream at least
 
 
 @dataclass(frozen=True, slots=True)
-class AltUpStreams:
+class AltUpStreams(Weights):
     """Residual streams [streams, tokens, hidden]: the embedding and projections of it, of one magnitude.
 
     Attributes:
@@ -82,10 +77,6 @@ class AltUpStreams:
 
     into: Sequence[Projection]
     out_of: Sequence[Projection]
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(projection.weight_bytes for projection in (*self.into, *self.out_of))
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
         """The streams of an embedding [tokens, hidden]."""
@@ -100,7 +91,7 @@ class AltUpStreams:
 
 
 @dataclass(frozen=True, slots=True)
-class AltUp:
+class AltUp(Weights):
     """A layer's update of the streams: predict all of them, compute one, and correct all by its error.
 
     Attributes:
@@ -117,12 +108,6 @@ class AltUp:
     prediction: Projection
     correction: Projection
     output_scale: torch.Tensor | None
-
-    @property
-    def weight_bytes(self) -> int:
-        parts = (self.router, self.router_norm, self.prediction, self.correction)
-        scale = 0 if self.output_scale is None else self.output_scale.nbytes
-        return scale + sum(part.weight_bytes for part in parts)
 
     def predict(self, streams: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:
         """The streams as they would be without the layer, [streams, tokens, hidden]."""
@@ -148,7 +133,7 @@ class AltUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Laurel:
+class Laurel(Weights):
     """Learned augmented residual: `x + norm(right(left(x)))`, of low rank.
 
     Source: Menghani et al., "LAuReL: Learned Augmented Residual Layer" (arXiv:2411.07501).
@@ -157,10 +142,6 @@ class Laurel:
     left: Projection
     right: Projection
     norm: Norm
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.left.weight_bytes + self.right.weight_bytes + self.norm.weight_bytes
 
     def __call__(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:
         return x + self.norm(self.right(self.left(x, adapters), adapters))

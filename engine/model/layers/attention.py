@@ -25,7 +25,7 @@ from ...kernels.elementwise.reference import (
 from ..spec import KvLayout
 from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm
-from .projection import AdapterRows, Projection
+from .projection import AdapterRows, Projection, Weights
 from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
 
 KvScales = tuple[torch.Tensor, torch.Tensor]
@@ -436,7 +436,7 @@ def _scale_by_position(
 
 
 @dataclass(frozen=True, slots=True)
-class SharedAttention:
+class SharedAttention(Weights):
     """Grouped-query attention with queries of its own; the cache is that of the layer it shares with.
 
     That layer has written this step's keys and values before.
@@ -452,11 +452,6 @@ class SharedAttention:
     rule: AttentionRule
     rotation: Rotation
     query_norm: Norm | None
-
-    @property
-    def weight_bytes(self) -> int:
-        norm = 0 if self.query_norm is None else self.query_norm.weight_bytes
-        return self.query.weight_bytes + self.output.weight_bytes + norm
 
     @property
     def activation_quant(self) -> ActivationQuant | None:

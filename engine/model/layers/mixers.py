@@ -21,12 +21,25 @@ from ...kernels.recurrence import (
     ssd_step,
 )
 from .attention import LayerCache, Step
-from .projection import Projection
+from .projection import Projection, Weights
 from .state import StateLayout
 
 
+class _Mixer(Weights):
+    """A mixer behind an input projection."""
+
+    __slots__ = ()
+
+    input: Projection
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """Quantization of its input that a preceding kernel may fuse."""
+        return self.input.activation_quant
+
+
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(_Mixer):
     """Inputs, B and C through one convolution; the scan with its skip; a gate and a norm of each group.
 
     Attributes:
@@ -50,17 +63,6 @@ class Mamba2:
     norm: torch.Tensor
     eps: float
     state: int
-
-    @property
-    def weight_bytes(self) -> int:
-        parts = (self.conv, self.conv_bias, self.rate, self.step_bias, self.skip, self.norm)
-        total = self.input.weight_bytes + self.output.weight_bytes
-        return total + sum(part.nbytes for part in parts if part is not None)
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
-        return self.input.activation_quant
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
@@ -100,7 +102,7 @@ _LEAST_SQUARES = 1e-6  # added to the squared length of queries and keys before 
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
+class GatedDeltaNet(_Mixer):
     """Queries, keys and values through one convolution; the rule; a norm, and a gate on what leaves it.
 
     Attributes:
@@ -120,17 +122,6 @@ class GatedDeltaNet:
     norm: torch.Tensor
     eps: float
     state: int
-
-    @property
-    def weight_bytes(self) -> int:
-        parts = (self.conv, self.log_rate, self.step_bias, self.norm)
-        total = self.input.weight_bytes + self.output.weight_bytes
-        return total + sum(part.nbytes for part in parts)
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
-        return self.input.activation_quant
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
@@ -190,7 +181,7 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution:
+class ShortConvolution(_Mixer):
     """`output(c * conv(b * x))`, with b, c and x the thirds of one projection.
 
     Attributes:
@@ -205,16 +196,6 @@ class ShortConvolution:
     weight: torch.Tensor
     bias: torch.Tensor | None
     state: int
-
-    @property
-    def weight_bytes(self) -> int:
-        bias = 0 if self.bias is None else self.bias.nbytes
-        return self.input.weight_bytes + self.output.weight_bytes + self.weight.nbytes + bias
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
-        return self.input.activation_quant
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:

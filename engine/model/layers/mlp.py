@@ -21,7 +21,7 @@ from ...kernels.elementwise.dispatch import (
 from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
 from ...kernels.moe.experts import ExpertsKernel, Route, RouterLogits, RoutingRule
 from .norm import Norm
-from .projection import NO_ADAPTERS, AdapterRows, Projection
+from .projection import NO_ADAPTERS, AdapterRows, Projection, Weights
 
 
 class FeedForward(Protocol):
@@ -95,7 +95,7 @@ def sparse_gating(
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
+class GatedMlp(Weights):
     """`down(activation(gate x) * up x)`, with gate and up stacked; `combine` is from `gating`."""
 
     gate_up: Projection
@@ -105,10 +105,6 @@ class GatedMlp:
     @property
     def is_capturable(self) -> bool:
         return True
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.gate_up.weight_bytes + self.down.weight_bytes
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
@@ -123,7 +119,7 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainMlp:
+class PlainMlp(Weights):
     """`down(activation(up x))`."""
 
     up: Projection
@@ -133,10 +129,6 @@ class PlainMlp:
     @property
     def is_capturable(self) -> bool:
         return True
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.up.weight_bytes + self.down.weight_bytes
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
@@ -197,7 +189,7 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOfExperts:
+class MixtureOfExperts(Weights):
     """Weighted sum of the routed experts' outputs, plus the shared expert's output.
 
     Attributes:
@@ -213,13 +205,6 @@ class MixtureOfExperts:
     shared_gate: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     latent: tuple[Projection, Projection] | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        shared = 0 if self.shared is None else self.shared.weight_bytes
-        shared += sum(projection.weight_bytes for projection in self.latent or ())
-        shared += 0 if self.shared_gate is None else self.shared_gate.nbytes
-        return self.router.weight_bytes + self.experts.weight_bytes + shared
 
     @property
     def is_capturable(self) -> bool:
@@ -256,7 +241,7 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class MlpBesideExperts:
+class MlpBesideExperts(Weights):
     """A dense MLP and routed experts that read the same residual, each between norms of its own (Gemma 4)."""
 
     mlp_norm: Norm
@@ -265,12 +250,6 @@ class MlpBesideExperts:
     experts_norm: Norm
     mixture: MixtureOfExperts
     experts_output_norm: Norm
-
-    @property
-    def weight_bytes(self) -> int:
-        norms = (self.mlp_norm, self.mlp_output_norm, self.experts_norm, self.experts_output_norm)
-        total = self.mlp.weight_bytes + self.mixture.weight_bytes
-        return total + sum(norm.weight_bytes for norm in norms)
 
     @property
     def is_capturable(self) -> bool:

@@ -9,7 +9,7 @@ copied to a slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -60,6 +60,27 @@ AdapterRows = Mapping[str, torch.Tensor | None] | SlotMask
 """Rows of a step, int64, by LoRA adapter name, None: all rows; of a captured step the mask of its slots."""
 
 NO_ADAPTERS: AdapterRows = MappingProxyType({})
+
+
+class Weights:
+    """A dataclass of weights: a step may read those of all its fields."""
+
+    __slots__ = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step may read."""
+        parts: Any = self
+        return sum(_weight_bytes(getattr(parts, part.name)) for part in fields(parts))
+
+
+def _weight_bytes(part: Any) -> int:
+    if isinstance(part, torch.Tensor):
+        return part.nbytes
+    if isinstance(part, list | tuple):
+        return sum(map(_weight_bytes, part))
+    return getattr(part, "weight_bytes", 0)
+
 
 Delta = Callable[[torch.Tensor, torch.Tensor, AdapterRows], None]
 """Adds the LoRA deltas of the rows of `x [tokens, in]` to `y [tokens, out]`, in place."""

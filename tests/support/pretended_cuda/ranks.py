@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import torch
 from llmopt.engine.execution import workers
-from llmopt.engine.execution.worker import Channel, pack, work
-from llmopt.quant.model.parameters import Loaded
+from llmopt.engine.execution.worker import Channel, LoadedShard, pack, work
 from torch import distributed
 
 from .card import Card
@@ -100,7 +99,7 @@ class Collectives:
 @contextmanager
 def workers_apart(card: Card, replies: Sequence[str | None] = ()) -> Iterator[tuple[Wire, Any]]:
     """A context in which engines are rank 0 of two; `replies` are rank 1's to captures, None after them."""
-    wire, collectives = Wire(replies=deque([Loaded(), *replies])), Collectives(card)
+    wire, collectives = Wire(replies=deque([LoadedShard(), *replies])), Collectives(card)
     with (
         patch.object(workers, "Pipe", lambda: (wire, wire)),
         patch.object(workers, "subprocess", SimpleNamespace(Popen=_Process, DEVNULL=None)),
