@@ -16,7 +16,7 @@ from ..cache.step_inputs import Run, embedded_rows, step_inputs
 from ..model.adapter.open import CausalModel
 from ..model.layers.attention import StepInputs
 from ..model.layers.lora import rows_by_adapter
-from ..model.layers.projection import NO_ADAPTERS
+from ..model.layers.projection import AdapterRows
 from ..multimodal.encoder import EncoderCache
 from ..sampling.rowwise import sampling_rows
 from ..sampling.sampler import Draw, Sampler, rows_per_slice, sliced_logprobs
@@ -235,7 +235,7 @@ class ModelRunner:
         inputs = self._inputs_of(layout.runs)
         if sampled is not None and (placeholders := layout.placeholders):
             sampled.fill_placeholders(inputs.token_ids, placeholders)
-        adapters = NO_ADAPTERS
+        adapters: AdapterRows = {}  # not `NO_ADAPTERS`: tensor-parallel ranks receive it by pickle
         if any(row.lora for row in layout.rows):
             lengths = [len(run.token_ids) for run in layout.runs]
             loras = zip((row.lora for row in layout.rows), lengths, strict=True)
