@@ -23,7 +23,7 @@ from ..base.host import thread_limit
 from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.cpu_measurements import choose_threads
 from ..kernels.common.devices import refuses_fp8
-from ..kernels.common.dispatch import Choice
+from ..kernels.common.dispatch import KernelChoice
 from ..kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
@@ -62,7 +62,7 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 
 
-def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+def table(device: torch.device, dtype: torch.dtype) -> list[KernelChoice]:
     """The kernels chosen on `device` for a typical decoder in `dtype`."""
     choices = [
         *(

@@ -1,9 +1,24 @@
-"""Causal depthwise convolution over tokens, whose state is the window of the last inputs.
+"""Recurrences over a sequence's state, in torch: causal convolution, gated delta rule, state space scan.
+
+A step computes one token of many sequences. A run of tokens of one sequence is computed in chunks, which
+alone follow one another. All is float32.
+
+The causal depthwise convolution has the window of the last inputs as its state, those of the newest token and
+of the `kernel - 1` tokens before it; inputs before a sequence's first token are zeros:
 
     out[t, c] = bias[c] + sum over k of weight[c, k] * x[t - kernel + 1 + k, c]
 
-Inputs before a sequence's first token are zeros. The state is the window of the newest token: its inputs and
-those of the `kernel - 1` tokens before it. Sums are float32.
+The gated delta rule (Yang et al., "Gated Delta Networks", arXiv:2412.06464, section 3) is linear attention
+that corrects what its state S [key_dim, value_dim] already predicts of a value, with a decay g and a rate b
+of each token and head. In a chunk the corrections solve a triangular system (arXiv:2406.06484):
+
+    S = exp(g) * S;    S = S + k outer (b * (v - k @ S));    out = q @ S
+
+The state space scan of Mamba 2 (Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6) has a state
+S [head_dim, state_size] that decays and adds each token's outer product, with a step length d; B and C are
+shared by the heads of a group. A chunk is masked attention of C to B (state space duality):
+
+    S = exp(d * rate) * S + (d * x) outer B;    out = S @ C
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""torch's OpenMP runtime: its entry point, and a bound for how long its idle threads spin."""
+"""JIT compilation of the C kernels: built once per machine, cached in the user's cache folder.
+
+A library's name contains a hash of its sources, the compiler's version and the options, so that none is
+ever out of date. It is compiled under a temporary name and renamed atomically: concurrent processes at
+worst compile twice. Kernels run on torch's OpenMP threads while these spin for long, else on a pool.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +112,7 @@ def _load(source: Path, name: str, options: tuple[str, ...]) -> Native:
 
 @dataclass(frozen=True, slots=True)
 class ParallelStart:
-    """What runs a kernel on several threads: a function like `GOMP_parallel`.
+    """The function, like `GOMP_parallel`, that runs a kernel on several threads.
 
     Attributes:
         address: of the function; None: kernels run on the thread that calls them.

@@ -1,4 +1,8 @@
-"""CPU features of aarch64: the kernel's auxiliary vector on Linux, `sysctlbyname` on macOS."""
+"""Instruction paths of the C kernels, their detection and selection: AVX2, AVX-VNNI, AVX-512 VNNI; NEON,
+DotProd, I8MM.
+
+An aarch64's features come from the kernel's auxiliary vector on Linux, from `sysctlbyname` on macOS.
+"""
 
 from __future__ import annotations
 

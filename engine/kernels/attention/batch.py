@@ -132,7 +132,7 @@ class SequenceSpan:
 
 
 class DecodeCounts(NamedTuple):
-    """What the host knows of a decode group: its rows, and its sequences' tokens in their blocks."""
+    """The host's copy of a decode group: its rows, and its sequences' tokens in their blocks."""
 
     rows: Sequence[int]
     num_held: Sequence[int]

@@ -28,7 +28,7 @@ PLAN_BYTES = 1 << 20
 
 
 class Shape(NamedTuple):
-    """What a plan depends on beside the sequences: heads, block size, and a layer's rule.
+    """The facts that a plan depends on beside the sequences: heads, block size, and a layer's rule.
 
     With other values than keys they are the keys' first elements (MLA): `key_dim - value_dim` are rotated.
     """
@@ -258,7 +258,7 @@ class _Latent(_Wrapper):
 
 
 class Workspace:
-    """What all plans on a device share, as one step runs at a time: memory, and the wrappers of eager steps.
+    """Memory, and wrappers of eager steps, that all plans on a device share: one step runs at a time.
 
     Graphs of grouped queries share a plan's memory on the device where they have the same shape: each is
     planned before its replay. Its pinned copy is each wrapper's own, and a wrapper of latents allocates both.

@@ -1,7 +1,8 @@
 """Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
 An element is `code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch,
-the chunk or the block in which it was written.
+the chunk or the block in which it was written. Blocks are copied within the cache, and to and from the host,
+by one launch for all layers or by torch's copies.
 """
 
 from __future__ import annotations
@@ -177,19 +178,19 @@ class TorchBlockCopies:
     on_host: Sequence[torch.Tensor]
 
     def within(self, pairs: Pairs) -> None:
-        """See `BlockCopier`."""
+        """Copy by torch, as `BlockCopier` has it."""
         for part in self.parts:
             sources, destinations = packed([*zip(*pairs, strict=True)], part.device)
             part.index_copy_(0, destinations, part.index_select(0, sources))
 
     def to_host(self, pairs: Pairs) -> None:
-        """See `BlockCopier`."""
+        """Copy by torch, as `BlockCopier` has it."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 host[destination].copy_(part[source], non_blocking=True)
 
     def from_host(self, pairs: Pairs) -> None:
-        """See `BlockCopier`."""
+        """Copy by torch, as `BlockCopier` has it."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 part[destination].copy_(host[source], non_blocking=True)

@@ -1,4 +1,12 @@
-"""Tile sizes of Triton's paged attention, by head shape and by what the GPU's multiprocessors hold."""
+"""Paged attention in Triton: the tile sizes of a head shape, and the launches of a batch.
+
+A program takes some query tokens of one sequence and the query heads of one KV head as the rows of one tile;
+the heads share the keys that are read. The key tile's size is independent of the block size. Sequences with
+few query tokens would occupy few programs: their keys are split into parts, and a second kernel reduces the
+partial results. The split depends on the sequence alone, so results are batch-invariant. A work list of the
+parts, made on the device, is shared among as many programs as the GPU holds: one long sequence occupies all
+of it, and a captured launch can be replayed for sequences of any length.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, V
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a layer's heads and cache are, as far as tiles depend on it.
+    """Shape of a layer's heads and cache, as far as tiles depend on it.
 
     Attributes:
         group: query heads of a KV head.

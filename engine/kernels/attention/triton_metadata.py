@@ -1,4 +1,7 @@
-"""Metadata of the Triton attention kernel: concatenated block tables, and the assignment of programs."""
+"""Metadata of the Triton attention kernel: concatenated block tables, and the assignment of programs.
+
+That of a captured step lies in tensors of a fixed capacity, filled anew for each replay.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What decides which tiles of keys a token sees: the tile's size, and a layer's rule; 0 is none."""
+    """Facts that decide which tiles of keys a token sees: the tile's size, and a layer's rule; 0 is none."""
 
     tile: int
     window: int
@@ -264,7 +267,7 @@ class StaticBuffer:
         self._copy(0, np.concatenate([host, np.array(table, np.int64)]))
 
     def take_unshared(self) -> tuple[int, ...]:
-        """What a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
+        """Return what a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
         return (self.num_filled,)
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:

@@ -1,4 +1,8 @@
-"""Roofline ceilings of this CPU: memory-read bandwidth, and peak 8-bit operations per second."""
+"""Measurements of this CPU with `roofs.c`: roofline ceilings, and the number of threads of a step.
+
+Beside busy processes, or on a machine that has less memory bandwidth than cores, fewer threads can be faster.
+It is tried with made-up decode steps: many short parallel calls that read memory, as the layers of one do.
+"""
 
 from __future__ import annotations
 

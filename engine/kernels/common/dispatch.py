@@ -32,7 +32,7 @@ class Candidate(Generic[KernelQuery, Implementation]):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """A dispatch decision: the selected candidate, and each candidate's reason for no support."""
 
     operation: str
@@ -84,7 +84,7 @@ class Operation(Generic[KernelQuery, Implementation]):
         dropped = verdicts.judge(self.name, str(kernel_query), supported, make)
         return next(each for each in supported if each.name not in dropped)
 
-    def explain(self, kernel_query: KernelQuery) -> Choice:
+    def explain(self, kernel_query: KernelQuery) -> KernelChoice:
         """The decision of `select`, with every candidate's reason; what is not tried yet is not tried."""
         verdicts = current_verdicts() if is_tried(kernel_query) else None
         dropped = {} if verdicts is None else verdicts.dropped(self.name, str(kernel_query))
@@ -92,7 +92,7 @@ class Operation(Generic[KernelQuery, Implementation]):
             (c.name, c.refuses(kernel_query) or dropped.get(c.name)) for c in self.candidates
         )
         chosen = next((name for name, reason in reasons if reason is None), None)
-        return Choice(self.name, str(kernel_query), chosen, reasons)
+        return KernelChoice(self.name, str(kernel_query), chosen, reasons)
 
 
 def is_tried(kernel_query: object) -> bool:

@@ -1,4 +1,14 @@
-"""Launches of C kernels: the single entry point, so that CPU graphs can capture and replay them."""
+"""Launches of C kernels, and graphs of a step: CPU graphs of launches, and CUDA graphs.
+
+Every C kernel is called by `launch`, so that a capture can record it. A CPU graph records every torch
+operation, C-kernel launch and collective in order. Kernels and collectives do not run, so the result of a
+capture is meaningless. Replay launches the kernels from C and calls the rest again on the same tensors; no
+Python of the model runs. Inputs and results stay at the addresses of the capture: the caller copies new
+values into the captured input tensors.
+
+Shapes are static and control flow is frozen at capture. Data-dependent operations raise `NotCapturable`;
+Python that reads values past torch's dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
+"""
 
 from __future__ import annotations
 

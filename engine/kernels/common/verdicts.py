@@ -50,7 +50,7 @@ MOST_ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Trial(Generic[Implementation]):
-    """What the candidates for a kernel query are compared and timed on.
+    """Inputs and calls that the candidates for a kernel query are compared and timed on.
 
     Attributes:
         compute: runs an implementation on small inputs, the same for each; returns its outputs.
@@ -80,7 +80,7 @@ class Verdict:
 
 
 class Contender(Protocol[Tried]):
-    """What is tried: a `Candidate`."""
+    """The side of a `Candidate` that a trial needs."""
 
     @property
     def name(self) -> str: ...
@@ -298,7 +298,7 @@ TOLERANCE_QUANTIZED = 4e-2
 
 
 def tolerance(dtype: torch.dtype, *, quantizes_inputs: bool = False) -> float:
-    """What a kernel may differ from its reference by, as `relative_error`."""
+    """The most that a kernel may differ from its reference, as `relative_error`."""
     return TOLERANCE_QUANTIZED if quantizes_inputs else TOLERANCES[dtype]
 
 
@@ -386,7 +386,7 @@ def verdict_file(device_name: str, capability: tuple[int, int]) -> Path:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver; "unknown" where it does not say."""
+    """Read the NVIDIA driver's version; "unknown" where it does not say."""
     try:
         lines = Path("/proc/driver/nvidia/version").read_text().splitlines()
     except OSError:

@@ -1,8 +1,12 @@
-"""Quantized activations: fusion of a norm or gate with the quantization of the next linear's input.
+"""Quantized activations, fake-quantized and as codes, and fusion with the norm or gate before a linear.
 
-A linear kernel with a quantized input declares how it is quantized (`TakesQuantizedInput`). The kernel
-before it may then quantize as it writes (`FusesNormQuant`, `FusesGateQuant`), which saves a pass over the
+A linear kernel with a quantized input declares how it is quantized (`TakesQuantizedInput`). The kernel before
+it may then quantize as it writes (`FusesNormQuant`, `FusesGateQuant`), which saves a pass over the
 activations; if it does not, the linear quantizes its input itself.
+
+Quantization (int8, fp8, FP4; dynamic or static) is batch-invariant: a token's result depends on that token
+alone. Two schemes are therefore applied at a finer granularity than published: a dynamic per-tensor scale is
+computed per token, and the outlier columns of LLM.int8() are determined per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Row lookup in tables on CPU, token embeddings and cos/sin: ctypes bindings of `rows.c`."""
+"""Row kernels on CPU: token embeddings and cos/sin (`rows.c`), argmax of logits (`argmax.c`), and
+`advance_step`, the first launch of a captured decode step (`advance_step.c`)."""
 
 from __future__ import annotations
 

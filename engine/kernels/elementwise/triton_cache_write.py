@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
-"""Fused RoPE + KV-cache write in Triton, with QK-norm: stacked queries, keys and values in one pass."""
+"""KV-cache writes in Triton, with norms and RoPE: of stacked queries, keys and values, or of latents."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class TritonLatent:
         keys: PagedTensor,
         slots: torch.Tensor,
     ) -> torch.Tensor | None:
-        """See `LatentKernel`."""
+        """Run `LatentKernel`'s operation in one launch."""
         tokens, rank, rope = len(latent), len(latent_norm[0]), cos_sin[0].shape[-1]
         cos, sin = cos_sin
         out = latent if queries is None else queries.new_empty(queries.shape)
@@ -337,7 +337,7 @@ class TritonLatent:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         interleaved: bool,
     ) -> torch.Tensor:
-        """See `LatentKernel`."""
+        """Run `LatentKernel`'s operation in one launch."""
         tokens, heads, rope = rope_queries.shape
         rank = absorbed.shape[2]
         cos, sin = cos_sin

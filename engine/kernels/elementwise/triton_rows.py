@@ -1,5 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Per-token and per-group activation quantization; bit-identical to `fake_quantize_activations`."""
+"""Row kernels in Triton: activation quantization, fused add + RMSNorm, and gated activations (SwiGLU, GeGLU).
+
+Quantization per token or group is bit-identical to `fake_quantize_activations`; norms and gates can quantize
+their output as they store it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""GEMMs in C of codes between Hadamard transforms: the call that they share."""
+"""Linears whose codes lie between Hadamard transforms, in C and in torch: trellis codes (EXL3), E8P (QuIP#).
+
+Transforms go to the activations, codes are decoded as they are read: the weight stays packed.
+Trellis: `y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`. In C tiles of 16 × 16 weights are decoded in registers or in the
+first-level cache, to floats or to integers. E8P: `y = ((x ⊙ su) U Qᵀ Vᵀ) ⊙ sv`, with transforms `U` and `V`
+of whole widths; in C codes become bytes, which multiply quantized inputs in integer dot products. Elsewhere
+torch decodes some rows or tiles of outputs at a time.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +193,7 @@ class NativeE8pLinear(NativeHadamardLinear):
 
 
 def _scale(width: int, factor: torch.Tensor | None) -> float:
-    """What makes a transform of ones and minus ones orthonormal."""
+    """The factor that makes a transform of ones and minus ones orthonormal."""
     return (width if factor is None else width // len(factor)) ** -0.5
 
 

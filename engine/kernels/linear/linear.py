@@ -65,7 +65,7 @@ class TorchLinear:
         self.weight_bytes = weight.nbytes
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
-        """See `FusesBias`."""
+        """Add `bias [out]` to the output of every later call."""
         self.bias = bias
         self.weight_bytes += bias.nbytes
 

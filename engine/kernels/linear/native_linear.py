@@ -1,4 +1,5 @@
-"""Row lookup in packed weights on CPU: ctypes bindings of `lookup.c`."""
+"""Quantized linears on the C kernels of `linear.c`, W4A16/W8A16-style, W8A8 and LLM.int8(), and the lookup of
+rows of their packed weights in `lookup.c`."""
 
 from __future__ import annotations
 

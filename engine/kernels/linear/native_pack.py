@@ -1,4 +1,7 @@
-"""Scales of packed weights in as few bits as their file has, without loss: the scale kinds of `weight.h`."""
+"""Weight packing for the C kernels: from a grid to the layout that `weight.h` describes.
+
+Scales lie in as few bits as their file has, without loss.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""PTX for packed 4-bit codes: two 16-bit values of a register at once, which Triton has no operation for.
+"""Dequantization of packed weights in Triton: of a tile in registers, and of a whole weight.
 
-The texts are for `tl.inline_asm_elementwise` with two elements a call (`pack=2`). Triton's interpreter has no
-assembler: there the same values come from plain operations, and a test runs these texts in Python instead.
+Packed 4-bit codes have PTX, two 16-bit values of a register at once, which Triton has no operation for: texts
+for `tl.inline_asm_elementwise` with two elements a call (`pack=2`). Triton's interpreter has no assembler:
+there the same values come from plain operations, and a test runs these texts in Python instead.
 """
 
 from __future__ import annotations

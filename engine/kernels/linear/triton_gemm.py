@@ -73,7 +73,7 @@ def _scales(
     NESTED: tl.constexpr,
     X_RUN: tl.constexpr,
 ):
-    """What the group of a piece is scaled by: scales, zero points or minimums, scales of the inputs."""
+    """The factors of the group of a piece: scales, zero points or minimums, scales of the inputs."""
     group = group_of(run, piece, PIECES, PIECE, GROUP)
     if GROUP > 0 or IS_AFFINE:
         scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)

@@ -1,7 +1,8 @@
 # pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""Hadamard transforms of rows in Triton: a product with one matrix on an axis of the channels, a launch each.
+"""Linears with trellis and E8P codes on Triton, and the Hadamard transforms of their inputs and outputs.
 
+A transform is a product with one matrix on an axis of the channels, a launch each.
 Channels are `[outer, order, inner]`, and a stage multiplies the axis in the middle with a matrix: EXL3's
 blocks of 128 are one stage with `inner` 1; QuIP#'s whole widths, Kronecker products of small matrices, are
 two (of 128 and of all that is left) up to 65,536 channels. The first stage scales what it reads, or adds up
@@ -38,7 +39,7 @@ MOST_ORDER = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TransformStage:
     """One matrix on one axis.
 
     Attributes:
@@ -136,7 +137,7 @@ class TransformedRows:
         precision: of products: those of 16-bit rows are taken in tf32.
     """
 
-    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype) -> None:
+    def __init__(self, stages: Sequence[TransformStage], dtype: torch.dtype) -> None:
         self._stages = list(stages)
         self._precision = "ieee" if dtype is torch.float32 else "tf32"
         parts = (getattr(each, n) for each in stages for n in ("before", "after", "bias", "places"))
@@ -155,7 +156,7 @@ class TransformedRows:
             x = self._apply(stage, x, dtype if is_last else torch.float32)
         return x
 
-    def _apply(self, stage: Stage, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _apply(self, stage: TransformStage, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         tokens, stored = x.shape[-2], stage.stored or stage.width
         # Places that no channel goes to are inputs that a GEMM pads its rows with.
@@ -199,7 +200,7 @@ class TransformedRows:
 
 def stages_of(
     transform: Transform, width: int, device: torch.device, *, backward: bool = False
-) -> list[Stage]:
+) -> list[TransformStage]:
     """The stages of `Transform.forward`, or of its inverse."""
     if isinstance(transform, HadamardBlocks):
         return [_hadamard(BLOCK, 1, width, device)]
@@ -221,8 +222,8 @@ def stages_of(
     return stages
 
 
-def _hadamard(order: int, inner: int, width: int, device: torch.device) -> Stage:
-    return Stage(sylvester(order, device).sign(), inner, order**-0.5, width)
+def _hadamard(order: int, inner: int, width: int, device: torch.device) -> TransformStage:
+    return TransformStage(sylvester(order, device).sign(), inner, order**-0.5, width)
 
 
 class TritonTransformedLinear:

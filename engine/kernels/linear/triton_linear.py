@@ -1,4 +1,8 @@
-"""Autotuned crossover between the fused mixed-input GEMM and dequantize + cuBLAS, in tokens per call."""
+"""Quantized linears on the Triton GEMM: weight-only (W4A16, W8A16), and W8A8 with int8 or fp8 activations.
+
+The crossover between the fused GEMM and dequantize + cuBLAS, in tokens per call, is measured once per device
+and shape, and kept in the device's verdict table (`common/verdicts.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Top-k routing of a mixture of experts: from router logits to experts and their weights."""
+"""Mixture of experts: interfaces, top-k routing from router logits, and the reference, a loop over experts.
+
+The kernels are tried on the experts themselves, with random routing.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Experts in block FP8 by DeepGEMM's grouped GEMM, in its contiguous layout, without host synchronisation.
+"""Fused mixture-of-experts: two grouped GEMMs over permuted tokens, without host synchronisation.
 
-The layout groups rows by expert in blocks of 128: our token permutation in tiles of 128 rows, each padded to
-a block. Which expert a row is of lies on the device; the kernel skips blocks without rows.
+Experts in block FP8 use DeepGEMM's grouped GEMM in its contiguous layout, which groups rows by expert in
+blocks of 128: our token permutation in tiles of 128 rows, each padded to a block. Which expert a row is of
+lies on the device; the kernel skips blocks without rows.
 """
 
 from __future__ import annotations

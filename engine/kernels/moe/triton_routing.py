@@ -1,5 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""Router logits in Triton: 16-bit rows times a float32 weight, without a float32 copy of the rows."""
+"""Router logits and top-k routing in Triton.
+
+Logits are 16-bit rows times a float32 weight, without a float32 copy of the rows; scores, groups, selection
+and weights of a token take one launch.
+"""
 
 from __future__ import annotations
 
