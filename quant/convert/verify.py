@@ -304,7 +304,7 @@ _HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf", "QUiP")
 def model_failures(
     checkpoint: Checkpoint, modules: Collection[str], parameters: ModelParameters
 ) -> list[str]:
-    """What is missing or undeclared, one line for each kind of module."""
+    """List what is missing or undeclared, one line for each kind of module."""
     stored = {name for module in modules for name in tensor_names(checkpoint, module)}
     names = [*(name for name in checkpoint.names if name not in stored)]
     names += [f"{module}.weight" for module in modules]

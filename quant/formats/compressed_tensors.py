@@ -174,7 +174,7 @@ class CompressedTensorsFormat(WeightFormat):
         kv_cache: str | None = None,
         kv_cache_strategy: str = "tensor",
     ) -> dict[str, Any]:
-        """See `WeightFormat.config`.
+        """The `quantization_config`, with a group for each scheme.
 
         Args:
             kv_cache: `fp8` where `k_scale` and `v_scale` are stored beside the attention layers.

@@ -55,7 +55,7 @@ def _part(scheme: Scheme) -> ModelOptAlgorithms:
 ALGORITHMS: dict[str, Scheme] = {
     name: scheme for part in _parts() for name, scheme in part.algorithms.items()
 }
-"""What each `quant_algo` stores."""
+"""The scheme that each `quant_algo` stores."""
 
 MIXED = "MIXED_PRECISION"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -95,7 +95,7 @@ class ModelOptFormat(WeightFormat):
         kv_cache: str | None = None,
         kv_cache_strategy: str = "tensor",
     ) -> dict[str, Any]:
-        """See `WeightFormat.config`: as ModelOpt writes it into `config.json`.
+        """The `quantization_config`, as ModelOpt writes it into `config.json`.
 
         Args:
             kv_cache: `fp8` where `k_proj.k_scale` and `v_proj.v_scale` are stored.

@@ -1,1 +1,1 @@
-"""What quantization kinds share: tensors, grids, the transforms of codes, formats, and raw reading."""
+"""The base of all quantization kinds: tensors, grids, the transforms of codes, formats, and raw reading."""

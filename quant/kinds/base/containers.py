@@ -1,4 +1,4 @@
-"""What a kind answers to the formats that hold several kinds: compressed-tensors, ModelOpt and bitsandbytes.
+"""The parts of a kind in formats that hold several kinds: compressed-tensors, ModelOpt and bitsandbytes.
 
 Each class is a kind's part of one of them; the format itself (`quant/formats`) finds the part by scheme,
 by layout or by algorithm, and knows what all parts share. Below are the fields and tensors that several parts

@@ -18,7 +18,7 @@ SchemeT = TypeVar("SchemeT", bound=Scheme)
 Config = Mapping[str, Any]
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 COMPUTE_DTYPE = "bfloat16"
-"""Of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
+"""The compute dtype of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
 KV_SCALES = (".k_scale", ".v_scale")
 """Endings of the names of a quantized KV cache's scales."""
 _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
@@ -55,7 +55,7 @@ class WeightFormat(ABC):
 
     @property
     def quant_method(self) -> str:
-        """Its name in a `quantization_config`."""
+        """The format's name in a `quantization_config`."""
         return self.name
 
     @abstractmethod

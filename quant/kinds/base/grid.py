@@ -31,7 +31,7 @@ import torch
 from .tensor import QuantizedTensor
 
 Parameters = tuple[torch.Tensor, ...]
-"""What was fitted to groups: each `[out, groups, ...]`; of a grid with one group any shape."""
+"""Scales and the like, fitted to groups: each `[out, groups, ...]`; of a grid with one group any shape."""
 
 
 class Columns(Protocol):
@@ -209,7 +209,7 @@ class ScalarColumns:
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """See `Columns.errors`."""
+        """Round one column in its run, as `Columns.errors` says."""
         affine = self._runs[first // self._length]
         self._grid.scaled_levels(targets, affine, out=out)
         torch.addcmul(weights, out, affine.step, value=-1, out=out)

@@ -43,7 +43,7 @@ class Transform(Protocol):
     def block(self) -> int: ...
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values float32 `[..., width]`."""
+        """Transform values float32 `[..., width]`."""
         ...
 
     def backward(self, values: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class HadamardBlocks:
     block = BLOCK
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Transform`; 128 divides the width."""
+        """Transform each block; 128 divides the width."""
         return (values.unflatten(-1, (-1, BLOCK)) @ sylvester(BLOCK, values.device)).flatten(-2)
 
     backward = forward
@@ -169,7 +169,7 @@ class Incoherence:
         return (self.turn_outputs.backward(rotated.T) * self.outputs).T.contiguous()
 
     def unscaled(self, values: torch.Tensor) -> torch.Tensor:
-        """What `inputs` and `outputs` scale in the weight `[out, in]` that quantized values stand for."""
+        """The weight `[out, in]` of quantized values before `inputs` and `outputs` scale it."""
         return self.turn_outputs.backward(self.turn_inputs.backward(values).T).T
 
     def of_inputs(self, matrix: torch.Tensor) -> torch.Tensor:

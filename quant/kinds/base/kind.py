@@ -89,7 +89,7 @@ class LoaderRules:
         return False
 
     def transformers_needs(self, scheme: Any) -> str:
-        """What its reader of compressed-tensors needs for such weights; empty: nothing."""
+        """Needs of its reader of compressed-tensors for such weights, as text; empty: none."""
         return ""
 
 

@@ -81,7 +81,7 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """See `Columns.errors`."""
+        """Round vectors of columns and keep their codes, as `Columns.errors` says."""
         torch.sub(weights, self.nearest_values(targets, first), out=out)
 
     def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:

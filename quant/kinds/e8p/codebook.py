@@ -87,7 +87,7 @@ def residual_points(device: torch.device = CPU) -> torch.Tensor:
 
 SHIFT = 0.25
 RESIDUAL_STEPS = {3: 1 / 2.04, 4: 1 / 3.45}
-"""Of the residual's points, by bits (QuIP#'s `opt_resid_scale`)."""
+"""Steps of the residual's points, by bits (QuIP#'s `opt_resid_scale`)."""
 # Operations of a GEMM in the time of a search for one weight: 116,000 to 129,000, measured.
 _SEARCH = 120_000
 _AT_ONCE = 2048  # targets: 2 MiB for a number of each pattern and shift
@@ -130,7 +130,7 @@ def values_of(stored: Codes, bits: int) -> torch.Tensor:
 
 
 def search_operations(bits: int) -> float:
-    """What the search for one weight takes, in multiplications and additions of a large GEMM."""
+    """The cost of the search for one weight, in multiplications and additions of a large GEMM."""
     return _SEARCH * (2 if bits == 4 else 1)
 
 
@@ -168,13 +168,13 @@ def _nearest_codes(targets: torch.Tensor) -> torch.Tensor:
 
 
 def _of_shift(both: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Of `[2, n, ...]` the one that `chosen` `[1, n]` says, for each target."""
+    """Select from `[2, n, ...]` the one that `chosen` `[1, n]` says, for each target."""
     index = chosen.view(*chosen.shape, *(1,) * (both.dim() - 2)).expand(1, *both.shape[1:])
     return both.gather(0, index)[0]
 
 
 MULTIPLE = 32
-"""Of a weight's inputs."""
+"""A weight's inputs are a multiple of it."""
 _RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
 
 

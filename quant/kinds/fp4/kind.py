@@ -36,7 +36,7 @@ def e2m1_table() -> torch.Tensor:
 
 
 def fp4_factors(scales: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """What the stored scales of blocks multiply their values by, float32 of the same shape.
+    """Compute the factors of blocks from their stored scales, float32 of the same shape.
 
     Args:
         global_scale: of NVFP4, whose scales are e4m3; None: the scales are MXFP4's exponents.
@@ -107,8 +107,8 @@ class Fp4Tensor(QuantizedTensor):
     def stored_as(
         self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
     ) -> Fp4Tensor:
-        """See `QuantizedTensor.stored_as`; where reciprocals are stored, the scales of whole tensors are
-        moved to the nearest that are their reciprocals' reciprocals, as in compressed-tensors' converter."""
+        """Move scales of whole tensors to their reciprocals' reciprocals, if those are stored; as in
+        compressed-tensors' converter."""
         if not inverts:
             return self
         wholes = {"global_scale": self.global_scale, "input_scale": self.input_scale}

@@ -109,7 +109,7 @@ def in_chunks(
     x: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """What a search gives for blocks `[n, runs, width]`, as many at a time as a core's cache holds."""
+    """Search blocks `[n, runs, width]`, as many at a time as a core's cache holds."""
     at_once = max(1, _VALUES // x[0].numel())
     chunks = zip(x.split(at_once), weights.split(at_once), strict=True)
     parts = [search(*chunk) for chunk in chunks]
@@ -127,7 +127,7 @@ def reciprocal(values: torch.Tensor) -> torch.Tensor:
 
 
 def _affine_shifts(levels: int) -> tuple[float, ...]:
-    """What is added to the largest code for the steps tried: finer where there are few codes."""
+    """Shifts of the largest code, one for each step tried: finer where there are few codes."""
     size = 20 if levels < 8 else 10
     return tuple(step / size for step in range(-size, size + 1))
 

@@ -260,7 +260,7 @@ def _fit_head(
 
 
 def _stored(head: torch.Tensor, lattice: Lattice) -> torch.Tensor:
-    """What the float16 of a block holds of a step."""
+    """Round a block's step to the float16 that is stored."""
     return half(head / lattice.unit) * lattice.unit
 
 
@@ -304,7 +304,7 @@ def dequantize_lattice(data: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def lattice_fields(data: torch.Tensor, type_name: str) -> Fields:
-    """Of blocks: indices of points, bytes of signs, scales `[n, runs]`, and d float32 `[n, 1]`."""
+    """Unpack blocks: indices of points, bytes of signs, scales `[n, runs]`, and d float32 `[n, 1]`."""
     if type_name == "IQ1_S":
         high = _words(data[:, 34:50], 2)
         third = (high.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=data.device)) & 7

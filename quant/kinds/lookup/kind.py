@@ -124,7 +124,7 @@ class LookupColumns:
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """See `Columns.errors`."""
+        """Round one column to its rows' tables, as `Columns.errors` says."""
         codes = torch.searchsorted(self._middles, targets.unsqueeze(1))
         points = self._table.gather(1, codes).squeeze(1)
         torch.sub(weights, torch.where(self._kept[first], targets, points), out=out)

@@ -62,7 +62,7 @@ class TrellisTensor(TransformedTensor):
         return Incoherence(self.suh.float(), self.svh.float())
 
     def inner(self) -> torch.Tensor:
-        """See `TransformedTensor`: the values of the states."""
+        """The values of the states, float32 `[out, in]`."""
         parts = self.trellis.split(max(1, 2**20 // (self.out_features * TILE)))
         states = (unpack_states(part, self.scheme.bits) for part in parts)
         values = [from_sequences(values_of(part, self.scheme.codebook)) for part in states]

@@ -37,7 +37,7 @@ from ...native.build import Native, native
 
 STATE_BITS = 16
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
-"""Of the codebooks that a file marks by a tensor of their name; the third, `3inst`, has no mark."""
+"""Multipliers of the codebooks that a file marks by a tensor of their name; `3inst` has no mark."""
 _MASK, _EXPONENTS = 0x8FFF8FFF, 0x3B603B60
 _SUM_BASE = 0x6400  # float16 1024, whose next 1023 bit patterns are the next integers
 
@@ -141,7 +141,7 @@ def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
 
 
 def search_operations(bits: int) -> float:
-    """What the searches for one weight of a tile take, in multiplications and additions of a large GEMM."""
+    """The cost of the searches for one weight of a tile, in multiplications and additions of a large GEMM."""
     steps = LENGTH + 2 * min(_SEAM // bits, LENGTH // 2)
     return _TRANSITION * STATES * steps / LENGTH
 
