@@ -11,17 +11,19 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..base.errors import BadInput
 from ..families.family import GgufRules, ModelFamily
 from ..families.registry import all_families, model_family, type_of
 from ..model.checkpoint import read_json
 from .container import GgufFile
+
+if TYPE_CHECKING:
+    import torch
 
 ROPE_FACTORS = "rope_freqs.weight"
 # RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
