@@ -73,7 +73,7 @@ def _is_plain(folder: Path, config: Any) -> bool:
 
 
 def _tokenizer_config(folder: Path) -> Any:
-    """What `AutoTokenizer` reads of a model's configuration, where the tokenizer names its class; else None.
+    """Fields of a config that `AutoTokenizer` reads, where the tokenizer names its class; else None.
 
     Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
     of every start, for a class that the tokenizer does not need.

@@ -197,7 +197,7 @@ class ModelSpec:
         )
 
     def parts_of(self, index: int) -> LayerParts:
-        """What a layer is made of."""
+        """The parts of a layer."""
         return self.parts[index] if self.parts else LayerParts()
 
     def first_state(self, index: int) -> int:

@@ -1,4 +1,4 @@
-"""What a language model makes of the tokens of images beside their embeddings: positions and masks."""
+"""Positions and masks that a language model has for the tokens of images, beside their embeddings."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ QWEN3 = ModelFamily(
 
 
 def _sliding_everywhere_if_used(config: Config) -> Windows:
-    """As Qwen 3, but in every layer."""
+    """The window of Qwen 3, but in every layer."""
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     return (window,) * config["num_hidden_layers"]
 

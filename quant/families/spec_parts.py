@@ -311,7 +311,7 @@ StateMixer = ShortConvSpec | DeltaNetSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a layer is made of: what mixes its tokens, and a feed-forward block, or one of the two.
+    """Parts of a layer: a mixer of its tokens and a feed-forward block, or one of the two.
 
     Attributes:
         state: what mixes its tokens in place of attention; None: attention does.

@@ -228,7 +228,7 @@ class _Cursor:
         return [self.value(inner, key) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """As many strings, in one loop without calls: vocabularies have hundreds of thousands."""
+        """So many strings, in one loop without calls: vocabularies have hundreds of thousands."""
         data, position, length_at = self._data, self.position, struct.Struct("<Q").unpack_from
         strings, size = [], len(data)
         for _ in range(count):

@@ -53,7 +53,7 @@ _BY_NAME = {
 
 @dataclass(frozen=True, slots=True)
 class MixShape:
-    """What the rules ask of a model.
+    """Shape of a model, as far as the rules ask for it.
 
     Attributes:
         experts: of a layer; 0: dense.

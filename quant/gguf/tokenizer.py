@@ -340,9 +340,9 @@ def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
         ignores_merges = bool(content["model"].get("ignore_merges"))
         name = name_of(map(str, expressions), ignores_merges=ignores_merges)
     if name is None:
-        told = [step.get("pattern", step.get("type")) for step in steps]
+        cuts = [step.get("pattern", step.get("type")) for step in steps]
         raise BadInput(
-            f"{path} splits text in a way that is not known as a GGUF pre-tokenizer ({json.dumps(told)}): "
+            f"{path} splits text in a way that is not known as a GGUF pre-tokenizer ({json.dumps(cuts)}): "
             f"known are {', '.join(EXPRESSIONS)}"
         )
     return name

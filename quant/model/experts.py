@@ -236,11 +236,11 @@ def split_experts(fused: Any, leaves: tuple[str, str, str], config: Any) -> nn.M
         return SplitExperts(fused, leaves)
     experts = kind(config)
     for expert in experts:
-        expert.register_forward_pre_hook(_tell_tokens)
+        expert.register_forward_pre_hook(_note_routed_tokens)
     return experts
 
 
-def _tell_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+def _note_routed_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
     """Keep the tokens of an expert that is given all; the rows of those not routed to it are zero."""
     sent = inputs[0].any(dim=-1)
     numbers = torch.arange(len(sent), device=sent.device)

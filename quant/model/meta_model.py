@@ -211,7 +211,7 @@ class MetaModel:
         self._finish()
 
     def _finish(self) -> None:
-        """What depends on which modules the layers are."""
+        """Set the attributes that depend on which modules the layers are."""
         self.ends: list[Any] = []
         self.replaced: Mapping[str, torch.Tensor] = {}
         self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]

@@ -28,7 +28,7 @@ from .experts import GATE, experts_of
 
 
 class Loaded(NamedTuple):
-    """What a tensor becomes.
+    """The parameters that a tensor on disk becomes.
 
     Attributes:
         parameters: the names; empty where transformers does not load it.

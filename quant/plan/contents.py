@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as far as its loaders are concerned."""
+"""Contents of a checkpoint, as far as its loaders are concerned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What compatibility depends on: the model, and every linear.
+    """Facts that compatibility depends on: the model, and every linear.
 
     Attributes:
         shapes: `(out_features, in_features)` of the quantized linears by full name, by layer.

@@ -150,9 +150,9 @@ def cache_folder() -> Path:
 
 def _key(raw: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
     """SHA-256 of what a map depends on: the config, and how its layers lie on disk."""
-    told = {key: value for key, value in raw.items() if key not in _NO_STRUCTURE}
+    structure = {key: value for key, value in raw.items() if key not in _NO_STRUCTURE}
     layers = sorted({tuple(sorted(kind)) for kind in kinds})
-    text = json.dumps([FORMAT, told, layers], sort_keys=True, default=str)
+    text = json.dumps([FORMAT, structure, layers], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

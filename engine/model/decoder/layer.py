@@ -127,7 +127,7 @@ class MixerLayer:
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `DecoderLayer`."""
+        """Compute the layer, with the arguments of `DecoderLayer`."""
         hidden, x = self.norm.of_sum(hidden, added, self.mixer.activation_quant)
         return hidden, self.mixer(x, step, cache)
 
@@ -152,7 +152,7 @@ class FeedForwardLayer:
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `DecoderLayer`."""
+        """Compute the layer, with the arguments of `DecoderLayer`."""
         hidden, x = self.norm.of_sum(hidden, added, self.mlp.activation_quant)
         return hidden, self.mlp(x, step.inputs.adapters)
 

@@ -81,7 +81,7 @@ class ProbedShape(ModelShape):
 
     @property
     def measured(self) -> ProbedModel:
-        """What was measured."""
+        """The facts that the probe measured."""
         assert self.facts is not None
         return self.facts
 

@@ -75,7 +75,7 @@ class ImageLoad:
 
     @property
     def flops(self) -> float:
-        """Of encoding all images: two per parameter and patch (or token), and attention within each tile."""
+        """FLOP of all images: two per parameter and patch (or token), and attention within each tile."""
         tokens = self.tokens
         per_tile = tokens.num_patches / tokens.num_tiles
         attention = 4 * self.layers * self.hidden_size * per_tile * tokens.num_patches

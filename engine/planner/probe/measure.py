@@ -206,7 +206,7 @@ MAX_OPERATORS = 60_000
 
 Size = tuple[tuple[int, ...], int, bool]
 Shapes = dict[str, Size]
-"""Of each tensor in the cache, by path: shape, bytes per element, and whether it is floating point."""
+"""The tensors of a cache by path: shape, bytes per element, and whether it is floating point."""
 
 
 @torch.no_grad()
