@@ -38,7 +38,7 @@ def merge(
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from dataclasses import asdict
 
-    from ..quant.adapters.settings import LoraSettings
+    from ..quant.adapters.adapter import LoraSettings
     from ..quant.base.atomic_io import check_output
     from ..quant.models import resolve_model, short_name
 

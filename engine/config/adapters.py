@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from ...quant.adapters.settings import LoraSettings
+from ...quant.adapters.adapter import LoraSettings
 from ...quant.base.errors import BadInput
 
 

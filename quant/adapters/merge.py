@@ -28,8 +28,7 @@ from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import to_json
 from ..model.checkpoint import Checkpoint
 from ..models import short_name
-from .settings import LoraSettings
-from .weights import WEIGHTS_NAME, AdapterWeights
+from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
 
 RECORD_NAME = "merge.json"
 _UNFINISHED = ".merging"
@@ -101,7 +100,7 @@ class _Adapter:
         self.weights = AdapterWeights(given.folder, self.settings)
 
     def change(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to a module's `weight`, float32 [out, in]."""
+        """Change that the adapter adds to a module's `weight`, float32 [out, in]."""
         pair = self.weights.pair(module, *weight.shape)
         change = pair.up @ pair.down
         if not self.settings.is_dora:
@@ -227,7 +226,7 @@ class _Merge:
         return config
 
     def record(self) -> dict[str, Any]:
-        """What was merged, with the digests of the base and of every adapter."""
+        """Record of what was merged, with the digests of the base and of every adapter."""
         shards = sorted(set(self._base.shard_of.values()))
         return {
             "llmopt": version("llmopt"),

@@ -1,15 +1,35 @@
-"""The device of a quantization: where a layer is run and solved; what is between layers stays on the host."""
+"""Devices and memory of a quantization.
+
+A layer is run and solved on a device; what is between layers stays on the host. Independent tasks are
+spread over several devices. Peaks are those of Linux (`VmHWM`), and glibc's heap is kept from growing with
+every layer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from .device_name import device_names
 from .errors import BadInput
+from .names import device_names
 
 HOST = torch.device("cpu")
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
+_OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
+_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def device_of(asked: str) -> torch.device:
@@ -46,3 +66,106 @@ def devices_of(asked: str) -> tuple[torch.device, ...]:
 def creating_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which tensors that name no device are created on `device`; none for the host."""
     return nullcontext() if device == HOST else device
+
+
+def spread(
+    tasks: Sequence[Task],
+    devices: Sequence[torch.device],
+    run: Callable[[Task, torch.device], Result],
+) -> list[Result]:
+    """`run` of every task on one of the devices, without gradients; the results in the order of the tasks.
+
+    A device may be named twice, and has two threads then.
+
+    Raises:
+        Exception: the first one of a task; those that were not begun are left out.
+    """
+    left = iter(enumerate(tasks))
+    lock = threading.Lock()
+    results: dict[int, Result] = {}
+
+    def work(device: torch.device) -> None:
+        while True:
+            with lock:
+                index, task = next(left, (None, None))
+            if index is None:
+                return
+            try:
+                with torch.no_grad(), creating_on(device):
+                    results[index] = run(task, device)  # pyright: ignore[reportArgumentType]
+            except BaseException:
+                with lock:
+                    for _ in left:
+                        pass
+                raise
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        for done in [pool.submit(work, device) for device in devices]:
+            done.result()
+    return [results[index] for index in range(len(tasks))]
+
+
+class PeakMemory:
+    """Peak resident set size since construction, beyond what was resident then."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5")  # Linux: resets the peak
+        self._baseline = _field("VmRSS")
+        if self._baseline is None:
+            self._baseline = _ru_maxrss()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, never negative; where the peak cannot be reset, the whole process's peak counts."""
+        assert self._baseline is not None
+        peak = _field("VmHWM")
+        return max(0, (_ru_maxrss() if peak is None else peak) - self._baseline)
+
+
+def give_back() -> None:
+    """`malloc_trim`: return freed memory to the operating system, so that layers' peaks do not add up.
+
+    The C library keeps freed blocks in heaps whose holes fit no tensor of another size. From the first
+    call on, larger tensors are mmapped outside its heaps. Without glibc this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = _allocate(_OUTSIDE_BYTES, _TRIMMED_BYTES)
+        library.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def temporaries_kept() -> Iterator[None]:
+    """Let the heap keep freed blocks while many short-lived tensors are allocated.
+
+    Page faults cost more time than the arithmetic on the tensors. Afterwards the heap is trimmed; a small
+    object that outlives the tensors would keep it from shrinking.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        _allocate(_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES)
+    try:
+        yield
+    finally:
+        give_back()
+
+
+def _allocate(outside_bytes: int, kept_bytes: int) -> ctypes.CDLL:
+    """`mallopt`: mmap blocks of at least `outside_bytes`; keep `kept_bytes` of freed memory in the heap."""
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_MMAP_THRESHOLD, outside_bytes)
+    library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
+    return library
+
+
+def _field(name: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    line = next((line for line in lines if line.startswith(name + ":")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+def _ru_maxrss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

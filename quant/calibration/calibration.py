@@ -1,20 +1,103 @@
-"""Calibration data: documents, tokenized and cut into samples of equal length, and others held out."""
+"""Calibration data: documents, tokenized and cut into samples of equal length, and others held out.
+
+Duplicates are dropped, and text that shares long n-grams with the evaluation text is refused. A sample may
+have the processor's tensors of its images beside its token ids.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..base.errors import BadInput
-from .image_inputs import Images
-from .leakage_check import check_leakage, deduplicate, length_histogram
 from .sources import STORIES, Document, plain_text, read_documents
+
+_Document = TypeVar("_Document")
+SHARED_WORDS = 24  # a shared n-gram of this length is no accident
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInputs:
+    """The processor's tensors of one sample; empty for a sample of text alone.
+
+    Attributes:
+        tensors: arguments of the wrapped model's forward by name, such as `pixel_values`.
+        num_images: how many images they are of.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_images: int = 0
+
+
+Images = tuple[ImageInputs, ...]
+"""The inputs of each sample; empty where no sample has images."""
+
+
+def with_images(token_ids: torch.Tensor, images: Images) -> tuple[torch.Tensor, Images]:
+    """The samples that have images, `[samples, length]` token ids and their inputs."""
+    rows = [row for row, each in enumerate(images) if each.num_images]
+    return token_ids[rows], tuple(images[row] for row in rows)
+
+
+def first_with_images(images: Sequence[ImageInputs]) -> int | None:
+    """Number of the first sample that has images; None: none has."""
+    return next((row for row, each in enumerate(images) if each.num_images), None)
+
+
+def deduplicate(
+    documents: Sequence[_Document], text_of: Callable[[_Document], str]
+) -> list[_Document]:
+    """The documents in order, without duplicates (compared by their words)."""
+    seen: set[bytes] = set()
+    kept = []
+    for document in documents:
+        digest = hashlib.sha256(" ".join(text_of(document).split()).encode()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            kept.append(document)
+    return kept
+
+
+def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Sequence[str]) -> None:
+    """Raise BadInput where a calibration text shares an n-gram of words with an evaluation text.
+
+    Args:
+        name, against: names of the two sources in the message.
+        evaluation: texts of which no `SHARED_WORDS`-gram of words (or the whole text, if it is shorter)
+            may occur in `texts`.
+    """
+    where = {run: number for number, text in enumerate(evaluation, 1) for run in _runs(text)}
+    for number, text in enumerate(texts, 1):
+        for run in _runs(text):
+            if run in where:
+                words = " ".join(run[:8])
+                raise BadInput(
+                    f"calibration data {name} overlaps with the evaluation text {against}: text {number} "
+                    f"and text {where[run]} there both have {words!r} …; measure on other text, or "
+                    "calibrate on other text"
+                )
+
+
+def _runs(text: str) -> list[tuple[str, ...]]:
+    words = text.split()
+    length = min(SHARED_WORDS, len(words))
+    return [tuple(words[i : i + length]) for i in range(len(words) - length + 1)] if words else []
+
+
+def length_histogram(lengths: Sequence[int]) -> dict[str, int]:
+    """Histogram of tokens per document, by powers of two: `{"65-128": 3, ...}`."""
+    powers = Counter(max(length - 1, 0).bit_length() for length in lengths)
+    return {
+        f"{(1 << power - 1) + 1 if power else 0}-{1 << power}": powers[power]
+        for power in sorted(powers)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +132,7 @@ class Calibration:
 
     @property
     def num_images(self) -> int:
-        """Of the calibration and held-out samples."""
+        """Images of the calibration and held-out samples."""
         return sum(each.num_images for each in (*self.images, *self.held_out_images))
 
     @property

@@ -21,9 +21,16 @@ from ..gguf.mix import mix_of
 from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat, config_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
-from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
-from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
+from ..manifest.manifest import (
+    CARD_NAME,
+    MANIFEST_NAME,
+    Conversion,
+    conversion_card,
+    describe_files,
+    tensor_bytes,
+    to_json,
+)
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.meta_model import WeightMap

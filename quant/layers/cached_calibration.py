@@ -20,19 +20,18 @@ import torch
 from safetensors.torch import load_file
 
 from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
-from ..base.device import HOST
+from ..base.device import HOST, give_back
 from ..base.errors import BadInput
-from ..base.memory import give_back
 from ..base.progress import Progress
 from ..calibration.calibration import Calibration
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json
 from ..request.selection import HEAD
+from ..stream.calls import States
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
-from ..stream.states import States
-from .online_calibration import head_statistics
+from .online_calibration import NoCalibration, head_statistics
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
 
 _FACTS, _BEGUN = "statistics.json", "begun.json"
@@ -209,8 +208,8 @@ def _groups(family: LayerMap) -> list[tuple[str, ...]]:
     return [*family.shared_inputs, *((router,) for router in family.routers)]
 
 
-class CachedCalibration:
-    """A `Source` that reads cached statistics and runs no layers."""
+class CachedCalibration(NoCalibration):
+    """A source that reads cached statistics and runs no layers; a later run reads the folder again."""
 
     def __init__(self, folder: StatisticsFolder, stream: LayerStream):
         self._folder = folder
@@ -224,14 +223,8 @@ class CachedCalibration:
         self._ranges = measured.kv_ranges
         return measured
 
-    def weights(self, index: int, linears: tuple[str, ...]) -> None:
-        return None
-
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
         return self._ranges
 
     def measure_head(self) -> LayerStatistics:
         return self._folder.read("head", HEAD_FAMILY, self._stream.device)
-
-    def save(self, path: Path) -> None:
-        """No-op: a later run reads the folder."""

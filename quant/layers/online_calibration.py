@@ -1,4 +1,4 @@
-"""Online calibration: statistics measured while the model is quantized layer by layer.
+"""Calibration sources: statistics measured while the model is quantized layer by layer, or none.
 
 `OnlineCalibration` runs each float layer on the outputs of the quantized layers before it (as in GPTQ), so
 that later layers are calibrated on their real inputs; the quantized layer's outputs go to the next layer.
@@ -6,39 +6,33 @@ that later layers are calibrated on their real inputs; the quantized layer's out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from ..base.atomic_io import layout_of, write_tensors
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
 from ..methods.base import InputStatistics, LayerResult
+from ..methods.sign_descent import TunableBlock
 from ..request.selection import HEAD
+from ..stream.calls import States
 from ..stream.final_submodules import Finals, FinalSubmodules
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
-from ..stream.states import States
-from ..tuning.block import Block
 from .quantized_layer import LayerStatistics, QuantizedLayer
-from .streamed_block import StreamedBlock
 
 _CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
 _JUDGED_SAMPLES = 16  # with which `awq --judge layer` runs a layer
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
 
 
-class Tuning(NamedTuple):
-    """What a method that tunes layers needs besides: a seed, and where to say how far it is."""
-
-    seed: int
-    status: Callable[[str], None]
-
-
-class Source(Protocol):
+class CalibrationSource(Protocol):
     """A source of calibration statistics, layer by layer."""
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
@@ -60,6 +54,32 @@ class Source(Protocol):
     def save(self, path: Path) -> None:
         """Write the state that a resumed run needs for bit-identical results."""
         ...
+
+
+class NoCalibration:
+    """A `CalibrationSource` without statistics and without hidden states."""
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        return LayerStatistics({})
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
+        return None
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        return None
+
+    def measure_head(self) -> LayerStatistics:
+        return LayerStatistics({})
+
+    def save(self, path: Path) -> None:
+        """No-op: there is no state."""
+
+
+class Tuning(NamedTuple):
+    """Needs of a method that tunes layers: a seed, and where to say how far it is."""
+
+    seed: int
+    status: Callable[[str], None]
 
 
 class OnlineCalibration:
@@ -147,7 +167,7 @@ class OnlineCalibration:
         return error
 
     def _kept(self, index: int) -> Finals:
-        """What passes of this layer share, made where it is first measured behind some of its linears."""
+        """Submodules that passes of this layer share, made where it is first measured behind its linears."""
         if self._finals == Finals():
             floats = self._floats if self._asymmetric else None
             self._finals = Finals(
@@ -156,7 +176,7 @@ class OnlineCalibration:
             )
         return self._finals
 
-    def _block(self, index: int) -> Block | None:
+    def _block(self, index: int) -> TunableBlock | None:
         """The layer to be tuned, with the float model's states behind it as targets; None where the method
         does not ask for it, or no text reaches the layer."""
         if self._tuning is None or not self._stream.called(index):
@@ -206,7 +226,7 @@ class OnlineCalibration:
     def _still(
         self, index: int, finals: FinalSubmodules | None, result: LayerResult
     ) -> FinalSubmodules | None:
-        """What is kept of the layer, if it was of the weights that the method ended with."""
+        """Submodules kept of the layer, if it was of the weights that the method ended with."""
         changed = result.norms or result.routers or result.norm_biases
         if finals is None or changed:
             return None
@@ -233,3 +253,54 @@ def head_statistics(stream: LayerStream, states: States) -> InputStatistics:
     for inputs in stream.head_inputs(states):
         record.add(inputs)
     return record
+
+
+class StreamedBlock:
+    """A layer of the stream as a `TunableBlock`: inputs from behind quantized layers, float targets.
+
+    Args:
+        inputs: the states that enter the layer behind quantized layers.
+        targets: the states behind the float layer in the float model.
+        status: takes a line that says how far the tuning is.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        index: int,
+        inputs: States,
+        targets: States,
+        seed: int,
+        status: Callable[[str], None],
+    ):
+        self.num_samples = len(inputs)
+        self.seed = seed
+        self.compute = stream.compute
+        self.status = status
+        self._stream, self._index = stream, index
+        self._inputs, self._targets = inputs, targets
+        self._weights: dict[str, float] = {}
+
+    def tuned(self, weights: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+        return self._stream.replaced(self._index, weights)
+
+    def batches(self, samples: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from samples.split(self._stream.rows(self._inputs.token_ids))
+
+    def losses(self, samples: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(samples))
+        for name, output in self._stream.outputs(self._index, self._inputs, samples).items():
+            if output.is_floating_point():
+                target = self._targets.tensors[name][samples]
+                error = (output.to(torch.float32) - target).square().flatten(1).sum(dim=1)
+                total = total + error * self._weight(name)
+        return total
+
+    def _weight(self, name: str) -> float:
+        """1 for the only output; of several, each is measured by its mean square."""
+        if name not in self._weights:
+            target = self._targets.tensors[name]
+            alone = len(self._targets.tensors) == 1
+            square = 1.0 if alone else float(target.to(torch.float32).square().mean())
+            self._weights[name] = 1 / square if square else 0.0
+        return self._weights[name]

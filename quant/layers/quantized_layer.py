@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
@@ -19,10 +21,10 @@ from ..kinds.integer.kind import IntTensor
 from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
 from ..methods.rounding import round_plain
+from ..methods.sign_descent import TunableBlock
 from ..plan.plan import Plan
 from ..request.selection import HEAD, TORCH_DTYPES
 from ..stream.kv_scales import KvRanges
-from ..tuning.block import Block
 
 HEAD_FAMILY = LayerMap(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
 WORSE = "worse than plain rounding"
@@ -43,7 +45,7 @@ class LayerStatistics:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     kv_ranges: KvRanges | None = None
-    block: Block | None = None
+    block: TunableBlock | None = None
     layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
 
 
@@ -230,3 +232,58 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
         routers={} if folded else result.routers,
         norm_biases={} if folded else result.norm_biases,
     )
+
+
+class WrittenWeights(Mapping[str, torch.Tensor]):
+    """Tensors by their names in the plain checkpoint, read from shards as they are asked for.
+
+    Args:
+        folder: of the shards.
+        shards: their records in the journal.
+        config: the `quantization_config` that they are read by.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[Mapping[str, Any]],
+        weight_format: WeightFormat,
+        config: Mapping[str, Any],
+    ):
+        self._folder, self._format, self._config = folder, weight_format, config
+        self._quantized = {
+            f"{module['module']}.weight": shard["shard"]
+            for shard in shards
+            for module in shard["modules"]
+        }
+        self._shard_of = {name: shard["shard"] for shard in shards for name in shard["tensors"]}
+        self._plain = {
+            name: shard
+            for name, shard in self._shard_of.items()
+            if (
+                name not in self._quantized
+                and f"{name.rpartition('.')[0]}.weight" not in self._quantized
+            )
+            or name.endswith(".bias")
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._quantized:
+            module = name.removesuffix(".weight")
+            return self._format.unpack(module, self, self._config).dequantize()
+        return self.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._quantized, **self._plain})
+
+    def __len__(self) -> int:
+        return len({**self._quantized, **self._plain})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._quantized or name in self._shard_of
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor as it is stored, codes included."""
+        path = self._folder / self._shard_of[name]
+        with safe_open(path, framework="pt") as shard:
+            return shard.get_tensor(name)

@@ -7,19 +7,17 @@ its target is the output of the float model.
 
 from __future__ import annotations
 
-from ..base.memory import temporaries_kept
+from ..base.device import temporaries_kept
 from ..base.scheme import Scheme
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from ..tuning.block import Block
-from ..tuning.grid_rounding import GridRounding
-from ..tuning.int_rounding import IntRounding
-from ..tuning.sign_descent import tune
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import linear_grid, round_weight
+from .sign_descent import TunableBlock, tune
+from .tuned_roundings import GridRounding, IntRounding
 
 _NO_BLOCK = "its layer is not run"
 
@@ -99,7 +97,7 @@ def _rounding(
 
 
 def _descend(
-    problem: LayerProblem, block: Block, roundings: dict[str, IntRounding | GridRounding]
+    problem: LayerProblem, block: TunableBlock, roundings: dict[str, IntRounding | GridRounding]
 ) -> None:
     options = problem.options
     with temporaries_kept():

@@ -22,7 +22,6 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.layer_map import Fold
-from ..feedback.input_statistics import relative
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
@@ -39,6 +38,7 @@ from .folding import (
     tied_scales,
 )
 from .gptq import Gptq
+from .input_statistics import relative
 from .options import choose_bits, refuse_options
 from .rounding import importance, linear_grid, round_plain, round_weight
 

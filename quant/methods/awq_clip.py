@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..feedback.input_statistics import quadratic_form
 from ..kinds.integer.kind import range_grid
 from ..kinds.integer.scheme import IntScheme
+from .input_statistics import quadratic_form
 
 _STEPS = 20
 _MAX_SHRINK = 0.5

@@ -10,10 +10,10 @@ import torch
 
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
-from ..feedback.input_statistics import InputStatistics, relative
 from ..kinds.base.tensor import QuantizedTensor
-from ..tuning.block import Block
+from .input_statistics import InputStatistics, relative
 from .settings import MethodOptions, SchemeOptions
+from .sign_descent import TunableBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LayerProblem:
     norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
-    block: Block | None = None
+    block: TunableBlock | None = None
     devices: tuple[torch.device, ...] = ()
     layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
     options: MethodOptions = field(default_factory=MethodOptions)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from ..families.layer_map import Fold
-from ..feedback.input_statistics import InputStatistics
 from .base import LayerProblem
+from .input_statistics import InputStatistics
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:

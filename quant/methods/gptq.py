@@ -14,16 +14,15 @@ from typing import Self
 
 import torch
 
+from ..base.device import spread
 from ..base.scheme import PER_CHANNEL, Scheme
-from ..base.workers import spread
 from ..families.layer_map import LayerMap
-from ..feedback.column_loop import solve
-from ..feedback.error_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .error_feedback import Feedback, asymmetric_shift, feedback, rounding_order, solve
 from .expert_statistics import WORSE_EXPERT, gram_of, own_gram, routers_of, too_few, worse_expert
 from .options import choose_bits, refuse_options
 from .rounding import linear_grid, round_plain, round_weight

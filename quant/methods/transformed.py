@@ -17,23 +17,22 @@ from typing import Any
 
 import torch
 
+from ..base.device import temporaries_kept
 from ..base.errors import BadInput, first_line
-from ..base.memory import temporaries_kept
 from ..base.scheme import Scheme
-from ..feedback.column_loop import solve
-from ..feedback.error_feedback import asymmetric_shift, feedback, rounding_order
 from ..kinds.base.incoherence import fitted_scales
 from ..kinds.base.kind import kind_of
 from ..kinds.base.transformed import TransformedGrid, TransformedKind, TransformedTensor
 from ..kinds.e8p.scheme import E8pScheme
 from ..kinds.trellis.scheme import TrellisScheme
-from ..tuning.sign_descent import tune
-from ..tuning.transform_scales import TunedScales
 from .base import LayerProblem, LayerResult, SchemeOptions
+from .error_feedback import asymmetric_shift, feedback, rounding_order, solve
 from .expert_statistics import gram_of, own_gram
 from .gptq import StageWork, quantize_stages, unusable
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite, require_scales
+from .sign_descent import tune
+from .tuned_roundings import TunedScales
 
 _RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
 _UNSOLVED = "error feedback failed under any damping"

@@ -9,8 +9,7 @@ from typing import Any, TypedDict
 from ...recipes import DATA
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration, load_calibration
-from ..calibration.image_samples import image_calibration
-from ..calibration.pairs import PICTURES, Pair, read_pairs
+from ..calibration.image_samples import PICTURES, Pair, image_calibration, read_pairs
 from ..calibration.sources import (
     BUNDLED_SAMPLES,
     MIXED,

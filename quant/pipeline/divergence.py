@@ -13,15 +13,15 @@ from torch.nn import functional
 
 from ..base.progress import Progress
 from ..base.scheme import Scheme
-from ..calibration.image_inputs import Images
+from ..calibration.calibration import Images
 from ..kinds.base.kind import kind_of
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.plan import Plan
 from ..request.selection import HEAD
+from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
-from ..stream.states import States
 
 _LOGITS = 2**24  # values of a matrix of logits
 _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..base.atomic_io import layout_of, write_tensors
+from ..base.device import PeakMemory, give_back
 from ..base.errors import BadInput
-from ..base.memory import PeakMemory, give_back
 from ..base.progress import Progress, Silent
 from ..gguf.imatrix import write_imatrix
-from ..layers.online_calibration import Source
+from ..layers.online_calibration import CalibrationSource
 from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
@@ -218,7 +218,7 @@ def _mean_error(journal: Journal) -> float | None:
     return None if None in errors else sum(errors) / max(1, len(errors))
 
 
-def _quantize_layer(session: Session, source: Source, number: int) -> QuantizedLayer:
+def _quantize_layer(session: Session, source: CalibrationSource, number: int) -> QuantizedLayer:
     """Quantize the layer of a number that counts those of all stages."""
     stage = stage_of(stages_of(session), number)
     plan, stream, index = session.plan, stage.stream, number - stage.start
@@ -241,7 +241,7 @@ def _quantize_layer(session: Session, source: Source, number: int) -> QuantizedL
     return work
 
 
-def _quantize_head(session: Session, source: Source) -> QuantizedLayer:
+def _quantize_head(session: Session, source: CalibrationSource) -> QuantizedLayer:
     checkpoint = session.plan.checkpoint
     tensors = {
         f"{HEAD}.{part}": checkpoint.tensor(f"{HEAD}.{part}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
-from ..base.kv_cache import INT8_CACHE
+from ..base.names import INT8_CACHE
 from ..base.progress import Progress, Silent
 from ..calibration.calibration import Calibration, no_calibration
 from ..kinds.registry import scheme_record

@@ -19,7 +19,7 @@ import torch
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import PER_CHANNEL, Scheme
-from ..calibration.image_inputs import Images
+from ..calibration.calibration import Images
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..plan.plan import Plan, check_plan

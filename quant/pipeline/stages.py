@@ -10,12 +10,10 @@ from pathlib import Path
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
-from ..calibration.calibration import Calibration
-from ..calibration.image_inputs import with_images
+from ..calibration.calibration import Calibration, with_images
 from ..layers.cached_calibration import CachedCalibration
-from ..layers.no_calibration import NoCalibration
-from ..layers.online_calibration import OnlineCalibration, Source, Tuning
-from ..layers.written_weights import WrittenWeights
+from ..layers.online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
+from ..layers.quantized_layer import WrittenWeights
 from ..manifest.journal import Journal
 from ..stream.layer_stream import LayerStream
 from .publish import layer_folder, quantization_config
@@ -56,7 +54,7 @@ def stage_of(stages: tuple[Stage, ...], number: int) -> Stage:
 
 def source_of(
     session: Session, stage: Stage, journal: Journal, saved: Path | None, progress: Progress
-) -> Source:
+) -> CalibrationSource:
     """Cached statistics, measured now where they are missing, or online calibration.
 
     Args:

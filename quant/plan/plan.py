@@ -10,7 +10,7 @@ import torch
 
 from ..base.device import devices_of
 from ..base.errors import BadInput
-from ..base.kv_cache import INT8_CACHE, KvStrategy
+from ..base.names import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.registry import FORMATS

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from ..base.device_name import device_names
 from ..base.errors import BadInput
-from ..base.kv_cache import INT8_CACHE, LARGEST, KvStrategy
+from ..base.names import INT8_CACHE, LARGEST, KvStrategy, device_names
 from ..base.option import option, option_like, options_of, within
 from ..calibration.sources import check_source
 from ..methods.options import check_group_size, choose_bits, refuse_knobs, refuse_solver, solver_of

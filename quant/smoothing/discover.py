@@ -1,23 +1,29 @@
-"""Discovery of a random model's smoothing map: which pairs each kind of layer can fold, by trials."""
+"""Discovery of a random model's smoothing map: the pairs that each kind of layer can fold, by trials.
+
+The proof is one of logits: random scales in every fold at once leave them as they were.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..base.errors import BadInput
-from .attention_scores import ScoreLinears, score_linears
-from .intervention import UNKNOWN, Intervention
-from .patterns import FoldPattern, LayerPattern, Part, expert_number, starred
-from .proof import largest_change, rounding_noise
-from .random_model import RandomModel
+from ..families.layer_map import Fold, LayerMap
+from ..methods.base import LayerProblem
+from ..methods.folding import can_fold, column_scales, divided_bias, fold_into_norm, row_scales
+from .intervention import UNKNOWN, Intervention, ScoreLinears, score_linears
+from .patterns import FoldPattern, LayerPattern, Part, expert_number, family_of_pattern, starred
+from .small_model import RandomModel
 
 _SAME_LOGITS = 1e-5  # of all folds at once, in float32
 _ROUNDINGS = 10  # that a fold into a norm with an offset may differ by
 _NORM_OFFSETS = (0.0, 1.0)
 Targets = dict[str, torch.Tensor]
+_SPREAD = 1.0  # standard deviation of the scales' exponents
+_ONE_ULP = 1.2e-7  # of float32, relative
 
 
 def discover(model: RandomModel) -> list[LayerPattern]:
@@ -45,7 +51,7 @@ def discover(model: RandomModel) -> list[LayerPattern]:
 
 
 def _kind(trials: Intervention, index: int) -> object:
-    """What a layer's modules are called, which classes they have, and which of them run."""
+    """Kind of a layer: what its modules are called, which classes they have, and which of them run."""
     layer = trials.model.layers[index]
     ran = {starred(path) for path in (*trials.readers[index], *trials.norms[index])}
     modules = {(starred(path), type(module)) for path, module in layer.named_modules()}
@@ -84,7 +90,7 @@ class _Source:
     whole: bool
 
     def folds(self, scores: ScoreLinears) -> Iterator[FoldPattern]:
-        """Its pairs."""
+        """The pairs of the layer."""
         if self.path in self.trials.norms[self.index]:
             yield from self._norm_folds(scores)
             return
@@ -112,7 +118,7 @@ class _Source:
             return
 
     def _largest_part(self, part: Part) -> Targets | None:
-        """What the most first or last rows of a fused projection feed that can be folded."""
+        """Targets that the most first or last rows of a fused projection feed that can be folded."""
         num_rows = len(self.trials.readers[self.index][self.path].get_parameter("weight"))
 
         def attempt(count: int) -> Targets | None:
@@ -190,3 +196,131 @@ def _shared_inputs(trials: Intervention, index: int) -> tuple[tuple[str, ...], .
 
 def _same_inputs(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) -> int:
+    """Fold random scales into every pair of a float32 layer, in place; how many pairs there were.
+
+    The scales are powers of two, with which products round as they did before.
+
+    Args:
+        tensors: of the layer, by their relative names.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    done = 0
+    for fold in family.folds:
+        problem = _problem(family, tensors)
+        if can_fold(fold, problem):
+            _fold(fold, problem, tensors, generator)
+            done += 1
+    return done
+
+
+def _fold(
+    fold: Fold,
+    problem: LayerProblem,
+    tensors: dict[str, torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    width = tensors[f"{fold.targets[0]}.weight"].shape[1]
+    exponents = _SPREAD * torch.randn(width // fold.repeats, generator=generator)
+    scales = torch.exp2(exponents.round())
+    source = f"{fold.source}.weight"
+    if fold.source in problem.norms:
+        tensors[source], scales = fold_into_norm(tensors[source], scales, fold.norm_offset)
+        for name, bias in divided_bias(fold, problem, scales).items():
+            tensors[f"{name}.bias"] = bias
+    else:
+        divisors = row_scales(fold, len(tensors[source]), scales)
+        tensors[source] = tensors[source] / divisors[:, None]
+    columns = column_scales(fold, scales)
+    for target in fold.targets:
+        tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * columns
+
+
+def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem:
+    """The parts of a problem that decide whether a fold of a layer is done."""
+    linears = family.linears
+    norms = {fold.source for fold in family.folds} - set(linears)
+    return LayerProblem(
+        prefix="",
+        family=family,
+        schemes={},
+        scale_dtypes={},
+        weights={name: tensors[f"{name}.weight"] for name in linears},
+        statistics={},
+        norms={name: tensors[f"{name}.weight"] for name in norms},
+        with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
+        routers={name: tensors[f"{name}.weight"] for name in family.routers},
+        norm_biases={name: tensors[f"{name}.bias"] for name in norms if f"{name}.bias" in tensors},
+    )
+
+
+def largest_change(model: RandomModel, patterns: Sequence[LayerPattern]) -> float:
+    """Largest change of the logits, relative to the largest, with all pairs of all layers folded."""
+
+    before = model.logits()
+    held = [_tensors(model, index) for index in range(len(model.layers))]
+    try:
+        for index, pattern in enumerate(patterns):
+            tensors = dict(held[index])
+            fold_layer(_whole_family(pattern, tensors), tensors, index)
+            _put(model, index, tensors)
+        after = model.logits()
+    finally:
+        for index, tensors in enumerate(held):
+            _put(model, index, tensors)
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def rounding_noise(model: RandomModel) -> float:
+    """Largest change of the logits, relative to the largest, by one rounding of every vector.
+
+    What a rounding costs depends on the model: some recurrent layers multiply it many times over.
+    """
+    before = model.logits()
+    vectors = [p for layer in model.layers for p in layer.parameters() if p.dim() == 1]
+    held = [vector.clone() for vector in vectors]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for vector in vectors:
+            vector.mul_(1 + _ONE_ULP * torch.randn(vector.shape, generator=generator))
+        after = model.logits()
+    finally:
+        for vector, former in zip(vectors, held, strict=True):
+            vector.copy_(former)
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def _whole_family(pattern: LayerPattern, tensors: dict[str, torch.Tensor]) -> LayerMap:
+    """The map of a layer all of whose readers are linears."""
+    shapes = {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if name.endswith(".weight")
+    }
+    linears = tuple((name,) for name, shape in shapes.items() if len(shape) == 2)
+    return family_of_pattern(pattern, LayerMap(linears, (), frozenset()), shapes)
+
+
+def _tensors(model: RandomModel, index: int) -> dict[str, torch.Tensor]:
+    """Copies of the weights of a layer and of their biases, by their names on disk."""
+    tensors = {}
+    for path, name in model.names[index].items():
+        module = model.layers[index].get_submodule(path)
+        for leaf in ("weight", "bias"):
+            parameter = module._parameters.get(leaf)
+            if parameter is not None:
+                tensors[f"{name}.{leaf}"] = parameter.detach().clone()
+    return tensors
+
+
+@torch.no_grad()
+def _put(model: RandomModel, index: int, tensors: dict[str, torch.Tensor]) -> None:
+    for path, name in model.names[index].items():
+        module = model.layers[index].get_submodule(path)
+        for leaf in ("weight", "bias"):
+            if f"{name}.{leaf}" in tensors:
+                parameter = module._parameters[leaf]
+                assert parameter is not None
+                parameter.copy_(tensors[f"{name}.{leaf}"])

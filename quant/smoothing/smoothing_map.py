@@ -18,7 +18,7 @@ from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from .patterns import LayerPattern, Shapes, family_of_pattern, starred
-from .small_config import small_config, text_layers
+from .small_model import small_config, text_layers
 
 FORMAT = 2
 """Raised whenever discovery says something else: kept answers of another format are not read."""
@@ -133,7 +133,7 @@ def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
     """
     from ..model.auto import read_config
     from .discover import discover
-    from .random_model import random_model
+    from .small_model import random_model
 
     model = random_model(read_config(raw))
     return [

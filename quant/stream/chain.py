@@ -9,10 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..model.meta_model import MetaModel
-from .forward import Call, forward
-from .nested import containers_of
-from .outcome import Outcome
-from .states import States
+from .calls import Call, Outcome, States, containers_of, forward
 
 HIDDEN = "hidden"
 Rows = slice | torch.Tensor
@@ -87,7 +84,7 @@ class Chain:
     def call(self, index: int, states: States, rows: Rows) -> Call:
         hidden = states.tensors[HIDDEN][rows]
         arguments, named = _expanded(
-            self._calls[index].told(), self._twice[index].told(), len(hidden)
+            self._calls[index].parts(), self._twice[index].parts(), len(hidden)
         )
         return Call((hidden, *arguments), named)
 
@@ -190,7 +187,7 @@ def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], value: Any, other:
     if isinstance(value, torch.Tensor):
         return agree(value, other)
     if isinstance(value, Call):
-        return _all(agree, value.told(), other.told())
+        return _all(agree, value.parts(), other.parts())
     if isinstance(value, dict):
         return all(_all(agree, part, other[name]) for name, part in value.items())
     if isinstance(value, (tuple, list)):

@@ -229,13 +229,13 @@ class Finals:
     def pass_behind(
         self, rows: slice, final: Collection[str], measured: Collection[str] = ()
     ) -> AbstractContextManager[None]:
-        """See `FinalSubmodules.passing`."""
+        """A context for one batch (`FinalSubmodules.passing`)."""
         return self.behind.passing(rows, final, measured) if self.behind else nullcontext()
 
     def pass_floats(
         self, rows: slice, final: Collection[str], measured: Collection[str] = ()
     ) -> AbstractContextManager[None]:
-        """See `FinalSubmodules.passing`."""
+        """A context for one batch (`FinalSubmodules.passing`)."""
         return self.floats.passing(rows, final, measured) if self.floats else nullcontext()
 
 

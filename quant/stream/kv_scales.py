@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.kv_cache import LARGEST, KvStrategy
+from ..base.names import LARGEST, KvStrategy
 
 
 @dataclass(slots=True)

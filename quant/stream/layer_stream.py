@@ -15,24 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.device import HOST
+from ..base.device import HOST, temporaries_kept
 from ..base.errors import BadInput
-from ..base.memory import temporaries_kept
-from ..calibration.image_inputs import Images, first_with_images
+from ..calibration.calibration import Images, first_with_images
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
+from .calls import Call, InputRows, States, outcome_of, paired, with_tensors
 from .chain import Chain, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules
-from .forward import Call
-from .input_rows import InputRows, paired
-from .nested import with_tensors
-from .outcome import outcome_of
-from .replay import Replay
-from .sample_replay import SampleReplay, VisionReplay
-from .states import States
+from .replay import Replay, SampleReplay, VisionReplay
 
 KEPT_BYTES = 2**30  # of final submodules' outputs, or as much as the hidden states
 TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
@@ -174,7 +168,7 @@ class LayerStream:
         self._meta_model.empty(index)
 
     def final_submodules(self, index: int, states: States) -> FinalSubmodules | None:
-        """What passes of a loaded layer over these states can share; None where they are not kept: on other
+        """Submodules shared by passes of a loaded layer over these states; None where none are kept: on other
         devices than the host, of layers that are no plain chain, and beyond `KEPT_BYTES`."""
         if self.device != HOST or not isinstance(self._walk, Chain) or not len(states):
             return None
@@ -215,7 +209,7 @@ class LayerStream:
         return following
 
     def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a loaded layer returns for some samples, by its name in the states behind it; with gradients
+        """Outputs of a loaded layer for some samples, by its name in the states behind it; with gradients
         where they are enabled."""
         if states.images and len(samples) > 1:
             each = [self.outputs(index, states, sample) for sample in samples.split(1)]
@@ -254,7 +248,7 @@ class LayerStream:
         """A call whose tensors are on the device; lists and dicts that the layer writes into are its own."""
         if self.device == HOST:
             return call
-        arguments, named = with_tensors(call.told(), lambda tensor: tensor.to(self.device))
+        arguments, named = with_tensors(call.parts(), lambda tensor: tensor.to(self.device))
         return Call(arguments, named)
 
     def measure(
@@ -344,7 +338,7 @@ class LayerStream:
     def _inputs(
         self, index: int, states: States, rows: slice, only: Collection[str]
     ) -> dict[str, InputRows]:
-        """What a batch gives the named linears of a loaded layer as inputs, in their GEMM's dtype."""
+        """Inputs that a batch gives the named linears of a loaded layer, in their GEMM's dtype."""
         seen: dict[str, InputRows] = {}
         handles = [
             self._module(index, name).register_forward_pre_hook(

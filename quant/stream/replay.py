@@ -4,97 +4,76 @@ they returned, leads to that layer's arguments.
 So a layer gets whatever the model tells it: embeddings of the token ids, other layers' outputs, shared keys
 and values. A dry run with zeros as weights shows what each layer returns; which of it a later layer reads is
 found by changing it. That is carried, the rest is dropped.
+
+Samples with images differ in more than their token ids, and are replayed one at a time: the wrapped model's
+pass puts image features in their place, makes M-RoPE positions, masks that are bidirectional within an
+image, and deepstack additions between layers. The features of a sample's images are computed once, by the
+model's own tower and projector, and kept.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..base.errors import BadInput
+from ..calibration.calibration import ImageInputs
 from ..model.meta_model import MetaModel
+from .calls import (
+    Call,
+    Outcome,
+    Reached,
+    States,
+    Stub,
+    Template,
+    forward,
+    outcome_of,
+    template_of,
+    tensors_of,
+    with_tensors,
+)
 from .chain import Rows
-from .forward import Call, Reached, forward
-from .nested import tensors_of
-from .outcome import Outcome, outcome_of, template_of
-from .states import States
+
+_FEATURES = "get_image_features"
+_DIGEST_VALUES = 2**16  # of a tensor that a layer is given: what changes, changes all of it
+_TEXT = ImageInputs()
+_FIRST = slice(0, 1)
 
 
-class Replay:
+class _ReplayWalk(ABC):
     """A walk that replays the model's forward pass up to each layer.
 
-    Args:
-        token_ids: one sample `[1, length]`.
-
-    Raises:
-        ValueError: a layer runs more than once in a pass, or returns what cannot be divided into samples.
+    Attributes:
+        _templates: the outcome of each layer that a sample reaches, in the order of their calls.
+        _read_by: for each carried tensor the last layer that reads it, or one past the last for the head.
     """
 
-    max_rows: int | None = None
+    max_rows: int | None
+    _templates: dict[int, Any]
+    _read_by: dict[str, int]
 
-    def __init__(self, model: MetaModel, token_ids: torch.Tensor):
+    def __init__(self, model: MetaModel):
         self._model = model
-        once, twice = _dry_run(model, token_ids), _dry_run(model, token_ids.repeat(2, 1))
-        order = [index for index, _ in once]
-        if not order:
-            raise ValueError("a text reaches none of them")
-        if sorted({*order}) != order:
-            raise ValueError("a layer runs more than once in a pass, or before an earlier one")
-        self._templates = {
-            index: template_of(first, second)
-            for (index, first), (_, second) in zip(once, twice, strict=True)
-        }
-        del once, twice
-        self._read_by = self._readers(token_ids)
 
-    def _readers(self, token_ids: torch.Tensor) -> dict[str, int]:
-        """For each carried tensor the last layer that reads it, or one past the last for the head."""
-        plain = self._fingerprints(States(token_ids, {}))
-        generator = torch.Generator().manual_seed(0)
-        last: dict[str, int] = {}
-        for index, template in self._templates.items():
-            for number, leaf in enumerate(template.leaves):
-                changed = other_than(leaf.blank(1), generator)
-                if changed is None:
-                    continue
-                name = _name(index, number)
-                value = changed if leaf.dim is None else leaf.by_sample(changed, 1)
-                seen = self._fingerprints(States(token_ids, {name: value}))
-                readers = [at for at, print_ in seen.items() if print_ != plain[at] and at > index]
-                if readers and leaf.dim is None:
-                    raise ValueError("a layer reads what an earlier one returned for all samples")
-                if readers:
-                    last[name] = max(readers)
-        return last
+    @abstractmethod
+    def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
+        """The model's forward pass over some samples, with `stub` in place of its layers."""
 
-    def _fingerprints(self, states: States) -> dict[int, str]:
-        """A digest of the arguments of every layer, and of the head's input."""
-        prints: dict[int, str] = {}
-
-        def stub(index: int, call: Call) -> Any:
-            prints[index] = _digest(tensors_of(call.told()))
-            return self._play(index, call, states, slice(0, 1))
-
-        read = forward(self._model, states.token_ids, stub)
-        prints[len(self._model.layers)] = _digest([] if read is None else [read])
-        return prints
-
+    @abstractmethod
     def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
-        """Return from a layer's call what was carried, and zeros elsewhere."""
-        template = self._templates[index]
-        tensors = []
-        for number, leaf in enumerate(template.leaves):
-            carried = states.tensors.get(_name(index, number))
-            if carried is None:
-                tensors.append(leaf.blank(len(states.token_ids[rows])))
-            else:
-                tensors.append(carried if leaf.dim is None else leaf.restored(carried[rows]))
-        return template.play(call, tensors)
+        """Return from a layer's call what was carried, and something of its shape elsewhere."""
+
+    @abstractmethod
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A value that differs where the tensors do."""
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
-        """Nothing is carried into the first layer: it is replayed from the ids."""
+        """Nothing is carried into the first layer: it is replayed from the ids and the images."""
         return States(token_ids, {})
 
     def called(self, index: int) -> bool:
@@ -109,30 +88,137 @@ class Replay:
                 raise Reached
             return self._play(at, call, states, rows)
 
-        forward(self._model, states.token_ids[rows], stub)
+        self._pass(states, rows, stub)
         return reached[0]
+
+    def head_input(self, states: States, rows: slice) -> torch.Tensor:
+        read = self._pass(states, rows, lambda index, call: self._play(index, call, states, rows))
+        assert read is not None
+        return read
+
+    def _digests(self, states: States) -> dict[int, Any]:
+        """A digest of the arguments of every layer, and of the head's input, for one sample."""
+        digests: dict[int, Any] = {}
+
+        def stub(index: int, call: Call) -> Any:
+            digests[index] = self._digest(tensors_of(call.parts()))
+            return self._play(index, call, states, _FIRST)
+
+        read = self._pass(states, _FIRST, stub)
+        digests[len(self._model.layers)] = self._digest([] if read is None else [read])
+        return digests
+
+    def _outcome(self, index: int, call: Call) -> Outcome:
+        """The outcome of a layer with zeros as weights."""
+        layer = self._model.layers[index]
+        self._model.fill_with_zeros(index)
+        try:
+            return outcome_of(
+                call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
+            )
+        finally:
+            self._model.empty(index)
+
+
+class Replay(_ReplayWalk):
+    """A replay of samples of text, any number at a time.
+
+    Args:
+        token_ids: one sample `[1, length]`.
+
+    Raises:
+        ValueError: a layer runs more than once in a pass, or returns what cannot be divided into samples.
+    """
+
+    max_rows: int | None = None
+
+    def __init__(self, model: MetaModel, token_ids: torch.Tensor):
+        super().__init__(model)
+        once, twice = self._dry_run(token_ids), self._dry_run(token_ids.repeat(2, 1))
+        order = [index for index, _ in once]
+        if not order:
+            raise ValueError("a text reaches none of them")
+        if sorted({*order}) != order:
+            raise ValueError("a layer runs more than once in a pass, or before an earlier one")
+        self._templates: dict[int, Template] = {
+            index: template_of(first, second)
+            for (index, first), (_, second) in zip(once, twice, strict=True)
+        }
+        del once, twice
+        self._read_by = self._readers(token_ids)
+
+    def _dry_run(self, token_ids: torch.Tensor) -> list[tuple[int, Outcome]]:
+        """The outcome of each layer, in the order of their calls, with zeros as weights."""
+        outcomes: list[tuple[int, Outcome]] = []
+
+        def stub(index: int, call: Call) -> Any:
+            outcomes.append((index, self._outcome(index, call)))
+            return outcomes[-1][1].result
+
+        forward(self._model, token_ids, stub)
+        return outcomes
+
+    def _readers(self, token_ids: torch.Tensor) -> dict[str, int]:
+        plain = self._digests(States(token_ids, {}))
+        generator = torch.Generator().manual_seed(0)
+        last: dict[str, int] = {}
+        for index, template in self._templates.items():
+            for number, leaf in enumerate(template.leaves):
+                changed = other_than(leaf.blank(1), generator)
+                if changed is None:
+                    continue
+                name = _name(index, number)
+                value = changed if leaf.dim is None else leaf.by_sample(changed, 1)
+                seen = self._digests(States(token_ids, {name: value}))
+                readers = [at for at, digest in seen.items() if digest != plain[at] and at > index]
+                if readers and leaf.dim is None:
+                    raise ValueError("a layer reads what an earlier one returned for all samples")
+                if readers:
+                    last[name] = max(readers)
+        return last
+
+    def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
+        return forward(self._model, states.token_ids[rows], stub)
+
+    def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
+        """Zeros stand for what nothing reads."""
+        template = self._templates[index]
+        tensors = []
+        for number, leaf in enumerate(template.leaves):
+            carried = states.tensors.get(_name(index, number))
+            if carried is None:
+                tensors.append(leaf.blank(len(states.token_ids[rows])))
+            else:
+                tensors.append(carried if leaf.dim is None else leaf.restored(carried[rows]))
+        return template.play(call, tensors)
+
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> str:
+        digest = hashlib.sha1(usedforsecurity=False)
+        for tensor in tensors:
+            digest.update(str(tensor.shape).encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
         """Buffers of what nothing reads any more are used again, where they may be."""
         kept = {name: t for name, t in states.tensors.items() if self._read_by[name] > index}
         free = [t for name, t in states.tensors.items() if name not in kept] if in_place else []
-        samples = len(states)
         for number, leaf in enumerate(self._templates[index].leaves):
             name = _name(index, number)
-            if name in self._read_by:
-                shape = leaf.by_sample(leaf.blank(1), 1).shape[1:]
-                position = next(
-                    (
-                        p
-                        for p, t in enumerate(free)
-                        if t.shape[1:] == shape and t.dtype == leaf.dtype
-                    ),
-                    None,
-                )
-                reused = None if position is None else free.pop(position)
-                kept[name] = (
-                    torch.empty(samples, *shape, dtype=leaf.dtype) if reused is None else reused
-                )
+            if name not in self._read_by:
+                continue
+            shape = leaf.by_sample(leaf.blank(1), 1).shape[1:]
+            fitting = (
+                place
+                for place, t in enumerate(free)
+                if t.shape[1:] == shape and t.dtype == leaf.dtype
+            )
+            place = next(fitting, None)
+            kept[name] = (
+                torch.empty(len(states), *shape, dtype=leaf.dtype)
+                if place is None
+                else free.pop(place)
+            )
         return States(states.token_ids, kept)
 
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
@@ -146,38 +232,153 @@ class Replay:
     def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
         following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
 
-    def head_input(self, states: States, rows: slice) -> torch.Tensor:
-        read = forward(
-            self._model,
-            states.token_ids[rows],
-            lambda index, call: self._play(index, call, states, rows),
-        )
-        assert read is not None
-        return read
 
+class SampleReplay(_ReplayWalk):
+    """A replay of samples of one length, one at a time, each with images of its own or none.
 
-def _name(index: int, number: int) -> str:
-    return f"{index}.{number}"
+    Args:
+        token_ids: one sample `[1, length]`, and its images: which of what a layer returns is read later is
+            found on it.
+    """
 
+    max_rows: int | None = 1
 
-def _dry_run(model: MetaModel, token_ids: torch.Tensor) -> list[tuple[int, Outcome]]:
-    """The outcome of each layer, in the order of their calls, with zeros as weights."""
-    outcomes: list[tuple[int, Outcome]] = []
+    def __init__(self, model: MetaModel, token_ids: torch.Tensor, images: ImageInputs):
+        super().__init__(model)
+        self._features: dict[ImageInputs, Any] = {}
+        self._owner = _owner_of_features(model)
+        sample = States(token_ids, {}, (images,))
+        self._templates: dict[int, Outcome] = self._dry_run(sample)
+        if not self._templates:
+            raise ValueError("a sample reaches none of them")
+        self._read_by = self._readers(sample)
 
-    def stub(index: int, call: Call) -> Any:
-        layer = model.layers[index]
-        model.fill_with_zeros(index)
+    def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
+        row = _row(rows)
+        images = states.images[row] if states.images else _TEXT
+        with self._kept_features(images):
+            return forward(self._model, states.token_ids[row : row + 1], stub, images.tensors)
+
+    @contextmanager
+    def _kept_features(self, images: ImageInputs) -> Iterator[None]:
+        """Compute the features of a sample's images in its first pass alone."""
+        compute: Callable[..., Any] = getattr(self._owner, _FEATURES)
+
+        def features(*arguments: Any, **named: Any) -> Any:
+            if images not in self._features:
+                self._features[images] = compute(*arguments, **named)
+            return self._features[images]
+
+        setattr(self._owner, _FEATURES, features)
         try:
-            outcome = outcome_of(
-                call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
-            )
+            yield
         finally:
-            model.empty(index)
-        outcomes.append((index, outcome))
-        return outcome.result
+            delattr(self._owner, _FEATURES)
 
-    forward(model, token_ids, stub)
-    return outcomes
+    def _dry_run(self, sample: States) -> dict[int, Outcome]:
+        """The outcome of each layer for one sample, with zeros as weights."""
+        outcomes: dict[int, Outcome] = {}
+
+        def stub(index: int, call: Call) -> Any:
+            if index in outcomes:
+                raise ValueError("a layer runs more than once in a pass")
+            outcomes[index] = self._outcome(index, call)
+            return outcomes[index].result
+
+        self._pass(sample, _FIRST, stub)
+        return outcomes
+
+    def _readers(self, sample: States) -> dict[str, int]:
+        plain = self._digests(sample)
+        generator = torch.Generator().manual_seed(0)
+        last: dict[str, int] = {}
+        for index, outcome in self._templates.items():
+            for number, leaf in enumerate(outcome.tensors()):
+                changed = other_than(leaf, generator)
+                if changed is None:
+                    continue
+                name = _name(index, number)
+                states = States(sample.token_ids, {}, sample.images)
+                self._put(states, name, 0, changed)
+                seen = self._digests(states)
+                readers = [at for at, digest in seen.items() if digest != plain.get(at)]
+                if readers:
+                    last[name] = max(readers)
+        return last
+
+    def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
+        """A layer's input stands for what nothing reads, or zeros where its shape is another."""
+        outcome = self._templates[index]
+        entering = next((t for t in tensors_of(call.parts()) if t.is_floating_point()), None)
+        first = next((t for t in outcome.tensors() if t.is_floating_point()), None)
+        tensors = []
+        for number, leaf in enumerate(outcome.tensors()):
+            carried = self._carried(states, _name(index, number), _row(rows))
+            if carried is not None:
+                tensors.append(carried)
+            elif leaf is first and entering is not None and entering.shape[-1] == leaf.shape[-1]:
+                tensors.append(entering)
+            else:
+                tensors.append(torch.zeros_like(leaf))
+        rest = iter([torch.empty(0)] * len(tensors))
+        result, values = with_tensors(outcome.parts(), lambda _: next(rest))
+        writes = zip(outcome.writes, values, strict=True)
+        blank = Outcome(result, tuple((number, key, value) for (number, key, _), value in writes))
+        return Template(blank, ()).play(call, tensors)
+
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """Sums over evenly spaced values of each."""
+        sums = []
+        for tensor in tensors:
+            values = tensor.flatten()
+            spaced = values[:: max(1, values.numel() // _DIGEST_VALUES)].double()
+            sums += [float(spaced.sum()), float(spaced.square().sum()), float(values.numel())]
+        return tuple(sums)
+
+    def _carried(self, states: States, name: str, row: int) -> torch.Tensor | None:
+        held = states.tensors.get(name)
+        return None if held is None else held[row]
+
+    def _put(self, states: States, name: str, row: int, tensor: torch.Tensor) -> None:
+        if name not in states.tensors:
+            states.tensors[name] = torch.empty(len(states), *tensor.shape, dtype=tensor.dtype)
+        states.tensors[name][row] = tensor
+
+    def following(self, index: int, states: States, *, in_place: bool) -> States:
+        kept = {name: t for name, t in states.tensors.items() if self._last_reader(name) > index}
+        return States(states.token_ids, kept, states.images)
+
+    def _last_reader(self, name: str) -> int:
+        return self._read_by[name]
+
+    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
+        for name, tensor in self.read(index, outcome, 1).items():
+            self._put(following, name, _row(rows), tensor[0])
+
+    def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.unsqueeze(0)
+            for number, tensor in enumerate(outcome.tensors())
+            if (name := _name(index, number)) in self._read_by
+        }
+
+
+class VisionReplay(SampleReplay):
+    """The same through a vision tower: a sample's tensors have shapes of their own, by its number."""
+
+    @contextmanager
+    def _kept_features(self, images: ImageInputs) -> Iterator[None]:
+        """Keep none: the tower itself is replayed."""
+        yield
+
+    def _carried(self, states: States, name: str, row: int) -> torch.Tensor | None:
+        return states.tensors.get(f"{row}:{name}")
+
+    def _put(self, states: States, name: str, row: int, tensor: torch.Tensor) -> None:
+        states.tensors[f"{row}:{name}"] = tensor
+
+    def _last_reader(self, name: str) -> int:
+        return self._read_by[name.partition(":")[2]]
 
 
 def other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
@@ -189,9 +390,25 @@ def other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return ~tensor if tensor.dtype == torch.bool else tensor + 1
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha1(usedforsecurity=False)
-    for tensor in tensors:
-        digest.update(str(tensor.shape).encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _owner_of_features(model: MetaModel) -> Any:
+    """The innermost module that computes image features.
+
+    Raises:
+        BadInput: none does.
+    """
+    owners = [
+        module for module in model.model.modules() if callable(getattr(module, _FEATURES, None))
+    ]
+    if not owners:
+        raise BadInput(
+            f"{type(model.model).__name__} has no {_FEATURES}: calibrate it with text alone"
+        )
+    return owners[-1]
+
+
+def _row(rows: Rows) -> int:
+    return rows.start or 0 if isinstance(rows, slice) else int(rows[0])
+
+
+def _name(index: int, number: int) -> str:
+    return f"{index}.{number}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.model.architecture import Architecture
-from llmopt.quant.smoothing.proof import fold_layer
+from llmopt.quant.smoothing.discover import fold_layer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

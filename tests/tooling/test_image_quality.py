@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.quant.calibration.pairs import Pair
+from llmopt.quant.calibration.image_samples import Pair
 from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

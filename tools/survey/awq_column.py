@@ -13,7 +13,7 @@ from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import with_experts_apart
-from llmopt.quant.smoothing.proof import fold_layer
+from llmopt.quant.smoothing.discover import fold_layer
 from llmopt.quant.smoothing.smoothing_map import with_smoothing
 from safetensors.torch import save_file
 

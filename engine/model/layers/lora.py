@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from ....quant.adapters.weights import AdapterWeights, LoraPair
+from ....quant.adapters.adapter import AdapterWeights, LoraPair
 from ....quant.base.errors import BadInput
 from ...base.device import packed
 from ...config.adapters import servable_settings

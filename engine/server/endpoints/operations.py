@@ -13,8 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ....quant.adapters.settings import CONFIG_NAME
-from ....quant.adapters.weights import WEIGHTS_NAME
+from ....quant.adapters.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...engine import Engine
 from ..access.keys import KeyRing
 from ..access.request_record import tenant_of

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from llmopt.quant.base.device import HOST
-from llmopt.quant.base.workers import spread
+from llmopt.quant.base.device import HOST, spread
 
 
 def test_results_keep_the_order_and_every_device_takes_tasks() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llmopt.quant.calibration.leakage_check import check_leakage, deduplicate
+from llmopt.quant.calibration.calibration import check_leakage, deduplicate
 from llmopt.quant.calibration.sources import MIXED, STORIES, plain_text, read_documents
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline.calibrate import BUNDLED_EVALUATION

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.leakage_check import (
+from llmopt.quant.calibration.calibration import (
     SHARED_WORDS,
     check_leakage,
     deduplicate,

@@ -22,8 +22,7 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
-from llmopt.quant.manifest.conversion import Conversion
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.manifest.manifest import MANIFEST_NAME, Conversion
 from llmopt.quant.model.checkpoint import Checkpoint, read_json
 from llmopt.quant.open import open_checkpoint
 

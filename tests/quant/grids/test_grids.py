@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import Scheme
-from llmopt.quant.feedback.column_loop import solve
-from llmopt.quant.feedback.error_feedback import feedback
 from llmopt.quant.kinds.base.grid import Grid, Parameters, group_of
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
@@ -17,6 +15,7 @@ from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
+from llmopt.quant.methods.error_feedback import feedback, solve
 from llmopt.quant.methods.registry import METHODS
 
 from ...support.format_support import same_bits

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
+from llmopt.quant.methods.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.methods.expert_statistics import gram_of, own_gram, squares_of, too_few
 from llmopt.quant.methods.registry import METHODS
 

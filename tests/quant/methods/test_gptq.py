@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.families.layer_map import LayerMap
-from llmopt.quant.feedback.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import IntTensor, group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -23,6 +22,7 @@ from llmopt.quant.methods.base import (
     MethodOptions,
     SchemeOptions,
 )
+from llmopt.quant.methods.error_feedback import asymmetric_shift, feedback
 from llmopt.quant.methods.gptq import Gptq
 from llmopt.quant.methods.rtn import RoundToNearest
 

@@ -12,13 +12,13 @@ import torch
 from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.request.request import QuantizeRequest
-from llmopt.quant.tuning import sign_descent
 
 from ...support.model_families import save_model
 from ...support.native_paths import needs_compiler

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.rotation.hadamard import block_rotation, hadamard, random_rotation
+from llmopt.quant.rotation.rotate import block_rotation, hadamard, random_rotation
 
 
 @pytest.mark.parametrize(

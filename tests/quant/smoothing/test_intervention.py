@@ -11,7 +11,7 @@ from llmopt.quant.smoothing.intervention import (
     channel_map,
     spread,
 )
-from llmopt.quant.smoothing.random_model import NUM_TOKENS, RandomModel
+from llmopt.quant.smoothing.small_model import NUM_TOKENS, RandomModel
 from torch import nn
 
 WIDTH = 8

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.quant.smoothing.small_config import small_config, text_layers
+from llmopt.quant.smoothing.small_model import small_config, text_layers
 
 LLAMA = {
     "model_type": "llama",

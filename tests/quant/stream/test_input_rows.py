@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import routed_tokens, split_experts
+from llmopt.quant.stream.calls import InputRows, States, paired
 from llmopt.quant.stream.chain import HIDDEN as HIDDEN_STATES
-from llmopt.quant.stream.input_rows import InputRows, paired
 from llmopt.quant.stream.layer_stream import LayerStream
-from llmopt.quant.stream.states import States
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 

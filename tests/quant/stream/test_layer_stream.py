@@ -11,9 +11,9 @@ from llmopt.quant.methods.base import InputStatistics
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import SplitExperts
+from llmopt.quant.stream.calls import States
 from llmopt.quant.stream.chain import HIDDEN as HIDDEN_STATES
 from llmopt.quant.stream.layer_stream import LayerStream, compute_dtype
-from llmopt.quant.stream.states import States
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.image_inputs import ImageInputs, Images
-from llmopt.quant.calibration.image_samples import image_calibration
-from llmopt.quant.calibration.pairs import Pair
+from llmopt.quant.calibration.calibration import ImageInputs, Images
+from llmopt.quant.calibration.image_samples import Pair, image_calibration
 from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint

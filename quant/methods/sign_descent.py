@@ -1,23 +1,48 @@
-"""Block-wise gradient descent on what a block's linears let be tuned: their rounding, or their scales.
-
-Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
-EMNLP 2024 (arXiv:2309.05516). Each iteration runs the block on a random batch of samples and moves every
-parameter along its gradient (AutoRound: by its sign), at a rate that falls linearly to zero.
-"""
+"""The `Block` protocol: a loaded decoder layer that runs with gradients on its calibration inputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from .block import Block
-
 _STATUS_SECONDS = 1.0
+
+
+class TunableBlock(Protocol):
+    """A decoder layer, its inputs behind the quantized layers before it, and what it should return.
+
+    The target is the output of the float model, whose layers before it are not quantized either.
+
+    Attributes:
+        num_samples: calibration samples.
+        seed: of random choices in this layer.
+        compute: dtype of the GEMMs, in which tuned weights are given.
+    """
+
+    num_samples: int
+    seed: int
+    compute: torch.dtype
+
+    def tuned(self, weights: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+        """A context in which the layer has these weights of its linears, parameters that take gradients."""
+        ...
+
+    def batches(self, samples: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The samples, by their numbers, in as many at a time as the layer is run on."""
+        ...
+
+    def losses(self, samples: torch.Tensor) -> torch.Tensor:
+        """Squared error of the layer's output, summed over each of these samples `[samples]`."""
+        ...
+
+    def status(self, text: str, /) -> None:
+        """Say how far the tuning is."""
+        ...
 
 
 class Rounding(Protocol):
@@ -33,7 +58,7 @@ class Rounding(Protocol):
 
 
 def tune(
-    block: Block,
+    block: TunableBlock,
     roundings: Mapping[str, Rounding],
     shapes: Mapping[str, torch.Size],
     *,
@@ -100,13 +125,13 @@ def _batches(
 
 
 @torch.no_grad()
-def _plain_losses(block: Block) -> torch.Tensor:
+def _plain_losses(block: TunableBlock) -> torch.Tensor:
     """The loss of each sample at the beginning `[samples]`."""
     samples = torch.arange(block.num_samples)
     return torch.cat([block.losses(part) for part in block.batches(samples)])
 
 
-def _backward(block: Block, samples: torch.Tensor, plain: float) -> float:
+def _backward(block: TunableBlock, samples: torch.Tensor, plain: float) -> float:
     """Gradients of a batch's loss, over that of the beginning, which is returned."""
     total = 0.0
     scale = 1 / plain if plain else 1.0

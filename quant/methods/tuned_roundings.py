@@ -1,9 +1,17 @@
-"""Learned rounding and ranges of one linear on an integer grid, updated by the signs of gradients.
+"""Tuned parameters of one linear: rounding on an integer or any grid, scales around transforms.
 
-A weight is rounded to `s (clamp(round(w / s + v) + z) - z)`: `v` moves it by up to half a step, and the
-group's range is its smallest and largest weight, each times a share between 0 and 1, which give `s` and `z`.
-Gradients pass through the rounding as if it were not there (straight-through estimator), so that they follow
-from that of the rounded weight, without a graph.
+On an integer grid a weight is rounded to `s (clamp(round(w / s + v) + z) - z)`: `v` moves it by up to half
+a step, and the group's range is its smallest and largest weight, each times a share between 0 and 1, which
+give `s` and `z`. On any other grid the groups are fitted once; a weight then goes to the point nearest to
+`w + v s`, where `v` is between -0.5 and 0.5 and `s` is the mean distance of points in the group, from what
+rounding changes its weights by. Gradients pass through the rounding as if it were not there
+(straight-through estimator), so that they follow from that of the rounded weight, without a graph, and
+their signs alone move the parameters.
+
+Scales around transforms are moved by Adam (QuIP#'s fine-tuning; Tseng et al., ICML 2024, arXiv:2402.04396,
+section 5): signs are relaxed to real numbers, which are tuned together with the scales. Both are one vector
+a side in the files. Hadamard transforms act on rows and on columns apart, so that a weight is `diag(sv) C
+diag(su)` with `C` fixed: no graph is needed.
 """
 
 from __future__ import annotations
@@ -12,18 +20,15 @@ from typing import NamedTuple
 
 import torch
 
+from ..kinds.base.grid import Grid
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.transformed import TransformedTensor
 from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
 
 _VALUES = 2**16  # weights at a time: small enough to stay in a core's cache
-
-
-class _Grid(NamedTuple):
-    """Scale in the stored dtype `[groups]`, and scale and zero code in float32 `[groups, 1]`."""
-
-    stored: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
+_DECAYS = (0.9, 0.95)
+_TINY = 1e-30
 
 
 class IntRounding:
@@ -194,3 +199,121 @@ class IntRounding:
             (self._high_share, self._high, by_high),
         ):
             share[rows].sub_((end[rows] * slope).sign_(), alpha=rate).clamp_(0, 1)
+
+
+class GridRounding:
+    """The tuned parameters of a linear; the gradient passes through the rounding (straight-through).
+
+    Args:
+        weight: float32 `[out, in]`; it is read again in every step.
+        importance: float32 `[in]`, weight of each channel's squared error in the fit.
+    """
+
+    def __init__(self, weight: torch.Tensor, grid: Grid, importance: torch.Tensor | None):
+        self._grid = grid
+        self._groups = weight.unflatten(1, (-1, grid.group))
+        spread = None if importance is None else importance.view(-1, grid.group)
+        self._parameters = grid.fit(self._groups, spread)
+        moved = grid.round(self._groups, self._parameters).sub_(self._groups)
+        # An error that is evenly spread over a step has a twelfth of its square as variance.
+        self._step = moved.square_().mean(dim=-1, keepdim=True).mul_(12).sqrt_()
+        self._offset = torch.zeros_like(self._groups)
+        self._kept = self._offset.clone()
+
+    def keep(self) -> None:
+        """Remember the present offsets."""
+        self._kept.copy_(self._offset)
+
+    def recall(self) -> None:
+        """Go back to the offsets that were kept last; none at first."""
+        self._offset = self._kept
+
+    def write(self, into: torch.Tensor) -> None:
+        """The rounded weight in `into` `[out, in]`, in its dtype."""
+        into.copy_(self._values())
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        """One step of sign gradient descent, for the gradient of the rounded weight `[out, in]`."""
+        sign = gradient.unflatten(1, (-1, self._grid.group)).to(torch.float32).sign()
+        self._offset.sub_(sign, alpha=rate).clamp_(-0.5, 0.5)
+
+    def tensor(self) -> QuantizedTensor:
+        """The quantized weight."""
+        return self._grid.tensor(self._values(), self._parameters)
+
+    def _values(self) -> torch.Tensor:
+        moved = torch.addcmul(self._groups, self._offset, self._step)
+        return self._grid.round(moved, self._parameters).flatten(1)
+
+
+class TunedScales:
+    """The tuned scales of a linear's inputs and outputs; see `Rounding`."""
+
+    def __init__(self, tensor: TransformedTensor):
+        self._tensor, sides = tensor, tensor.transforms
+        self._codes = sides.unscaled(tensor.inner()).contiguous()
+        self._inputs, self._outputs = _Adam(sides.inputs), _Adam(sides.outputs)
+
+    def keep(self) -> None:
+        """Remember the present scales."""
+        self._inputs.keep()
+        self._outputs.keep()
+
+    def recall(self) -> None:
+        """Go back to the scales that were kept last; those of the beginning at first."""
+        self._inputs.recall()
+        self._outputs.recall()
+
+    def write(self, into: torch.Tensor) -> None:
+        """The weight under the present scales in `into` `[out, in]`, in its dtype."""
+        into.copy_((self._codes * self._inputs.values).mul_(self._outputs.values[:, None]))
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        """One step for the gradient of the weight `[out, in]`; `rate` is in mean magnitudes of the scales."""
+        by_code = gradient.to(torch.float32) * self._codes
+        by_input, by_output = self._outputs.values @ by_code, by_code @ self._inputs.values
+        self._inputs.descend(by_input, rate)
+        self._outputs.descend(by_output, rate)
+
+    def tensor(self) -> TransformedTensor:
+        """The weight with its scales as they are stored."""
+        return self._tensor.with_scales(self._inputs.values, self._outputs.values)
+
+
+class _Grid(NamedTuple):
+    """Scale in the stored dtype `[groups]`, and scale and zero code in float32 `[groups, 1]`."""
+
+    stored: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+
+class _Adam:
+    """A vector and its moments (Kingma and Ba, arXiv:1412.6980); zeros stay zero.
+
+    Args:
+        values: float32; their mean magnitude is the length of a step at rate 1.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self._live = values != 0
+        self._length = float(values[self._live].abs().mean()) if bool(self._live.any()) else 0.0
+        self._mean, self._square = torch.zeros_like(values), torch.zeros_like(values)
+        self._steps = 0
+        self._kept = values.clone()
+
+    def keep(self) -> None:
+        self._kept.copy_(self.values)
+
+    def recall(self) -> None:
+        self.values.copy_(self._kept)
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        self._steps += 1
+        first, second = _DECAYS
+        self._mean.lerp_(gradient, 1 - first)
+        self._square.lerp_(gradient.square(), 1 - second)
+        spread = (self._square / (1 - second**self._steps)).sqrt_().add_(_TINY)
+        step = (self._mean / spread).mul_(self._live)
+        self.values.sub_(step, alpha=rate * self._length / (1 - first**self._steps))

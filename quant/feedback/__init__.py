@@ -1,1 +1,0 @@
-"""GPTQ's error feedback: the feedback matrix, and the loop over columns that rounds to any grid."""

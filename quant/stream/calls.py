@@ -1,0 +1,362 @@
+"""Calls of decoder layers: their arguments, outcomes, and the states that are carried between them.
+
+`forward` is the model's own pass with its layers replaced by stubs. Arguments and results are nested values
+of any form; what a layer writes into lists and dicts that it is given is part of its outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..calibration.calibration import Images
+from ..model.meta_model import MetaModel
+
+Container = MutableMapping[Any, Any] | list[Any]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    tensors: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    with_tensors(value, keep)
+    return tensors
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy in which `change` was applied to every tensor; other leaves are kept."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        parts = {name: with_tensors(part, change) for name, part in value.items()}
+        return type(value)(**parts) if is_dataclass(value) else parts
+    if isinstance(value, tuple):
+        parts = [with_tensors(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [with_tensors(part, change) for part in value]
+    return value
+
+
+def containers_of(value: Any) -> list[Container]:
+    """The lists and dicts in a nested value, which a layer may write into."""
+    inner: list[Container] = []
+    if isinstance(value, (list, MutableMapping)):
+        inner.append(value)
+    if isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            inner += containers_of(part)
+    return inner
+
+
+def entries_of(container: Container) -> dict[Any, Any]:
+    """Items by key, or by index."""
+    return dict(enumerate(container) if isinstance(container, list) else container)
+
+
+def set_entry(container: Container, key: Any, value: Any) -> None:
+    """Write an item, or append it where the index is the list's length."""
+    if isinstance(container, list) and key == len(container):
+        container.append(value)
+    else:
+        container[key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of a layer's call."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def parts(self) -> tuple[Any, ...]:
+        """All of them, in one nested value."""
+        return self.arguments, self.named
+
+    def split(self) -> tuple[torch.Tensor, Call]:
+        """The hidden states, and the other arguments."""
+        if self.arguments:
+            return self.arguments[0], Call(self.arguments[1:], self.named)
+        named = dict(self.named)
+        return named.pop("hidden_states"), Call((), named)
+
+
+Stub = Callable[[int, Call], Any]
+"""Takes a layer's index and call, and returns its result."""
+
+
+class Reached(Exception):
+    """Raised by a stub to end the pass."""
+
+
+@torch.no_grad()
+def forward(
+    model: MetaModel,
+    input_ids: torch.Tensor,
+    stub: Stub,
+    images: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> torch.Tensor | None:
+    """Run the model on `[samples, length]` ids with `stub` in place of its layers, up to its output
+    projection, whose input is returned; None if a stub raised `Reached`, or one of `model.ends` was called.
+    Call it inside `MetaModel.around`.
+
+    Args:
+        images: other arguments of the model, such as `pixel_values`.
+    """
+    head = model.model.get_output_embeddings()
+    read: list[torch.Tensor] = []
+
+    def at_head(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        read.append(inputs[0])
+        raise Reached
+
+    # Before the hook that would load its weight.
+    handle = None if head is None else head.register_forward_pre_hook(at_head, prepend=True)
+    try:
+        with (
+            _replaced(model.layers, stub),
+            _replaced(model.ends, _end),
+            model.around.lookup,
+        ):
+            model.model(input_ids=input_ids, use_cache=False, **images)
+    except Reached:
+        return read[0] if read else None
+    finally:
+        if handle is not None:
+            handle.remove()
+    raise ValueError("its output projection was not called")
+
+
+@contextmanager
+def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
+    for index, layer in enumerate(layers):
+        layer.forward = _forward_of(index, stub)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _end(_: int, __: Call) -> Any:
+    raise Reached
+
+
+def _forward_of(index: int, stub: Stub) -> Callable[..., Any]:
+    def run(*arguments: Any, **named: Any) -> Any:
+        return stub(index, Call(arguments, named))
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result, and the writes: number of the container among the arguments', key, and value."""
+
+    result: Any
+    writes: tuple[tuple[int, Any, Any], ...]
+
+    def parts(self) -> tuple[Any, ...]:
+        """Both, as one nested value."""
+        return self.result, tuple(value for _, _, value in self.writes)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, in a fixed order."""
+        return tensors_of(self.parts())
+
+
+def outcome_of(call: Call, run: Callable[[], Any]) -> Outcome:
+    """The outcome of `run`, which runs a layer on the arguments of `call`."""
+    containers = containers_of(call.parts())
+    before = [entries_of(container) for container in containers]
+    result = run()
+    writes = tuple(
+        (number, key, value)
+        for number, container in enumerate(containers)
+        for key, value in entries_of(container).items()
+        if key not in before[number] or value is not before[number][key]
+    )
+    return Outcome(result, writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of an outcome.
+
+    Attributes:
+        shape: for one sample.
+        dim: the dimension of the samples; None: it has none.
+        value: of a tensor without samples.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int | None
+    value: torch.Tensor | None
+
+    def by_sample(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
+        """The tensor with the samples as first dimension, and what a sample has of `dim` as second."""
+        assert self.dim is not None
+        return tensor.movedim(self.dim, 0).unflatten(0, (samples, self.shape[self.dim]))
+
+    def restored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse of `by_sample`."""
+        assert self.dim is not None
+        return tensor.flatten(0, 1).movedim(0, self.dim)
+
+    def blank(self, samples: int) -> torch.Tensor:
+        """Zeros in place of a tensor that nothing reads."""
+        if self.dim is None:
+            assert self.value is not None
+            return self.value
+        shape = list(self.shape)
+        shape[self.dim] *= samples
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The structure of a layer's outcome, with its tensors described."""
+
+    outcome: Outcome
+    leaves: tuple[Leaf, ...]
+
+    def play(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+        """Return such an outcome, with these tensors, from a call: the writes are made."""
+        rest = iter(tensors)
+        result, values = with_tensors(self.outcome.parts(), lambda _: next(rest))
+        containers = containers_of(call.parts())
+        for (number, key, _), value in zip(self.outcome.writes, values, strict=True):
+            set_entry(containers[number], key, value)
+        return result
+
+
+def template_of(once: Outcome, twice: Outcome) -> Template:
+    """From the outcomes for one sample and for two.
+
+    Raises:
+        ValueError: they differ by more than the number of samples.
+    """
+    pairs = list(zip(once.tensors(), twice.tensors(), strict=True))
+    leaves = tuple(_leaf(*pair) for pair in pairs)
+    empty = [torch.empty(0) for _ in pairs]
+    rest = iter(empty)
+    result, values = with_tensors(once.parts(), lambda _: next(rest))
+    writes = zip(once.writes, values, strict=True)
+    return Template(
+        Outcome(result, tuple((number, key, value) for (number, key, _), value in writes)), leaves
+    )
+
+
+def _leaf(once: torch.Tensor, twice: torch.Tensor) -> Leaf:
+    shape = tuple(once.shape)
+    if once.dim() != twice.dim():
+        raise ValueError("a tensor that they return changes its dimensions with the samples")
+    differing = [dim for dim in range(once.dim()) if once.shape[dim] != twice.shape[dim]]
+    if not differing:
+        return Leaf(once.dtype, shape, None, once.clone())
+    if len(differing) == 1 and twice.shape[differing[0]] == 2 * shape[differing[0]]:
+        return Leaf(once.dtype, shape, differing[0], None)
+    raise ValueError("a tensor that they return changes its shape with the samples")
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The tensors that enter a layer.
+
+    Attributes:
+        token_ids: int64 `[samples, length]`.
+        tensors: `hidden` of a plain chain; else by number of layer and tensor what earlier layers returned.
+            The samples are the first dimension of each; of a vision tower's, their numbers come first in the
+            names.
+        images: of each sample; empty where none has any.
+    """
+
+    token_ids: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    images: Images = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def stored(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors under names that begin with `name`, for a file."""
+        return {f"{name}.{key}": tensor for key, tensor in self.tensors.items()}
+
+    @classmethod
+    def restored(
+        cls,
+        name: str,
+        token_ids: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        images: Images = (),
+    ) -> States:
+        """Those that `stored` gave."""
+        start = f"{name}."
+        return cls(
+            token_ids,
+            {
+                key.removeprefix(start): tensor.clone()
+                for key, tensor in stored.items()
+                if key.startswith(start)
+            },
+            images,
+        )
+
+    def put(self, rows: slice | torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what is carried for some samples, by name, samples first."""
+        for name, tensor in tensors.items():
+            self.tensors[name][rows] = tensor
+
+    def finite(self) -> bool:
+        """Whether all floats are; checks minimum and maximum, which takes no copy."""
+        return all(
+            bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+            for tensor in self.tensors.values()
+            if tensor.numel() and tensor.is_floating_point()
+        )
+
+
+class InputRows(NamedTuple):
+    """Inputs of a linear from one batch.
+
+    Attributes:
+        rows: `[..., in]`.
+        tokens: int64, the number in the batch of each row's token, -1: of none; None: all tokens in order.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor | None = None
+
+
+def paired(
+    inputs: InputRows, wanted: InputRows, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The rows of both `[pairs, in]` that are of one token; None where it is not known of which they are.
+
+    Args:
+        num_tokens: of the batch.
+    """
+    ours, theirs = (part.rows.reshape(-1, part.rows.shape[-1]) for part in (inputs, wanted))
+    if inputs.tokens is None or wanted.tokens is None:
+        # Any other number of rows is a choice of tokens that nobody tells, which may differ.
+        in_order = inputs.tokens is wanted.tokens and len(ours) == len(theirs)
+        return (ours, theirs) if in_order and len(ours) % num_tokens == 0 else None
+    most = max(
+        (int(part.max()) for part in (inputs.tokens, wanted.tokens) if len(part)), default=-1
+    )
+    places = torch.full((most + 2,), -1, device=theirs.device)  # the last, at -1, is of no token
+    sent = wanted.tokens >= 0
+    places[wanted.tokens[sent]] = sent.nonzero()[:, 0]
+    found = places[inputs.tokens]
+    both = found >= 0
+    return ours[both], theirs[found[both]]

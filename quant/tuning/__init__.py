@@ -1,1 +1,0 @@
-"""Tuning of rounding, ranges and scales by gradients, block by block."""
