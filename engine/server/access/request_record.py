@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from ...base.sampling_params import SamplingParams
-from ..loop.stream import OutputStream
+from ..loop.stream import OutputStream, Phases
 from .limits import Reservation
 
 if TYPE_CHECKING:
@@ -127,11 +127,7 @@ class RequestRecord:
         prompt_tokens = sum(len(job.token_ids) for job in self.stream.jobs)
         if not outputs:
             return Totals(prompt_tokens)
-        times = [output.times for output in outputs]
-        arrival = min(t.arrival for t in times)
-        begun = min(t.first_scheduled or arrival for t in times)
-        first = min(t.first_token or begun for t in times)
-        last = max(t.last_token or first for t in times)
+        arrival, begun, first, last = Phases.of(outputs)
         cached = {output.request_id: output.num_cached_tokens for output in outputs}
         return Totals(
             prompt_tokens,

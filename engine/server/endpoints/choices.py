@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
 from ..protocol.errors import ApiError
@@ -11,8 +12,88 @@ from ..protocol.generation_protocol import StreamOptions
 from .service import ResponseContext, Usage, server_sent
 from .tokenization import Tokenization
 
+MAX_LOGPROBS = 1 << 20
+"""Log-probabilities in a response that is not streamed: it is held in memory."""
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
+
+
+class ChoicesResponse(ABC):
+    """The outputs of one HTTP request as `choices`, which an endpoint's subclass formats."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, context: ResponseContext, text: Tokenization) -> None:
+        self._context, self._text = context, text
+        jobs = context.stream.jobs
+        self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
+        self._usage = Usage(jobs)
+        self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
+
+    @abstractmethod
+    def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
+        """A finished choice of a response that is not streamed."""
+
+    @abstractmethod
+    def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
+        """The delta of a choice in one event; `first` is set on its first event."""
+
+    async def document(self) -> dict[str, Any]:
+        completions: dict[int, tuple[int, Completion]] = {}
+        num_logprobs = 0
+        async for output in self._context.stream:
+            choice, job = self._take(output)
+            num_logprobs += sum(1 + len(token.top) for token in output.logprobs or ())
+            if num_logprobs > MAX_LOGPROBS:
+                raise ApiError(400, f"more than {MAX_LOGPROBS} log-probabilities: stream them")
+            _, completion = completions.setdefault(choice, (job, Completion(choice)))
+            completion.extend(output)
+        choices = [
+            self.whole(choice, job, completion)
+            for choice, (job, completion) in sorted(completions.items())
+        ]
+        return self._envelope(self.object_name, choices) | {"usage": self._usage.whole()}
+
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """One event per output, none before the first token; `[DONE]` only after success."""
+        started: set[int] = set()
+        wants_usage = options.include_usage or options.continuous_usage_stats
+        try:
+            async for output in self._context.stream:
+                choice, job = self._take(output)
+                delta = Completion.part(choice, output)
+                part = self.part(choice, job, delta, first=choice not in started)
+                started.add(choice)
+                event = self._envelope(self.chunk_name, [part])
+                if wants_usage:
+                    event["usage"] = (
+                        self._usage.so_far() if options.continuous_usage_stats else None
+                    )
+                yield server_sent(event)
+            if options.include_usage:
+                last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}
+                yield server_sent(last)
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield server_sent(error.body())
+
+    def _take(self, output: RequestOutput) -> tuple[int, int]:
+        """Record an output's usage; returns the indices of its choice and its job."""
+        job = self._job_of[output.request_id]
+        self._usage.take(output)
+        if output.prompt_logprobs is not None:
+            self._prompt_scores[job] = output.prompt_logprobs
+        return job * self._context.stream.jobs[job].params.n + output.index, job
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._context.id,
+            "object": name,
+            "created": self._context.created,
+            "model": self._context.model,
+            "choices": choices,
+        }
 
 
 def chat_logprobs(text: Tokenization, scored: Iterable[TokenLogprobs]) -> dict[str, Any]:
@@ -96,93 +177,3 @@ def _candidates(
         # Different tokens may decode to the same text; the most likely one keeps the name.
         named.setdefault(name(token_id), max(logprob, LOWEST))
     return named
-
-
-MAX_LOGPROBS = 1 << 20
-"""Log-probabilities in a response that is not streamed: it is held in memory."""
-
-
-class ChoiceShape(Protocol):
-    """Formats the choices of an endpoint. One instance serves one HTTP request."""
-
-    object_name: str
-    chunk_name: str
-
-    def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
-        """Receive the log-probabilities of a prompt; they come before its first choice."""
-        ...
-
-    def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
-        """A finished choice of a response that is not streamed."""
-        ...
-
-    def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
-        """The delta of a choice in one event; `first` is set on its first event."""
-        ...
-
-
-class ChoicesResponse:
-    """The outputs of one HTTP request as `choices`, for completions and chat completions."""
-
-    def __init__(self, context: ResponseContext, shape: ChoiceShape) -> None:
-        self._context = context
-        self._shape = shape
-        jobs = context.stream.jobs
-        self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
-        self._usage = Usage(jobs)
-
-    async def document(self) -> dict[str, Any]:
-        completions: dict[int, tuple[int, Completion]] = {}
-        num_logprobs = 0
-        async for output in self._context.stream:
-            choice, job = self._take(output)
-            num_logprobs += sum(1 + len(token.top) for token in output.logprobs or ())
-            if num_logprobs > MAX_LOGPROBS:
-                raise ApiError(400, f"more than {MAX_LOGPROBS} log-probabilities: stream them")
-            _, completion = completions.setdefault(choice, (job, Completion(choice)))
-            completion.extend(output)
-        choices = [
-            self._shape.whole(choice, job, completion)
-            for choice, (job, completion) in sorted(completions.items())
-        ]
-        return self._envelope(self._shape.object_name, choices) | {"usage": self._usage.whole()}
-
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """One event per output, none before the first token; `[DONE]` only after success."""
-        started: set[int] = set()
-        wants_usage = options.include_usage or options.continuous_usage_stats
-        try:
-            async for output in self._context.stream:
-                choice, job = self._take(output)
-                delta = Completion.part(choice, output)
-                part = self._shape.part(choice, job, delta, first=choice not in started)
-                started.add(choice)
-                event = self._envelope(self._shape.chunk_name, [part])
-                if wants_usage:
-                    event["usage"] = (
-                        self._usage.so_far() if options.continuous_usage_stats else None
-                    )
-                yield server_sent(event)
-            if options.include_usage:
-                last = self._envelope(self._shape.chunk_name, []) | {"usage": self._usage.whole()}
-                yield server_sent(last)
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            yield server_sent(error.body())
-
-    def _take(self, output: RequestOutput) -> tuple[int, int]:
-        """Record an output's usage; returns the indices of its choice and its job."""
-        job = self._job_of[output.request_id]
-        self._usage.take(output)
-        if output.prompt_logprobs is not None:
-            self._shape.prompt_scored(job, output.prompt_logprobs)
-        return job * self._context.stream.jobs[job].params.n + output.index, job
-
-    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._context.id,
-            "object": name,
-            "created": self._context.created,
-            "model": self._context.model,
-            "choices": choices,
-        }

@@ -21,24 +21,20 @@ from .choices import (
     token_id_name,
 )
 from .conversation import converse
-from .service import Service
+from .service import ResponseContext, Service
 from .tokenization import Tokenization
 
 
-class CompletionShape:
+class CompletionResponse(ChoicesResponse):
     """Choices of a completion: text, preceded by the prompt if `echo` is set."""
 
     object_name = chunk_name = "text_completion"
 
     def __init__(
-        self,
-        text: Tokenization,
-        body: CompletionRequest,
-        prompt_token_ids: Sequence[Sequence[int]],
+        self, context: ResponseContext, text: Tokenization, body: CompletionRequest
     ) -> None:
-        self._text = text
+        super().__init__(context, text)
         self._body = body
-        self._prompt_token_ids = prompt_token_ids
         self._name = token_id_name if body.return_tokens_as_token_ids else self._text_name
         self._echoed: Sequence[str] | None = None
         if body.echo:
@@ -46,11 +42,7 @@ class CompletionShape:
                 prompt if isinstance(prompt, str) else text.decode(prompt)
                 for prompt in body.prompts
             ]
-        self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
         self._offsets: dict[int, int] = {}
-
-    def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
-        self._prompt_scores[job] = scores
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         choice_fields = self.part(choice, job, completion, first=True)
@@ -70,7 +62,7 @@ class CompletionShape:
         if first and self._echoed is not None:
             text = self._echoed[job] + text
             if scores is not None:
-                prompt = self._prompt_token_ids[job]
+                prompt = self._context.stream.jobs[job].token_ids
                 # Counted back from the end of the prompt: its first word may have been tokenized with a
                 # space that its text does not have.
                 self._offsets[choice] = len(self._echoed[job]) - self._length(prompt)
@@ -108,34 +100,37 @@ def completions_router(service: Service) -> APIRouter:
         service.check(body)
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
-        shape = CompletionShape(service.text, body, token_ids)
         return await service.respond(
             request,
             body,
             params,
             token_ids,
             "cmpl-",
-            lambda context: ChoicesResponse(context, shape),
+            lambda context: CompletionResponse(context, service.text, body),
             arrival_seconds,
         )
 
     return router
 
 
-class ChatShape:
+class ChatResponse(ChoicesResponse):
     """Choices of a chat completion: whole messages, or the deltas of a stream."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, text: Tokenization, form: OutputFormat, *, tool_is_named: bool) -> None:
-        self._text = text
+    def __init__(
+        self,
+        context: ResponseContext,
+        text: Tokenization,
+        form: OutputFormat,
+        *,
+        tool_is_named: bool,
+    ) -> None:
+        super().__init__(context, text)
         self._form = form
         self._parsers: dict[int, OutputParser] = {}
         self._tool_is_named = tool_is_named
-
-    def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
-        """Chat completions have no prompt log-probabilities."""
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         parsed = Parsed()
@@ -215,9 +210,7 @@ def chat_router(service: Service) -> APIRouter:
             request,
             body,
             "chatcmpl-",
-            lambda context, form: ChoicesResponse(
-                context, ChatShape(service.text, form, tool_is_named=is_named)
-            ),
+            lambda context, form: ChatResponse(context, service.text, form, tool_is_named=is_named),
         )
 
     return router

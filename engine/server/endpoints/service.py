@@ -20,7 +20,7 @@ from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
 from ..access.request_record import record_of, tenant_of
 from ..loop.loop import EngineLoop
-from ..loop.stream import Job, OutputStream
+from ..loop.stream import Job, OutputStream, Phases
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.pooling_protocol import PoolingRequest
@@ -58,11 +58,7 @@ class Usage:
     def whole(self) -> dict[str, Any]:
         """Final token counts, and `seconds`: from arrival to the first scheduled step (`queue`), to the first
         token of any choice (`prefill`), and to the last token of all choices (`decode`)."""
-        times = [output.times for output in self._last.values()]
-        arrival = min(t.arrival for t in times)
-        begun = min(t.first_scheduled or arrival for t in times)
-        first = min(t.first_token or begun for t in times)
-        last = max(t.last_token or first for t in times)
+        arrival, begun, first, last = Phases.of(self._last.values())
         seconds = {"queue": begun - arrival, "prefill": first - begun, "decode": last - first}
         return {**self.so_far(), "seconds": {name: round(s, 6) for name, s in seconds.items()}}
 

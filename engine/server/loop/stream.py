@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError, TimedOut
+
+
+class Phases(NamedTuple):
+    """Times of a request of `time.perf_counter`; a phase that has not begun has the time before it."""
+
+    arrival: float
+    begun: float
+    first_token: float
+    last_token: float
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Phases:
+        """From the last output of each sequence: the first of all began, the last of all ended."""
+        times = [output.times for output in outputs]
+        arrival = min(t.arrival for t in times)
+        begun = min(t.first_scheduled or arrival for t in times)
+        first = min(t.first_token or begun for t in times)
+        return cls(arrival, begun, first, max(t.last_token or first for t in times))
 
 
 @dataclass(frozen=True, slots=True)

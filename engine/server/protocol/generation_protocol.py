@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
@@ -133,10 +133,10 @@ class GenerationRequest(StructuredRequest):
 
     def refuse_unsupported(self) -> None:
         """Raise `ApiError` for an unsupported field that would change the result."""
-        for name, value in (self.model_extra or {}).items():
-            neutral = _UNSUPPORTED.get(name)
-            differs = neutral is not None and value and value not in neutral
-            if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
+        refuse_fields(self.model_extra, _UNSUPPORTED)
+        for name in _ALWAYS_TRUE:
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value is not True:
                 raise unsupported(name)
 
     @abstractmethod
@@ -158,6 +158,13 @@ class GenerationRequest(StructuredRequest):
             prompt_logprobs=prompt_logprobs,
             **fields,
         )
+
+
+def refuse_fields(given: Mapping[str, Any] | None, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `ApiError` for an unsupported field whose value is neither empty nor one of its neutral ones."""
+    for name, value in (given or {}).items():
+        if value and name in neutral and value not in neutral[name]:
+            raise unsupported(name)
 
 
 def unsupported(name: str) -> ApiError:

@@ -12,7 +12,7 @@ from .generation_protocol import (
     RequestId,
     as_prompts,
     check_prompt,
-    unsupported,
+    refuse_fields,
 )
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -53,10 +53,7 @@ class PoolingRequest(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raise `ApiError` for an unsupported field that would change the result."""
-        for name, value in (self.model_extra or {}).items():
-            neutral = _UNSUPPORTED.get(name)
-            if neutral is not None and value and value not in neutral:
-                raise unsupported(name)
+        refuse_fields(self.model_extra, _UNSUPPORTED)
 
 
 class EmbeddingRequest(PoolingRequest):
