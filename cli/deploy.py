@@ -14,7 +14,7 @@ from .options.planning import ClusterOptions, DeployedPlanOptions, DeployOutputO
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..engine.deploy.deployment import DeployChoices, Deployment
+    from ..engine.deploy.deployment import DeployChoices, ServerDeployment
     from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan.plan import DeploymentPlan
 
@@ -79,7 +79,7 @@ def _plan(
     return plan_for(PlanRequest(model=like or model, gpus=(gpu,), **asked))
 
 
-def _show(deployment: Deployment, folder: Path, files: Mapping[str, str]) -> None:
+def _show(deployment: ServerDeployment, folder: Path, files: Mapping[str, str]) -> None:
     from .output.console import result_console
 
     console = result_console(as_json=False)

@@ -114,11 +114,11 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
     """Write a line on stderr for people, or an event of the JSON log."""
     import logging
 
-    from ..engine.server.access.observe import Event
+    from ..engine.server.access.observe import LogEvent
     from .output.console import people
 
     if options.log_format == "json":
-        logging.getLogger("llmopt.cli").info(Event(event, fields))
+        logging.getLogger("llmopt.cli").info(LogEvent(event, fields))
     else:
         people.print(text, soft_wrap=True, markup=False)
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from .deployment import GIB, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, Deployment
+from .deployment import GIB, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, ServerDeployment
 from .served_engine import PORT
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -51,7 +51,7 @@ _RULE_METRIC = re.compile(r"\bm\.(\w+)")
 _RECORD = re.compile(r"\bjob_model:\w+:\w+")
 
 
-def deploy_files(deployment: Deployment) -> dict[str, str]:
+def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
     """Contents by path. Those in `kubernetes/` are for `kubectl apply`.
 
     Manifests and services that need the engine's metrics are there where it has them, images and units where
@@ -83,7 +83,7 @@ def deploy_files(deployment: Deployment) -> dict[str, str]:
     return files
 
 
-def rules(deployment: Deployment) -> dict[str, Any]:
+def rules(deployment: ServerDeployment) -> dict[str, Any]:
     """Prometheus' rule file in the names of the engine's metrics, without rules whose metric it has not.
 
     An alert on a rule that was left out is left out too.
@@ -100,7 +100,7 @@ def rules(deployment: Deployment) -> dict[str, Any]:
     return document
 
 
-def dashboard(deployment: Deployment) -> dict[str, Any]:
+def dashboard(deployment: ServerDeployment) -> dict[str, Any]:
     """The Grafana dashboard in the engine's names, without panels of metrics that it lacks."""
     text = DASHBOARD.read_text(encoding="utf-8")
     metric = deployment.served.metric
@@ -158,13 +158,13 @@ def _collect(name: str, extras: tuple[str, ...], versions: dict[str, str]) -> No
             _collect(requirement.name, tuple(requirement.extras), versions)
 
 
-def _document(path: str, deployment: Deployment) -> dict[str, Any]:
+def _document(path: str, deployment: ServerDeployment) -> dict[str, Any]:
     if path == "compose/rules.yml":
         return rules(deployment)
     return yaml.safe_load(_render(path, deployment))
 
 
-def _render(path: str, deployment: Deployment, **values: Any) -> str:
+def _render(path: str, deployment: ServerDeployment, **values: Any) -> str:
     choices, served = deployment.choices, deployment.served
     return _ENVIRONMENT.get_template(f"{path}.jinja").render(
         deployment=deployment,
@@ -181,7 +181,7 @@ def _yaml(content: dict[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, width=100)
 
 
-def _in_names(deployment: Deployment, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_names(deployment: ServerDeployment, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rules with `m.name` replaced by the engine's metric, without those whose metric it has not."""
     metric, renamed = deployment.served.metric, []
     for rule in held:
@@ -192,7 +192,7 @@ def _in_names(deployment: Deployment, held: Sequence[dict[str, Any]]) -> list[di
     return renamed
 
 
-def _unit_command(deployment: Deployment) -> str:
+def _unit_command(deployment: ServerDeployment) -> str:
     """The container's command on the loopback and the instance's port, with time for the proxy."""
     words = [PROGRAM, *deployment.command[1:]]
     words[words.index("--host") + 1] = "127.0.0.1"

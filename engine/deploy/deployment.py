@@ -86,7 +86,7 @@ LOADING_BYTES_PER_SECOND = 100e6
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class ServerDeployment:
     """Parameters of the manifests, in bytes and seconds, and the command line."""
 
     choices: DeployChoices
@@ -112,7 +112,7 @@ class Deployment:
 
 def deployment_for(
     choices: DeployChoices, plan: DeploymentPlan, stored: StoredQuantization | None = None
-) -> Deployment:
+) -> ServerDeployment:
     """The deployment of the plan's workload on its first device, of a checkpoint quantized as `stored`.
 
     Raises:
@@ -139,7 +139,7 @@ def deployment_for(
     if choices.engine == "trtllm" and device_plan.gpu.startswith("MI"):
         raise BadInput(f"--engine trtllm --gpu {device_plan.gpu}: it runs on NVIDIA GPUs alone")
     weights = plan.weight_bytes
-    return Deployment(
+    return ServerDeployment(
         choices=choices,
         image=choices.image or str(served_engine(choices.engine).image),
         command=[

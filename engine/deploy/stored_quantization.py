@@ -42,7 +42,7 @@ SGLANG_METHODS: Mapping[str, str] = {
     MIXED: "modelopt_mixed",
 }
 TRTLLM_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "NVFP4", MIXED)
-"""As they are spelled in `hf_quant_config.json`: it compares them as they are."""
+"""Spelled as in `hf_quant_config.json`: it compares them as they are."""
 KV_DTYPES = {"FP8": "fp8", "NVFP4": "nvfp4"}
 """The planner's name by `kv_cache_quant_algo`."""
 
@@ -173,7 +173,7 @@ def _refused(engine: str, stored: StoredQuantization, reason: str) -> BadInput:
 
 
 def _kv_dtype(fields: Mapping[str, Any]) -> str | None:
-    """Of `kv_cache_quant_algo`, or of `config.json`'s `kv_cache_scheme`."""
+    """Read from `kv_cache_quant_algo`, or from `config.json`'s `kv_cache_scheme`."""
     algorithm, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
         algorithm = algorithm or "FP8"

@@ -59,7 +59,7 @@ ONE_LAUNCH = Sizes(256, 128, (20,))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class KernelFinding:
     """The result of one kernel.
 
     Attributes:
@@ -93,13 +93,15 @@ class Check:
     note: str = ""
 
 
-def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
+def self_test(device: torch.device, dtype: torch.dtype) -> list[KernelFinding]:
     """Every kernel that supports `device` and `dtype`, against the last of its table, the torch reference."""
     return list(tested(device, dtype))
 
 
 @torch.inference_mode()
-def tested(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> Iterator[Finding]:
+def tested(
+    device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE
+) -> Iterator[KernelFinding]:
     """`self_test`, one kernel at a time."""
     for check in checks(device, dtype, sizes):
         *candidates, reference = check.operation.candidates
@@ -115,7 +117,7 @@ def tested(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
                 # Any exception of a broken compiler or driver is a finding.
                 reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
             situation = f"{check.query}{check.note}"
-            yield Finding(
+            yield KernelFinding(
                 check.operation.name, situation, candidate.name, error, check.most, reason
             )
 

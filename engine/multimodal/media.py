@@ -22,7 +22,7 @@ from ...quant.base.errors import BadInput
 from .remote import RemoteMedia
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Of animations the first frame is taken. Vector formats run programs and are refused."""
+"""Formats that are decoded; the first frame of an animation. Vector formats run programs and are refused."""
 NAMED_FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 PROMPT_PIXELS = 4
 """All images of a prompt may together have this many times the pixels of the largest."""
@@ -184,7 +184,7 @@ def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> I
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """As transformers' and vLLM's loaders convert it."""
+    """RGB as transformers' and vLLM's loaders convert to it."""
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     if image.mode in ("RGBA", "LA", "PA"):
@@ -256,7 +256,7 @@ def _first_line(error: Exception) -> str:
 MAX_PARTS = 1 << 15
 """Chunks of a PNG, segments before a JPEG's first scan, blocks before a GIF's first frame."""
 MAX_SCANS = 40
-"""Of a JPEG with the previews in it; encoders write about ten."""
+"""Limit of a JPEG with the previews in it; encoders write about ten."""
 _RUN_LENGTHS = (1, 2)
 """BMP compressions that Pillow decodes in Python."""
 

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """What an engine has for images.
+    """An engine's processor and encoder of images.
 
     Attributes:
         processor, encoders: None without.

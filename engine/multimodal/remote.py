@@ -19,7 +19,7 @@ from ...quant.base.errors import BadInput
 MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
-"""What the internet assigns: `is_global` is also true of compatible and site-local IPv6 addresses."""
+"""Addresses of the internet: `is_global` is also true of compatible and site-local IPv6 addresses."""
 _TRANSLATED = tuple(IPv6Network(name) for name in ("2002::/16", "2001::/32"))
 """IPv6 addresses that carry an IPv4 address, which may be private."""
 _HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "llmopt")]

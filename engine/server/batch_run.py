@@ -33,7 +33,7 @@ ID_PREFIX = "batch_req_"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """The answer to a request: HTTP status and JSON body."""
 
     status: int
@@ -128,7 +128,7 @@ class AnswerJournal:
     def num_failed(self) -> int:
         return sum(place.status != 200 for place in self._places.values())
 
-    def append(self, request: BatchRequest, answer: Answer) -> None:
+    def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Write an answer into the journal; from then on it survives a kill."""
         line, start = answer.line(request), self._file.tell()
         try:
@@ -195,7 +195,7 @@ MAX_BUSY = 100
 OPTIONS = ServerOptions(
     max_body_bytes=sys.maxsize, max_waiting=sys.maxsize, request_timeout_seconds=math.inf
 )
-"""Of a server whose only client is the batch."""
+"""Options of a server whose only client is the batch."""
 
 
 class BatchRun:
@@ -247,7 +247,7 @@ class BatchRun:
 
     async def _answer(
         self, client: httpx.AsyncClient, request: BatchRequest, body: bytes
-    ) -> Answer:
+    ) -> BatchAnswer:
         """Send a request; again where it is not to blame for its failure."""
         answer = await self._sent(client, request, body)
         for _ in range(MAX_BUSY):
@@ -261,12 +261,14 @@ class BatchRun:
                 answer = await self._sent(client, request, body)
         return answer
 
-    async def _sent(self, client: httpx.AsyncClient, request: BatchRequest, body: bytes) -> Answer:
+    async def _sent(
+        self, client: httpx.AsyncClient, request: BatchRequest, body: bytes
+    ) -> BatchAnswer:
         headers = {"Content-Type": "application/json", "X-Request-Id": request.id}
         response = await client.post(request.url, content=body, headers=headers)
         if response.status_code == 503:
             raise Failure(f"{response.json()['error']['message']}; the same command goes on")
-        return Answer(response.status_code, reproducible(response.json(), self._created))
+        return BatchAnswer(response.status_code, reproducible(response.json(), self._created))
 
 
 _TIMES = ("created", "created_at", "completed_at")

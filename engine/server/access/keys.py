@@ -21,7 +21,7 @@ from .limits import ConcurrencyLimiter, RateLimits
 
 @dataclass(slots=True)
 class KeyUsage:
-    """What was done with a key: requests, and tokens that were computed and generated."""
+    """Usage of a key: requests, and tokens that were computed and generated."""
 
     num_requests: int = 0
     prompt_tokens: int = 0

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .keys import KeyRing, Principal
-from .observe import Event, body_text
+from .observe import LogEvent, body_text
 from .request_record import record_of, set_tenant
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RequestMiddleware:
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
                 fields = {"path": scope["path"], "body": body_text(body)}
-                _log.info(Event("request body", fields))
+                _log.info(LogEvent("request body", fields))
             if limiter is not None and not await limiter.acquire(receive):
                 return
         except ApiError as error:

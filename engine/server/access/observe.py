@@ -44,7 +44,7 @@ _CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LogEvent:
     """A log message with fields. As text, its name and the fields as JSON; as JSON, fields of the object."""
 
     name: str
@@ -85,7 +85,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        event = record.msg if isinstance(record.msg, Event) else None
+        event = record.msg if isinstance(record.msg, LogEvent) else None
         line["message"] = record.getMessage() if event is None else event.name
         if (request := CURRENT.get()) is not None:
             line |= {"request_id": request.request_id, "key": request.key}
@@ -124,7 +124,7 @@ class _StderrHandler(logging.Handler):
 
 
 @dataclass(frozen=True, slots=True)
-class AccessLine(Event):
+class AccessLine(LogEvent):
     """The fields of a finished request; as text, uvicorn's access line with seconds, tokens and key."""
 
     def __str__(self) -> str:

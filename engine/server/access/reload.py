@@ -44,7 +44,7 @@ class Reloadable:
         self.seen = self.signature()
 
     def signature(self) -> list[Any]:
-        """What changes with the files: their times, sizes and inodes."""
+        """Times, sizes and inodes of the files, which change with them."""
         return [_signature(path) for path in self.paths]
 
     async def reload(self) -> None:

@@ -19,7 +19,7 @@ from ...scheduling.outputs import Completion, RequestOutput
 from ..parsing.events import Event, Parsed, Reasoning
 from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
-from ..protocol.chat_protocol import ChatRequest, Message, Tool
+from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.server_options import scripted_text
@@ -43,7 +43,7 @@ class Conversation:
 
 async def render(
     service: Service,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     template_options: Mapping[str, Any] | None = None,
     *,
@@ -187,20 +187,20 @@ class ConversationResponse(ABC):
         return parsed
 
     def opening(self) -> Iterator[bytes]:
-        """What is sent before the first token."""
+        """Bytes sent before the first token."""
         yield from ()
 
     @abstractmethod
     def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
-        """What is sent for an output of the engine."""
+        """Bytes sent for an output of the engine."""
 
     @abstractmethod
     def ending(self) -> Iterator[bytes]:
-        """What is sent after the last output."""
+        """Bytes sent after the last output."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """What is sent in place of the rest."""
+        """Bytes sent in place of the rest."""
 
 
 async def _scripted(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..protocol.errors import ApiError, anthropic_error
-from ..protocol.messages_protocol import MessagesRequest, Prompt
+from ..protocol.messages_protocol import MessagesPrompt, MessagesRequest
 from .conversation import ConversationResponse, converse, render
 from .service import Service, server_sent
 
@@ -141,7 +141,7 @@ def messages_router(service: Service) -> APIRouter:
         )
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Prompt) -> dict[str, int]:
+    async def count_tokens(body: MessagesPrompt) -> dict[str, int]:
         """Count the tokens of a prompt."""
         chat = body.chat_request() if isinstance(body, MessagesRequest) else body.for_chat()
         service.check_model(body.model)

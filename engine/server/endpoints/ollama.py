@@ -114,7 +114,7 @@ def _num_parameters(config: Mapping[str, Any]) -> int | None:
 
 
 def _short(count: int) -> str:
-    """As Ollama writes it: 134.5M, 8.0B."""
+    """A count in Ollama's spelling: 134.5M, 8.0B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -186,7 +186,7 @@ class OllamaResponse(ConversationResponse):
         return _line(ollama_error(error))
 
     def _pieces(self, events: Sequence[Event]) -> Iterator[Parsed]:
-        """What can be sent: text and reasoning, and a call once the next one begins."""
+        """Pieces that can be sent: text and reasoning, and a call once the next one begins."""
         for event in events:
             match event:
                 case CallStart(_, call_id, name):

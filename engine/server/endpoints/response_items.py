@@ -41,7 +41,7 @@ class _PartItem(ABC):
 
     @abstractmethod
     def document(self, status: str) -> Fields:
-        """See `Item.document`."""
+        """The item with the text that it holds so far."""
 
     def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
         empty = {**self.document("in_progress"), "content": []}

@@ -60,7 +60,7 @@ class ResponseStore:
             self._drop(next(iter(self._responses)))
 
     def prefix(self, tenant: Tenant, request_id: str) -> str:
-        """What a response's id has before the request's: more than `resp_` where that id is taken, for a
+        """Prefix of a response's id before the request's: more than `resp_` where that id is taken, for a
         client may send one `X-Request-Id` with several turns."""
         if (tenant, f"resp_{request_id}") not in self._responses:
             return "resp_"

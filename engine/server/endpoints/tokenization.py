@@ -12,7 +12,7 @@ from typing import Any
 
 from ....quant.base.errors import BadInput
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
-from ..protocol.chat_protocol import Message, Tool
+from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import Prompt
 
@@ -24,7 +24,7 @@ PLAIN_TEMPLATE = (
 `User: Hello`, and `Assistant:` as the generation prompt."""
 
 MAX_PAIR_CHARACTERS = 16 << 20
-"""Of all pairs of a request: the tokenizer has one thread."""
+"""Limit of all pairs of a request: the tokenizer has one thread."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -152,7 +152,7 @@ class Tokenization:
 
     async def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
@@ -170,7 +170,7 @@ class Tokenization:
         )
 
     async def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
         """The text of a conversation with images, a placeholder for each.
 
@@ -252,7 +252,7 @@ class Tokenization:
         return text
 
     def _render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
         is_plain = self.template_source == "plain"
         try:

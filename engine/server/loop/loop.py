@@ -82,13 +82,13 @@ WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _EngineCall:
     work: Callable[[Engine], Any]
     future: asyncio.Future[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
+class _EngineReply:
     future: asyncio.Future[Any]
     value: Any = None
     error: Exception | None = None
@@ -120,7 +120,7 @@ class EngineLoop:
         self._ended = asyncio.Event()
         self._step_began: float | None = None
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
         self._streams: dict[str, OutputStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -176,7 +176,7 @@ class EngineLoop:
         future: asyncio.Future[T] = self._event_loop.create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
-        self._inbox.put(_Call(work, future))
+        self._inbox.put(_EngineCall(work, future))
         return await future
 
     async def submit(self, jobs: Sequence[Job]) -> OutputStream:
@@ -217,7 +217,7 @@ class EngineLoop:
         ]
         if open_ids and not stream.is_finished and self._unavailable is None:
             self._inbox.put(
-                _Call(
+                _EngineCall(
                     lambda engine: self._abort_all(engine, open_ids),
                     self._event_loop.create_future(),
                 )
@@ -288,8 +288,8 @@ class EngineLoop:
             if stream := self._streams.get(request_id):
                 stream.push(error)
 
-    def _take_calls(self, *, wait: bool) -> list[_Reply]:
-        replies: list[_Reply] = []
+    def _take_calls(self, *, wait: bool) -> list[_EngineReply]:
+        replies: list[_EngineReply] = []
         while True:
             try:
                 call = self._inbox.get(block=wait)
@@ -299,11 +299,11 @@ class EngineLoop:
             if call is None:
                 return replies
             try:
-                replies.append(_Reply(call.future, call.work(self._engine)))
+                replies.append(_EngineReply(call.future, call.work(self._engine)))
             except Exception as error:
-                replies.append(_Reply(call.future, error=error))
+                replies.append(_EngineReply(call.future, error=error))
 
-    def _deliver(self, replies: Sequence[_Reply], outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, replies: Sequence[_EngineReply], outputs: Sequence[RequestOutput]) -> None:
         for reply in replies:
             reply.resolve()
         for output in outputs:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .events import Arguments, CallStart, Event, call_id
 from .formats import SEPARATORS, Tags, ToolFormat
-from .source import SPACE, Source, Waiting
+from .source import SPACE, TextSource, Waiting
 
 _PYTHON = {"True": True, "False": False, "None": None}
 Kind = Literal["string", "other", "unknown"]
@@ -51,7 +51,7 @@ class CallReader:
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         events: list[Event],
         schemas: Mapping[str, Any],
         max_calls: int | None,

@@ -16,14 +16,14 @@ from typing import Any
 from .calls import MAX_HEADER, CallReader
 from .events import Event, Reasoning, Text
 from .formats import HARMONY, SEPARATORS, ReasoningFormat, ToolFormat
-from .source import SPACE, Source, Waiting
+from .source import SPACE, TextSource, Waiting
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
 
 
-def read_harmony(source: Source, events: list[Event], calls: CallReader) -> Waiting:
+def read_harmony(source: TextSource, events: list[Event], calls: CallReader) -> Waiting:
     """Read messages; text outside of them is text."""
     while True:
         marker = yield from source.until(
@@ -52,7 +52,7 @@ def read_harmony(source: Source, events: list[Event], calls: CallReader) -> Wait
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What is to be parsed in an output.
+    """Formats of an output's reasoning and tool calls.
 
     Attributes:
         tools: the format of tool calls; None: they are text.
@@ -83,7 +83,7 @@ class OutputParser:
 
     def __init__(self, form: OutputFormat, choice: int = 0) -> None:
         self._form = form
-        self._source = Source()
+        self._source = TextSource()
         self._events: list[Event] = []
         seed = f"{form.call_seed}/{choice}"
         self._calls = CallReader(self._source, self._events, form.schemas, form.max_calls, seed)

@@ -20,7 +20,7 @@ _AFTER_LITERAL = re.compile(r"[\s,}\]]")
 SPACE = " \t\r\n"
 
 
-class Source:
+class TextSource:
     """The unread text. While `record` is on, what is read is kept, to be given back as plain text."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Source:
         self._recorded = []
 
     def recorded(self) -> str:
-        """What has been read since `record`, which ends."""
+        """End the recording; the text that was read since `record`."""
         text, self._recorded = "".join(self._recorded or ()), None
         return text
 

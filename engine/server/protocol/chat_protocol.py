@@ -19,7 +19,7 @@ MAX_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """A part of a message: a text, or the URL of an image."""
 
     text: str | None = None
@@ -30,7 +30,7 @@ class Part:
         return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
-def read_parts(content: Any) -> tuple[Part, ...] | None:
+def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
     """The parts of a list of content; None for a content of another type.
 
     Raises:
@@ -43,7 +43,7 @@ def read_parts(content: Any) -> tuple[Part, ...] | None:
     return tuple(map(_part, content))
 
 
-def joined_text(parts: Sequence[Part]) -> str:
+def joined_text(parts: Sequence[ContentPart]) -> str:
     """The texts of the parts."""
     return "".join(part.text or "" for part in parts)
 
@@ -53,16 +53,16 @@ def image_part(url: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _part(part: Any) -> Part:
+def _part(part: Any) -> ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        return Part(text=part["text"])
+        return ContentPart(text=part["text"])
     if kind == "image_url":
         # `detail` has no effect: the model's processor says how many tokens an image takes.
         named = part.get("image_url")
         url = named.get("url") if isinstance(named, dict) else named
         if isinstance(url, str) and url:
-            return Part(image_url=url)
+            return ContentPart(image_url=url)
         raise ValueError('a part of type "image_url" needs {"image_url": {"url": "..."}}')
     raise ValueError(f"content parts of type {kind!r} are not supported: text and image_url only")
 
@@ -98,7 +98,7 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a conversation: text, images, tool calls, or a tool's result."""
 
     model_config = ConfigDict(extra="allow")
@@ -109,7 +109,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ContentPart, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -126,21 +126,21 @@ class Message(BaseModel):
         return {**value, "content": content, "parts": parts if has_image else ()}
 
     @model_validator(mode="after")
-    def _calls_are_the_assistants(self) -> Message:
+    def _calls_are_the_assistants(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role!r} has no tool_calls")
         return self
 
     @property
     def image_urls(self) -> list[str]:
-        """Of its images, in their order."""
+        """URLs of its images, in their order."""
         return [part.image_url for part in self.parts if part.image_url]
 
     def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
         """The message as the chat template receives it; a text as a list of one part where `as_parts`."""
         content: Any = self.content or ""
         if self.parts or as_parts:
-            content = [part.for_template() for part in self.parts or (Part(content),)]
+            content = [part.for_template() for part in self.parts or (ContentPart(content),)]
         # Few templates know OpenAI's newer name for the role.
         fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -213,7 +213,7 @@ class AllowedTools(BaseModel):
 
 MAX_MESSAGES = 4096
 """Limit, because a conversation is validated on the event loop."""
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationRequest):

@@ -58,7 +58,7 @@ class Thinking(BaseModel):
     budget_tokens: int | None = None
 
 
-class OutputFormat(BaseModel):
+class AnswerFormat(BaseModel):
     """A schema of the answer."""
 
     type: Literal["json_schema"]
@@ -69,11 +69,11 @@ class OutputConfig(BaseModel):
     """Effort and format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: AnswerFormat | None = None
 
 
-class Prompt(BaseModel):
-    """What the prompt is made of; the whole body of `/v1/messages/count_tokens`.
+class MessagesPrompt(BaseModel):
+    """The prompt's parts; the whole body of `/v1/messages/count_tokens`.
 
     `cache_control` is accepted anywhere and has no effect: every prefix is cached.
     """
@@ -94,7 +94,7 @@ class Prompt(BaseModel):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def for_chat(self, **fields: Any) -> ChatRequest:
-        """The same as a chat request.
+        """Translate into a chat request.
 
         Raises:
             ApiError: content that is not supported.
@@ -121,7 +121,7 @@ class Prompt(BaseModel):
         return ChatRequest.model_validate({**chosen, **fields})
 
 
-class MessagesRequest(Prompt):
+class MessagesRequest(MessagesPrompt):
     """Body of `/v1/messages`. Fields without an effect on the text are accepted."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -134,7 +134,7 @@ class MessagesRequest(Prompt):
     container: Any = None
 
     def chat_request(self) -> ChatRequest:
-        """The same as a chat request; raises as `for_chat`."""
+        """Translate into a chat request; raises as `for_chat`."""
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported", param=name)

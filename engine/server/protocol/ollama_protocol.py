@@ -71,7 +71,7 @@ class Options(BaseModel):
 
 
 class OllamaRequest(BaseModel):
-    """What a chat and a generation have in common. `keep_alive` has no effect: the model stays."""
+    """Fields of both a chat and a generation. `keep_alive` has no effect: the model stays."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -173,7 +173,7 @@ class OllamaChat(OllamaRequest):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
     def chat_request(self, max_model_len: int) -> ChatRequest:
-        """The same as a chat request; raises as `chat`."""
+        """Translate into a chat request; raises as `chat`."""
         messages = [message.for_chat() for message in self.messages]
         return self.chat(messages, max_model_len, self.tools)
 

@@ -74,7 +74,7 @@ class ChosenTool(BaseModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(BaseModel):
+class ResponsesAllowedTools(BaseModel):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
@@ -117,7 +117,9 @@ class ResponsesRequest(GenerationRequest):
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | ResponsesAllowedTools | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None

@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .errors import ApiError
-
-if TYPE_CHECKING:
-    pass
-
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(max_length=1024)]
 Count = Annotated[int, Field(ge=0, le=1024)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ConstString(_Strict):
+class ConstString(_StrictModel):
     """This text."""
 
     type: Literal["const_string"]
     value: str
 
 
-class JsonSchema(_Strict):
+class JsonSchema(_StrictModel):
     """A JSON text by a schema."""
 
     type: Literal["json_schema"]
@@ -41,7 +37,7 @@ class JsonSchema(_Strict):
     style: Literal["json"] = "json"
 
 
-class Regex(_Strict):
+class Regex(_StrictModel):
     """A match of a pattern."""
 
     type: Literal["regex"]
@@ -49,42 +45,42 @@ class Regex(_Strict):
     excludes: Texts = []
 
 
-class Grammar(_Strict):
+class Grammar(_StrictModel):
     """A text by a grammar, in Lark's dialect or GBNF."""
 
     type: Literal["grammar"]
     grammar: Text
 
 
-class AnyText(_Strict):
+class AnyText(_StrictModel):
     """Free text, up to the end of the tag around it."""
 
     type: Literal["any_text"]
     excludes: Texts = []
 
 
-class Sequence(_Strict):
+class SequenceFormat(_StrictModel):
     """One format after the other."""
 
     type: Literal["sequence"]
     elements: Annotated[list[AnyFormat], Field(min_length=1)]
 
 
-class Or(_Strict):
+class Or(_StrictModel):
     """One of several formats."""
 
     type: Literal["or"]
     elements: Annotated[list[AnyFormat], Field(min_length=1)]
 
 
-class Repeated(_Strict):
+class Repeated(_StrictModel):
     """A format that may be left out, or comes several times."""
 
     type: Literal["optional", "plus", "star"]
     content: AnyFormat
 
 
-class Repeat(_Strict):
+class Repeat(_StrictModel):
     """A format, `min` to `max` times; without `max` as often as it likes."""
 
     type: Literal["repeat"]
@@ -93,7 +89,7 @@ class Repeat(_Strict):
     max: Count | None = None
 
 
-class Tag(_Strict):
+class Tag(_StrictModel):
     """A format between a begin and one of its ends."""
 
     type: Literal["tag"] = "tag"
@@ -102,7 +98,7 @@ class Tag(_Strict):
     end: str | Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
-class TriggeredTags(_Strict):
+class TriggeredTags(_StrictModel):
     """Free text in which each trigger begins a tag."""
 
     type: Literal["triggered_tags"]
@@ -113,7 +109,7 @@ class TriggeredTags(_Strict):
     excludes: Texts = []
 
 
-class TagsWithSeparator(_Strict):
+class TagsWithSeparator(_StrictModel):
     """Tags with a text between them."""
 
     type: Literal["tags_with_separator"]
@@ -129,7 +125,7 @@ AnyFormat = Annotated[
     | Regex
     | Grammar
     | AnyText
-    | Sequence
+    | SequenceFormat
     | Or
     | Repeated
     | Repeat
@@ -140,7 +136,7 @@ AnyFormat = Annotated[
 ]
 
 
-class Structure(_Strict):
+class Structure(_StrictModel):
     """A tag of the older form: a JSON text by `schema` between `begin` and `end`."""
 
     begin: Text
@@ -148,7 +144,7 @@ class Structure(_Strict):
     end: str
 
 
-class StructuralTag(_Strict):
+class StructuralTag(_StrictModel):
     """A structural tag: a `format`, or `structures` with the `triggers` that begin them."""
 
     type: Literal["structural_tag"] = "structural_tag"
@@ -193,7 +189,7 @@ Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
-"""Of a grammar, a pattern, or a schema as JSON: compiling takes about 5 µs a character."""
+"""Limit of a grammar, a pattern, or a schema as JSON: compiling takes about 5 µs a character."""
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=10_000)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from llmopt.engine.server.batch_file import BatchRequest
-from llmopt.engine.server.batch_run import Answer, AnswerJournal
+from llmopt.engine.server.batch_run import AnswerJournal, BatchAnswer
 from llmopt.quant.base.errors import BadInput
 
 A, B, C = (BatchRequest(name * 32, name, "/v1/completions", 0, 0) for name in "abc")
-FINE = Answer(200, {"choices": []})
-WRONG = Answer(400, {"error": {"message": "no", "type": "invalid_request_error", "code": None}})
+FINE = BatchAnswer(200, {"choices": []})
+WRONG = BatchAnswer(
+    400, {"error": {"message": "no", "type": "invalid_request_error", "code": None}}
+)
 
 
 def lines(path: Path) -> list[dict]:

@@ -10,7 +10,7 @@ import anthropic.types
 import openai.types.responses
 import pytest
 from llmopt.engine.server.protocol import generation_protocol
-from llmopt.engine.server.protocol.messages_protocol import Prompt
+from llmopt.engine.server.protocol.messages_protocol import MessagesPrompt
 from llmopt.engine.server.protocol.responses_protocol import ResponsesRequest
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -63,7 +63,7 @@ def test_every_hosted_tool_of_the_official_clients_is_left_out() -> None:
     hosted = [{"type": kind, "name": "x"} for kind in anthropic_kinds]
     mine = {"name": "weather", "input_schema": PARAMETERS}
     message = {"role": "user", "content": "Hi"}
-    prompt = Prompt.model_validate({"messages": [message], "tools": [mine, *hosted]})
+    prompt = MessagesPrompt.model_validate({"messages": [message], "tools": [mine, *hosted]})
     assert [tool.name for tool in prompt.tools or ()] == ["weather"]
 
 

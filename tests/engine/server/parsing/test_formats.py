@@ -38,7 +38,7 @@ from llmopt.engine.server.parsing.formats import (
     reasoning_of_template,
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
-from llmopt.engine.server.parsing.source import Source
+from llmopt.engine.server.parsing.source import TextSource
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -309,13 +309,13 @@ def test_arguments_come_before_the_call_is_whole() -> None:
 def test_the_work_is_linear(form: ToolFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """No piece is looked at again with the next: what is searched each time does not grow."""
     searched: list[int] = []
-    feed = Source.feed
+    feed = TextSource.feed
 
-    def counted(source: Source, text: str, *, is_last: bool) -> None:
+    def counted(source: TextSource, text: str, *, is_last: bool) -> None:
         feed(source, text, is_last=is_last)
         searched.append(len(source._text))
 
-    monkeypatch.setattr(Source, "feed", counted)
+    monkeypatch.setattr(TextSource, "feed", counted)
     filler = 'x{"\n' * 2000 + "x"
     value = json.dumps({"city": filler})
     text = {
