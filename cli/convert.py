@@ -43,8 +43,8 @@ def convert(
 ) -> None:
     """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
     from ..quant.base.atomic_io import check_output
+    from ..quant.methods.registry import check_format
     from ..quant.models import resolve_model, short_name
-    from ..quant.request.names import check_format
 
     check_format(target)
     path = resolve_model(str(source), local=True)

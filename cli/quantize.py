@@ -89,12 +89,12 @@ def quantize(
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
     """Default folder name: model, method and bits."""
-    from ..quant.methods.settings import METHOD_FACTS
+    from ..quant.methods.registry import METHODS
 
     if kind is not None:
         return f"{label}-{kind}"
-    if bits is None and method in METHOD_FACTS:
-        bits = METHOD_FACTS[method].bits
+    if bits is None and method in METHODS:
+        bits = METHODS[method].bits
     return f"{label}-{method}-{bits or 4}bit"
 
 

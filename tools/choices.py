@@ -26,7 +26,7 @@ import torch
 import transformers
 from llmopt.bench.quality.passage import ProtocolOptions, read_passage
 from llmopt.quant.base.atomic_io import write_atomically
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

@@ -159,7 +159,7 @@ CASES = (
 
 def write(case: Case, folder: Path) -> Path:
     """Quantize the bundled model, with few calibration samples: this is about reading."""
-    from llmopt.quant.methods.base import MethodOptions
+    from llmopt.quant.methods.options import MethodOptions
 
     given = dict(case.request)
     options = MethodOptions(act_order=given.pop("act_order", "group-aware"))

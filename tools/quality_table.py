@@ -34,8 +34,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import module_scheme, quantized_modules, read_quantized
-from llmopt.quant.methods.base import MethodOptions, SchemeOptions
-from llmopt.quant.methods.options import TRANSFORMED
+from llmopt.quant.methods.options import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
@@ -57,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "autoround": {"options": MethodOptions(iters=ITERS)},
     **{
         name: {"options": MethodOptions(asymmetric=None, finetune_steps=100)}
-        for name in TRANSFORMED
+        for name in ("trellis", "quip")
     },
 }
 """What a method's requests say beside its scheme."""

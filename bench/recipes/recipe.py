@@ -17,9 +17,9 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
 from ...quant.calibration.sources import check_source
-from ...quant.methods.options import check_group_size, choose_bits
+from ...quant.methods.options import check_group_size
+from ...quant.methods.registry import AUTO, METHODS, check_method, formats_asked
 from ...quant.model.checkpoint import read_json
-from ...quant.request.names import AUTO, check_method, format_names
 from ...quant.request.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import parse_share
@@ -52,9 +52,9 @@ class QuantizeStep(_StepFields, _Strict):
     @model_validator(mode="after")
     def _known_names(self) -> Self:
         check_method(self.method)
-        format_names(self.format)
+        formats_asked(self.format)
         if self.method != AUTO:
-            choose_bits(self.method, self.bits)
+            METHODS[self.method].choose_bits(self.bits)
         check_group_size(self.group_size)
         if self.calibration is not None:
             check_source(self.calibration)

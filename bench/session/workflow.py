@@ -18,11 +18,11 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import verify
 from ...quant.manifest.manifest import MANIFEST_NAME
-from ...quant.methods.base import MethodOptions
+from ...quant.methods.options import MethodOptions
 from ...quant.model.checkpoint import read_json
 from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
-from ...quant.plan.plan import QuantizeRequest
+from ...quant.request.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
 from ..options.options import BenchOptions

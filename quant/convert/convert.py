@@ -31,6 +31,7 @@ from ..manifest.manifest import (
     tensor_bytes,
     to_json,
 )
+from ..methods.registry import check_format
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.meta_model import WeightMap
@@ -38,7 +39,6 @@ from ..model.parameters import model_parameters, unquantized_modules
 from ..models import short_name
 from ..plan.contents import CheckpointContents
 from ..plan.loaders import loaders, loads_in
-from ..request.names import check_format
 from ..request.selection import Shapes
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .requantize import Requantized, requantize

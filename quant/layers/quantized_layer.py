@@ -22,7 +22,7 @@ from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
 from ..methods.rounding import round_plain
 from ..methods.sign_descent import TunableBlock
-from ..plan.plan import Plan
+from ..plan.plan import QuantizePlan
 from ..request.selection import HEAD, TORCH_DTYPES
 from ..stream.kv_scales import KvRanges
 
@@ -65,7 +65,7 @@ class QuantizedLayer:
     seconds: float
 
     def packed(
-        self, plan: Plan, weight_format: WeightFormat
+        self, plan: QuantizePlan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The packed tensors in a format, by full name, and the module records for journal and manifest.
 
@@ -91,7 +91,7 @@ class QuantizedLayer:
 
 
 def _with_scales(
-    plan: Plan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
+    plan: QuantizePlan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
 ) -> QuantizedTensor:
     """The weight with its scales cast to the dtype of a format."""
     if not isinstance(tensor, (IntTensor, Fp8Tensor)):
@@ -112,7 +112,7 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def quantize_tensors(
-    plan: Plan,
+    plan: QuantizePlan,
     family: LayerMap,
     prefix: str,
     tensors: Mapping[str, torch.Tensor],

@@ -13,12 +13,13 @@ import torch
 from ..calibration.calibration import Calibration
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
-from ..methods.base import MethodOptions, ModuleReport
-from ..methods.solvers import solver_name
+from ..methods.base import ModuleReport
+from ..methods.options import MethodOptions
 from ..model.parameters import by_kind
 from ..plan.contents import stored
 from ..plan.loaders import loaders, loads_in
-from ..plan.plan import Plan, QuantizeRequest
+from ..plan.plan import QuantizePlan
+from ..request.request import QuantizeRequest
 from .journal import sha256_of, sha256_of_file
 
 MANIFEST_NAME = "llmopt_quantization.json"
@@ -76,7 +77,11 @@ class Summary:
 
 
 def summarise(
-    plan: Plan, modules: list[dict[str, Any]], *, checkpoint_bytes: int, quantized_bytes: int
+    plan: QuantizePlan,
+    modules: list[dict[str, Any]],
+    *,
+    checkpoint_bytes: int,
+    quantized_bytes: int,
 ) -> Summary:
     """Figures over all `modules` records; `quantized_bytes` are those of the quantized linears alone."""
     num_weights = sum(out * inner for out, inner in plan.modules.values())
@@ -98,7 +103,7 @@ def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
 
 
 def build_manifest(
-    plan: Plan,
+    plan: QuantizePlan,
     number: int,
     calibration: Calibration,
     *,
@@ -125,10 +130,10 @@ def build_manifest(
         "source_sha256": source_hashes,
         **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
         "method": plan.method.name,
-        "solver": solver_name(plan.method.name, plan.options.solver),
+        "solver": plan.method.solver_name(plan.options.solver),
         "format": plan.formats[number].name,
         "scheme": plan.label,
-        "options": _options(request),
+        "options": _options(plan, request),
         "ignored": list(plan.ignored),
         **({} if plan.search is None else {"search": plan.search}),
         "calibration": {
@@ -171,9 +176,10 @@ def to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
 
 
-def _options(request: QuantizeRequest) -> dict[str, Any]:
+def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
     """Options beyond method and scheme that differ from their defaults."""
     asked = asdict(request.options) | {
+        "asymmetric": plan.options.asymmetric,
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
         "stored_statistics": request.stats is not None,
@@ -182,7 +188,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "kv_cache": request.kv_cache,
         "kv_cache_strategy": request.kv_cache_strategy,
         "vision": request.vision,
-        "rotations": list(request.rotations or ()),
+        "rotations": list(plan.rotations),
     }
     usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
     usual |= {
@@ -196,7 +202,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value != usual[name]}
 
 
-def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
+def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
     """How the errors are defined: X is what the method was calibrated on."""
     if not request.errors:
         return "not measured"
@@ -242,7 +248,7 @@ def _part_lines(manifest: dict[str, Any]) -> list[str]:
     return rows
 
 
-def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
+def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
     """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
     lines = [

@@ -8,13 +8,11 @@ its target is the output of the float model.
 from __future__ import annotations
 
 from ..base.device import temporaries_kept
-from ..base.scheme import Scheme
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
-from .options import choose_bits, refuse_options
+from .base import LayerProblem, LayerResult, ModuleReport
 from .rounding import linear_grid, round_weight
 from .sign_descent import TunableBlock, tune
 from .tuned_roundings import GridRounding, IntRounding
@@ -22,39 +20,21 @@ from .tuned_roundings import GridRounding, IntRounding
 _NO_BLOCK = "its layer is not run"
 
 
-class AutoRound:
-    """The method `autoround`."""
-
-    name = "autoround"
-    default_format = "compressed-tensors"
-    num_samples = 128
-    needs_statistics = True
-    grouped = True
-    sequential = False
-    blockwise = True
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "group_size", "symmetric")
-        symmetric = True if options.symmetric is None else options.symmetric
-        return IntScheme(choose_bits(self.name, options.bits), options.group_size or 128, symmetric)
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """See `Method.quantize_layer`; what cannot be tuned is rounded to nearest, which its report says."""
-        plain = {
-            name: round_weight(problem, name, weight) for name, weight in problem.weights.items()
-        }
-        tuned, reason = _tuned(problem, plain)
-        weights: dict[str, QuantizedTensor] = {}
-        reports: list[ModuleReport] = []
-        for name, rounded in plain.items():
-            weights[name] = tuned.get(name, rounded)
-            fallback = None if name in tuned else reason
-            reports.append(
-                problem.report(
-                    name, weights[name].dequantize(), rounded.dequantize(), fallback=fallback
-                )
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Tune every linear of a layer; what cannot be tuned is rounded to nearest, which its report says."""
+    plain = {name: round_weight(problem, name, weight) for name, weight in problem.weights.items()}
+    tuned, reason = _tuned(problem, plain)
+    weights: dict[str, QuantizedTensor] = {}
+    reports: list[ModuleReport] = []
+    for name, rounded in plain.items():
+        weights[name] = tuned.get(name, rounded)
+        fallback = None if name in tuned else reason
+        reports.append(
+            problem.report(
+                name, weights[name].dequantize(), rounded.dequantize(), fallback=fallback
             )
-        return LayerResult(weights, {}, reports)
+        )
+    return LayerResult(weights, {}, reports)
 
 
 def _tuned(

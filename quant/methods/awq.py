@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import Scheme
 from ..families.layer_map import Fold
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from .awq_clip import clip_groups
-from .awq_scales import scale_candidates
-from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from . import gptq
+from .awq_search import clip_groups, scale_candidates
+from .base import LayerProblem, LayerResult, ModuleReport
 from .folding import (
     can_fold,
     column_scales,
@@ -37,9 +36,7 @@ from .folding import (
     scaled_problem,
     tied_scales,
 )
-from .gptq import Gptq
 from .input_statistics import relative
-from .options import choose_bits, refuse_options
 from .rounding import importance, linear_grid, round_plain, round_weight
 
 _SAMPLED_ROWS = (
@@ -93,24 +90,9 @@ _Scaled = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Columns, rows and errors by linear."""
 
 
-class Awq:
-    """The method `awq`."""
-
-    name = "awq"
-    num_samples = 512
-    default_format = "awq"
-    needs_statistics = True
-    grouped = True
-    sequential = False
-    blockwise = False
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "group_size", "symmetric")
-        symmetric = False if options.symmetric is None else options.symmetric
-        return IntScheme(choose_bits(self.name, options.bits), options.group_size or 128, symmetric)
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        return _Work(problem).run()
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Search scales, fold them, and round every linear of a layer."""
+    return _Work(problem).run()
 
 
 class _Work:
@@ -290,7 +272,7 @@ class _Work:
         problem, linears = self.problem, self.linears
         columns = {name: linear.columns for name, linear in linears.items()} | self.router_columns
         rows = {name: linear.rows for name, linear in linears.items()}
-        solved = Gptq().quantize_layer(scaled_problem(problem, columns, rows))
+        solved = gptq.quantize_layer(scaled_problem(problem, columns, rows))
         reports = dict(zip(solved.weights, solved.reports, strict=True))
 
         def finish(name: str) -> tuple[QuantizedTensor, ModuleReport]:

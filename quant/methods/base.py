@@ -1,10 +1,9 @@
-"""The `Method` protocol, and its input and output: a layer with calibration statistics, and reports."""
+"""The input and output of a method: a layer with its calibration statistics, and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -12,7 +11,7 @@ from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.tensor import QuantizedTensor
 from .input_statistics import InputStatistics, relative
-from .settings import MethodOptions, SchemeOptions
+from .options import MethodOptions
 from .sign_descent import TunableBlock
 
 
@@ -186,42 +185,3 @@ class LayerResult:
     reports: list[ModuleReport]
     routers: dict[str, torch.Tensor] = field(default_factory=dict)
     norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Method(Protocol):
-    """A quantization method.
-
-    Attributes:
-        name: as in `--method`.
-        num_samples: calibration samples by default.
-        default_format: where `--format` is not given and the scheme fits.
-        needs_statistics: whether it needs calibration data.
-        grouped: whether its scheme has groups of input channels that must divide the width.
-        sequential: whether it quantizes a layer's linears in execution order, each measured behind the
-            quantized ones before it, unless `MethodOptions.true_sequential` is off.
-        blockwise: whether it runs the layer itself, as `LayerProblem.block`.
-    """
-
-    name: str
-    num_samples: int
-    default_format: str
-    needs_statistics: bool
-    grouped: bool
-    sequential: bool
-    blockwise: bool
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        """The scheme for the requested options.
-
-        Raises:
-            BadInput: a bit width or an option that the method does not support.
-        """
-        ...
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """Quantize every linear of a layer.
-
-        Raises:
-            BadInput: a weight that cannot be quantized, such as one that holds NaN.
-        """
-        ...

@@ -15,50 +15,36 @@ from typing import Self
 import torch
 
 from ..base.device import spread
-from ..base.scheme import PER_CHANNEL, Scheme
+from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
-from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .base import LayerProblem, LayerResult, ModuleReport
 from .error_feedback import Feedback, asymmetric_shift, feedback, rounding_order, solve
-from .expert_statistics import WORSE_EXPERT, gram_of, own_gram, routers_of, too_few, worse_expert
-from .options import choose_bits, refuse_options
-from .rounding import linear_grid, round_plain, round_weight
+from .rounding import (
+    WORSE_EXPERT,
+    gram_of,
+    linear_grid,
+    own_gram,
+    round_plain,
+    round_weight,
+    routers_of,
+    too_few,
+    worse_expert,
+)
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-class Gptq:
-    """The method `gptq`.
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Quantize the linears of a layer in execution order.
 
     By default group-aware act-order: whole groups by decreasing Hessian diagonal, and channels within each.
-    A group's grid is fitted to its corrected weights, for the least error behind the feedback, and no `g_idx`
-    is needed.
+    A group's grid is fitted to its corrected weights, for the least error behind the feedback, and no
+    `g_idx` is needed.
     """
-
-    name = "gptq"
-    num_samples = 512
-    default_format = "gptq"
-    needs_statistics = True
-    grouped = True
-    sequential = True
-    blockwise = False
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "group_size", "symmetric", "act_order")
-        group_size = options.group_size or 128
-        return IntScheme(
-            choose_bits(self.name, options.bits),
-            group_size,
-            symmetric=True if options.symmetric is None else options.symmetric,
-            permuted=options.act_order == "dynamic" and group_size != PER_CHANNEL,
-        )
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """See `Method.quantize_layer`."""
-        return quantize_stages(problem, StageWork(problem))
+    return quantize_stages(problem, StageWork(problem))
 
 
 def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import Scheme
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, SchemeOptions
-from .options import choose_bits, refuse_options
+from .base import LayerProblem, LayerResult
 from .rounding import module_name, require_finite, round_plain
 
 ITERATIONS = 20
@@ -32,36 +30,20 @@ _BETA_GROWTH = 1.01
 _ROWS = 256  # rows per chunk: the steps below hold about ten copies of them
 
 
-class Hqq:
-    """The method `hqq`."""
-
-    name = "hqq"
-    num_samples = 128
-    default_format = "compressed-tensors"
-    needs_statistics = False
-    grouped = True
-    sequential = False
-    blockwise = False
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "group_size", "symmetric")
-        bits = choose_bits(self.name, options.bits)
-        group_size = 64 if options.group_size is None else options.group_size
-        return IntScheme(bits, group_size, bool(options.symmetric))
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        weights: dict[str, QuantizedTensor] = {}
-        reports = []
-        for linear, weight in problem.weights.items():
-            scheme = problem.schemes[linear]
-            assert isinstance(scheme, IntScheme)
-            module = module_name(problem, linear)
-            require_finite(weight, module)
-            codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
-            weights[linear] = codes
-            rounded = round_plain(problem, linear, weight).dequantize()
-            reports.append(problem.report(linear, codes.dequantize(), rounded))
-        return LayerResult(weights=weights, norms={}, reports=reports)
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Fit the grids of every linear of a layer."""
+    weights: dict[str, QuantizedTensor] = {}
+    reports = []
+    for linear, weight in problem.weights.items():
+        scheme = problem.schemes[linear]
+        assert isinstance(scheme, IntScheme)
+        module = module_name(problem, linear)
+        require_finite(weight, module)
+        codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
+        weights[linear] = codes
+        rounded = round_plain(problem, linear, weight).dequantize()
+        reports.append(problem.report(linear, codes.dequantize(), rounded))
+    return LayerResult(weights=weights, norms={}, reports=reports)
 
 
 def fit_grid(

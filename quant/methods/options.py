@@ -1,45 +1,151 @@
-"""Checks of scheme options and hyperparameters, shared by the methods."""
+"""The options of methods and schemes, and the checks that need no method."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 from ..base.errors import BadInput
+from ..base.option import Limit, check_limits, flag_of, option, options_of
 from ..base.scheme import PER_CHANNEL
-from .settings import METHOD_FACTS, MethodOptions, SchemeOptions
-
-_RANGED = ("rtn", "gptq", "awq", "autoround", "smoothquant", "int8")
-TRANSFORMED = ("trellis", "quip")
-"""Methods of codes between transforms: they have GPTQ's error feedback built in, and scales to be tuned."""
-ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
-SMOOTHING = ("awq", "smoothquant")  # round what they smoothed by the solver themselves
-_KNOBS = {  # field of `MethodOptions`: its flag, and the methods or the solver that read it
-    "damp": ("--damp", "gptq", *TRANSFORMED),
-    "asymmetric": ("--asymmetric-calibration", "gptq", *TRANSFORMED),
-    "true_sequential": ("--no-true-sequential", "gptq", *TRANSFORMED),
-    "judge": ("--judge", "awq"),
-    "alpha": ("--alpha", "smoothquant"),
-    "iters": ("--iters", "autoround"),
-    "finetune_steps": ("--finetune-steps", *TRANSFORMED),
-    "lr": ("--lr", "autoround", *TRANSFORMED),
-    "batch_size": ("--batch-size", "autoround", *TRANSFORMED),
-}
-_COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 
 
-def choose_bits(method: str, asked: int | None) -> int:
-    """The requested bit width, or the method's default.
+def _share(problem: str) -> Limit:
+    return lambda value: None if 0 <= value <= 1 else problem
 
-    Raises:
-        BadInput: a width that the method does not support.
+
+def _least(least: int, problem: str) -> Limit:
+    return lambda value: None if value >= least else problem
+
+
+def _step(value: float) -> str | None:
+    return None if 0 < value <= 1 else "give more than 0 and at most 1 step of the grid"
+
+
+def _whole_bits(text: str) -> int:
+    """A width; a mean of several is said to be a target."""
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInput(
+            f"--bits: {text} is not a whole number of bits: a mean over linears of several widths is "
+            "--target-bpw, of --method trellis and auto"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """Hyperparameters of single methods; each method reads only its own, see `options.refuse_knobs`.
+
+    `asymmetric` None is what is best for the method, see `request.with_defaults`.
     """
-    facts = METHOD_FACTS[method]
-    bits = facts.bits if asked is None else asked
-    if bits not in facts.widths:
-        known = ", ".join(str(width) for width in facts.widths)
-        raise BadInput(f"--bits {bits}: method {method} has {known}")
-    return bits
+
+    PANEL: ClassVar = "Method"
+
+    solver: Literal["auto", "nearest", "gptq"] = option(
+        "auto",
+        "How codes are chosen on the method's grid: the nearest, or by GPTQ's error feedback "
+        "(awq, rtn, smoothquant, int8, fp8, nf4, fp4, squeezellm). auto: gptq for awq.",
+    )
+    act_order: Literal["group-aware", "static", "dynamic", "none"] = option(
+        "group-aware", "gptq: activation order, the order in which channels are quantized."
+    )
+    asymmetric: bool | None = option(
+        False,
+        "gptq: aim at the outputs of the float model (GPTAQ); takes its states along. "
+        "Default: with awq, trellis and quip.",
+        flag="--asymmetric-calibration/--no-asymmetric-calibration",
+        unset=True,
+    )
+    damp: float = option(
+        0.01,
+        "gptq: damping of the Hessian.",
+        limit=_share("give a share of the mean diagonal, 0 to 1"),
+    )
+    ranges: Literal["weighted", "minmax", "mse"] = option(
+        "weighted",
+        "Range of each group: of least error weighted by the inputs' mean squares, minimum to "
+        "maximum, or (gptq) of least unweighted error.",
+    )
+    true_sequential: bool = option(
+        True, "gptq: measure later linears of a layer behind the quantized earlier ones."
+    )
+    judge: Literal["linear", "layer"] = option(
+        "linear", "awq: choose scales by the error of each linear's output, or of the layer's."
+    )
+    alpha: float = option(
+        0.5,
+        "smoothquant: migration strength, from activations to weights.",
+        limit=_share("give 0 (all in the inputs) to 1 (all in the weights)"),
+    )
+    iters: int = option(
+        200,
+        "autoround: steps of sign gradient descent for each layer.",
+        limit=_least(1, "give at least 1; method rtn tunes nothing"),
+    )
+    finetune_steps: int = option(
+        0,
+        "trellis, quip: steps of Adam on the scales of each layer, towards the float model's output "
+        "(QuIP#'s fine-tuning): such as 100.",
+        limit=_least(0, "give 0 (none) or more steps for each layer"),
+    )
+    lr: float | None = option(
+        None,
+        "First step: autoround: in steps of the grid, default 1/iters; trellis, quip: in mean "
+        "scales.",
+        limit=_step,
+    )
+    batch_size: int = option(
+        8,
+        "autoround, trellis, quip: calibration samples in a step.",
+        limit=_least(1, "give at least 1 sample"),
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeOptions:
+    """Requested scheme options; None leaves the choice to the method. `act_order`: see `MethodOptions`."""
+
+    PANEL: ClassVar = "Grid"
+
+    bits: int | None = option(
+        None,
+        "Bits per weight. Default: the method's.",
+        metavar="INTEGER",
+        word=str,
+        parse=_whole_bits,
+    )
+    group_size: int | None = option(
+        None,
+        "Input channels that share a scale; -1: one scale per output channel. "
+        "Default: the largest of 128, 64, 32, 16 that divides every width.",
+    )
+    symmetric: bool | None = option(
+        None,
+        "Without or with zero points. Default: as the format prefers.",
+        flag="--symmetric/--asymmetric",
+    )
+    granularity: str | None = option(None, "fp8: scales per tensor, channel or block.")
+    activations: str | None = option(None, "Activation quantization: dynamic, static or none.")
+    double_quant: bool = option(
+        False, "nf4, fp4: quantize the absmax values to 8 bits.", flag="--double-quant"
+    )
+    outlier_threshold: float | None = option(
+        None, "int8: inputs beyond it are computed in 16 bits (LLM.int8())."
+    )
+    sparse_fraction: float | None = option(
+        None, "squeezellm: fraction of weights kept as floats.", flag="--sparse"
+    )
+    act_order: str = "group-aware"
+
+    @property
+    def width(self) -> int:
+        """The bits, once they are decided."""
+        assert self.bits is not None
+        return self.bits
 
 
 def check_group_size(asked: int | None) -> None:
@@ -48,43 +154,6 @@ def check_group_size(asked: int | None) -> None:
         raise BadInput(
             f"--group-size {asked}: give a positive number, or -1 for one scale per output channel"
         )
-
-
-def solver_of(method: str, asked: str) -> Literal["nearest", "gptq"]:
-    """The solver of a method: with `auto` the one that is best for it.
-
-    AWQ's scales and GPTQ's feedback add up: each lowers the error that the other leaves. Without calibration
-    there is no feedback, so methods that need none stay with the nearest.
-    """
-    if asked == "gptq":
-        return "gptq"
-    return "gptq" if asked == "auto" and method == "awq" else "nearest"
-
-
-def refuse_solver(method: str, solver: str) -> None:
-    """Raises BadInput where the method chooses its codes itself, and not by `solver`."""
-    if solver != "nearest" and method not in ("gptq", *ROUNDING, *SMOOTHING):
-        known = ", ".join((*ROUNDING, *SMOOTHING))
-        raise BadInput(f"--solver {solver}: method {method} chooses its codes itself; use {known}")
-
-
-def refuse_knobs(method: str, options: MethodOptions) -> None:
-    """Raises BadInput naming a non-default hyperparameter of another method."""
-    usual = MethodOptions()
-    if options.ranges == "mse" and method != "gptq":
-        raise BadInput(f"--ranges mse belongs to method gptq, not to {method}")
-    if options.ranges != usual.ranges and not {method, options.solver} & {*_RANGED}:
-        raise BadInput(f"--ranges {options.ranges}: method {method} has ranges of its own")
-    for name, (option, *owners) in _KNOBS.items():
-        owned = {method, options.solver} & {*owners}
-        if not owned and getattr(options, name) not in (None, getattr(usual, name)):
-            raise BadInput(f"{option} belongs to method {owners[0]}, not to {method}")
-    if method in TRANSFORMED and not options.finetune_steps:
-        for name in ("lr", "batch_size"):
-            if getattr(options, name) != getattr(usual, name):
-                raise BadInput(
-                    f"{_KNOBS[name][0]} is of the tuning of scales: give --finetune-steps too"
-                )
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
@@ -101,6 +170,8 @@ def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
             if not value:
                 raise BadInput(f"--asymmetric: method {method} has no zero points")
             continue
-        option = _COMMAND_LINE.get(name, name).replace("_", "-")
-        given = f"--{option}" if value is True else f"--{option} {value}"
+        flag = (
+            flag_of(name, options_of(SchemeOptions)[name]) if name != "act_order" else "--act-order"
+        )
+        given = flag if value is True else f"{flag} {value}"
         raise BadInput(f"{given}: method {method} has no such choice")

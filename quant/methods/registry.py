@@ -1,36 +1,444 @@
-"""Registry of quantization methods."""
+"""The methods by name: what each can do, the schemes that it makes, and the module that solves a layer.
+
+Nothing here imports torch: a request is checked by it before a model is read.
+"""
 
 from __future__ import annotations
 
-from .autoround import AutoRound
-from .awq import Awq
-from .base import Method
-from .codebook_methods import BlockFloat, Codebook
-from .eight_bit import Fp8, Int8
-from .gptq import Gptq
-from .hqq import Hqq
-from .rtn import RoundToNearest
-from .smoothquant import SmoothQuant
-from .squeezellm import SqueezeLlm
-from .transformed import QUIP, TRELLIS
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
 
+from ..base.errors import BadInput
+from ..base.names import offer
+from ..base.option import flag_of, options_of
+from ..base.scheme import SUPPORTED_BITS, Scheme
+from ..kinds.registry import format_names
+from . import schemes
+from .options import MethodOptions, SchemeOptions, refuse_options
+from .schemes import BlockFloat, Codebook, Integers
+
+if TYPE_CHECKING:
+    from .base import LayerProblem, LayerResult
+
+AUTO = "auto"
+"""Not a method of its own: GPTQ under a target, see `pipeline.sensitivity`."""
+AUTO_METHOD = "gptq"
+Solver = Literal["nearest", "gptq"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A quantization method.
+
+    Attributes:
+        name: as in `--method`.
+        default_format: where `--format` is not given and the scheme fits.
+        scheme_of: the scheme of options whose bits are decided.
+        takes: the scheme options that it reads; others are refused.
+        bits, widths: the width without `--bits`, and what `--bits` takes.
+        module: in this folder; its `quantize_layer` solves a layer. It is imported when it is called.
+        codes: how they are chosen. "rounded": to nearest, so that GPTQ may choose them instead; "smoothed":
+            scales are folded first, then either solver rounds; "own": by the method's own solver.
+        best_solver: where `--solver` is auto. AWQ's scales and GPTQ's feedback add up: each lowers the error
+            that the other leaves. Without calibration there is no feedback, so methods that need none stay
+            with the nearest.
+        num_samples: calibration samples by default.
+        needs_statistics: whether it needs calibration data.
+        grouped: whether its scheme has groups of input channels that must divide the width.
+        sequential: whether it quantizes a layer's linears in execution order, each measured behind the
+            quantized ones before it, unless `MethodOptions.true_sequential` is off.
+        blockwise: whether it runs the layer itself, as `LayerProblem.block`.
+        transformed: whether its codes lie between transforms: they have GPTQ's error feedback built in, and
+            scales to be tuned.
+        is_solver: whether records name it as the solver of the codes.
+        searches_scales: whether it tries scales, and measures a layer again behind its first linears.
+        ranged: whether the ranges of its groups may be the plain minimum and maximum.
+        fits_zeros: whether its zero points are fitted, so that no format's preference changes them.
+        to_blocks: whether it goes to any grid, ggml's blocks included.
+        in_towers: whether it goes to vision towers, whose layers are no decoder layers.
+        by_target: whether its widths may be searched under a target.
+        knobs: fields of `MethodOptions` that it reads beside those of all methods.
+        copies: float copies of the largest linear at its peak, besides the weights; measured.
+        code_bytes: kept for each weight while it works.
+    """
+
+    name: str
+    default_format: str
+    scheme_of: Callable[[SchemeOptions], Scheme]
+    takes: tuple[str, ...]
+    bits: int
+    widths: tuple[int, ...]
+    module: str = "rounding"
+    codes: Literal["rounded", "smoothed", "own"] = "rounded"
+    best_solver: Solver = "nearest"
+    num_samples: int = 128
+    needs_statistics: bool = False
+    grouped: bool = False
+    sequential: bool = False
+    blockwise: bool = False
+    transformed: bool = False
+    is_solver: bool = False
+    searches_scales: bool = False
+    ranged: bool = False
+    fits_zeros: bool = False
+    to_blocks: bool = False
+    in_towers: bool = True
+    by_target: bool = False
+    knobs: tuple[str, ...] = ()
+    copies: float = 4.25
+    code_bytes: int = 1
+
+    def choose_bits(self, asked: int | None) -> int:
+        """The requested bit width, or the method's default.
+
+        Raises:
+            BadInput: a width that the method does not support.
+        """
+        bits = self.bits if asked is None else asked
+        if bits not in self.widths:
+            known = ", ".join(str(width) for width in self.widths)
+            raise BadInput(f"--bits {bits}: method {self.name} has {known}")
+        return bits
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        """The scheme for the requested options.
+
+        Raises:
+            BadInput: a bit width or an option that the method does not support.
+        """
+        refuse_options(self.name, options, *self.takes)
+        return self.scheme_of(replace(options, bits=self.choose_bits(options.bits)))
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        """Quantize every linear of a layer.
+
+        Raises:
+            BadInput: a weight that cannot be quantized, such as one that holds NaN.
+        """
+        return import_module(f".{self.module}", __package__).quantize_layer(problem)
+
+    def solver(self, asked: str) -> Solver:
+        """The solver of its codes: with `auto` the best."""
+        if asked == "auto":
+            return self.best_solver
+        return "gptq" if asked == "gptq" else "nearest"
+
+    def solver_name(self, solver: str) -> str:
+        """Name the solver of the codes: `nearest`, `gptq` or `autoround`."""
+        return self.name if self.is_solver else solver
+
+    def refuse_solver(self, solver: str) -> None:
+        """Raises BadInput where the method chooses its codes itself, and not by `solver`."""
+        if solver != "nearest" and self.codes == "own" and self.name != solver:
+            known = [
+                one.name
+                for codes in ("rounded", "smoothed")
+                for one in METHODS.values()
+                if one.codes == codes
+            ]
+            raise BadInput(
+                f"--solver {solver}: method {self.name} chooses its codes itself; use {', '.join(known)}"
+            )
+
+    def with_solver(self, solver: str) -> Method:
+        """The method with its codes chosen by `solver`: `nearest`, or GPTQ's error feedback on its grid.
+
+        Raises:
+            BadInput: see `refuse_solver`.
+        """
+        self.refuse_solver(solver)
+        if solver == "nearest" or self.codes == "own":
+            return self
+        solved = replace(
+            self, takes=(*self.takes, "act_order"), scheme_of=_InOrder(self), needs_statistics=True
+        )
+        if self.codes == "smoothed":
+            return solved
+        gptq = METHODS["gptq"]
+        samples = max(self.num_samples, gptq.num_samples)
+        return replace(solved, module=gptq.module, sequential=gptq.sequential, num_samples=samples)
+
+    def on_grid(self, scheme: Scheme) -> Method:
+        """The method on the one grid of a format that holds no other (`WeightFormat.rounds_to`)."""
+        return replace(self, scheme_of=lambda _: scheme, takes=(), grouped=False)
+
+    def refuse_knobs(self, options: MethodOptions) -> None:
+        """Raises BadInput naming a non-default hyperparameter of another method."""
+        usual = MethodOptions()
+        if options.ranges == "mse" and self.name != "gptq":
+            raise BadInput(f"--ranges mse belongs to method gptq, not to {self.name}")
+        readers = [self, *(one for one in (METHODS.get(options.solver),) if one is not None)]
+        if options.ranges != usual.ranges and not any(one.ranged for one in readers):
+            raise BadInput(f"--ranges {options.ranges}: method {self.name} has ranges of its own")
+        for knob in dict.fromkeys(name for one in METHODS.values() for name in one.knobs):
+            is_read = any(knob in one.knobs for one in readers)
+            if not is_read and getattr(options, knob) not in (None, getattr(usual, knob)):
+                owner = next(one.name for one in METHODS.values() if knob in one.knobs)
+                raise BadInput(f"{_flag(knob)} belongs to method {owner}, not to {self.name}")
+        if self.transformed and not options.finetune_steps:
+            for knob in ("lr", "batch_size"):
+                if getattr(options, knob) != getattr(usual, knob):
+                    raise BadInput(
+                        f"{_flag(knob)} is of the tuning of scales: give --finetune-steps too"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class _InOrder:
+    """Schemes of a method whose codes GPTQ chooses: the order of its channels is not the scheme's."""
+
+    method: Method
+
+    def __call__(self, options: SchemeOptions) -> Scheme:
+        if options.act_order == "dynamic":
+            raise BadInput("--act-order dynamic: only method gptq permutes groups")
+        return self.method.scheme(replace(options, act_order=SchemeOptions().act_order))
+
+
+def _flag(knob: str) -> str:
+    """The spelling that gives a hyperparameter a value other than its default."""
+    flag = flag_of(knob, options_of(MethodOptions)[knob])
+    return flag.replace("--", "--no-", 1) if getattr(MethodOptions(), knob) is True else flag
+
+
+_GROUPS = ("bits", "group_size", "symmetric")
+_FEEDBACK = ("damp", "asymmetric", "true_sequential")
+_TUNED = ("finetune_steps", "lr", "batch_size")
+_TABLES = (2, 3, 4, 8)
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Awq(),
-        RoundToNearest(),
-        SmoothQuant(),
-        Gptq(),
-        AutoRound(),
-        Int8(),
-        Fp8(),
-        Codebook("nf4"),
-        Codebook("fp4"),
-        BlockFloat("nvfp4"),
-        BlockFloat("mxfp4"),
-        Hqq(),
-        SqueezeLlm(),
-        TRELLIS,
-        QUIP,
+        Method(
+            "awq",
+            "awq",
+            Integers(symmetric=False),
+            _GROUPS,
+            4,
+            SUPPORTED_BITS,
+            module="awq",
+            codes="smoothed",
+            best_solver="gptq",
+            num_samples=512,
+            needs_statistics=True,
+            grouped=True,
+            searches_scales=True,
+            ranged=True,
+            to_blocks=True,
+            knobs=("judge",),
+            copies=11.0,
+            code_bytes=2,
+        ),
+        Method(
+            "rtn",
+            "compressed-tensors",
+            Integers(),
+            _GROUPS,
+            4,
+            SUPPORTED_BITS,
+            grouped=True,
+            ranged=True,
+            to_blocks=True,
+        ),
+        Method(
+            "smoothquant",
+            "compressed-tensors",
+            schemes.smoothquant,
+            ("bits", "group_size", "activations"),
+            8,
+            (8,),
+            module="smoothquant",
+            codes="smoothed",
+            num_samples=512,
+            needs_statistics=True,
+            ranged=True,
+            knobs=("alpha",),
+            copies=5.5,
+            code_bytes=2,
+            in_towers=False,
+        ),
+        Method(
+            "gptq",
+            "gptq",
+            Integers(),
+            (*_GROUPS, "act_order"),
+            4,
+            SUPPORTED_BITS,
+            module="gptq",
+            codes="own",
+            num_samples=512,
+            needs_statistics=True,
+            grouped=True,
+            sequential=True,
+            is_solver=True,
+            ranged=True,
+            to_blocks=True,
+            knobs=_FEEDBACK,
+            copies=3.25,
+        ),
+        Method(
+            "autoround",
+            "compressed-tensors",
+            Integers(),
+            _GROUPS,
+            4,
+            SUPPORTED_BITS,
+            module="autoround",
+            codes="own",
+            needs_statistics=True,
+            grouped=True,
+            blockwise=True,
+            is_solver=True,
+            ranged=True,
+            to_blocks=True,
+            knobs=("iters", "lr", "batch_size"),
+            in_towers=False,
+        ),
+        Method(
+            "int8",
+            "bitsandbytes",  # for LLM.int8(); it does not store plain int8
+            schemes.int8,
+            ("bits", "group_size", "outlier_threshold"),
+            8,
+            (8,),
+            ranged=True,
+        ),
+        Method(
+            "fp8",
+            "fp8",  # for blocks; it does not store the other granularities
+            schemes.fp8,
+            ("bits", "granularity", "activations"),
+            8,
+            (8,),
+        ),
+        Method(
+            "nf4",
+            "bitsandbytes",
+            Codebook("nf4"),
+            ("bits", "group_size", "double_quant"),
+            4,
+            (4,),
+            copies=5.0,
+        ),
+        Method(
+            "fp4",
+            "bitsandbytes",
+            Codebook("fp4"),
+            ("bits", "group_size", "double_quant"),
+            4,
+            (4,),
+        ),
+        Method(
+            "nvfp4",
+            "compressed-tensors",
+            BlockFloat("nvfp4"),
+            ("bits", "group_size", "activations"),
+            4,
+            (4,),
+        ),
+        Method(
+            "mxfp4",
+            "compressed-tensors",
+            BlockFloat("mxfp4"),
+            ("bits", "group_size", "activations"),
+            4,
+            (4,),
+        ),
+        Method(
+            "hqq",
+            "compressed-tensors",
+            Integers(symmetric=False, group_size=64),
+            _GROUPS,
+            4,
+            _TABLES,
+            module="hqq",
+            codes="own",
+            grouped=True,
+            fits_zeros=True,
+            copies=5.0,
+        ),
+        Method(
+            "squeezellm",
+            "squeezellm",
+            schemes.squeezellm,
+            ("bits", "sparse_fraction"),
+            4,
+            _TABLES,
+            module="squeezellm",
+            num_samples=512,
+            needs_statistics=True,
+            copies=5.0,
+            in_towers=False,
+        ),
+        Method(
+            "trellis",
+            "exl3",
+            schemes.trellis,
+            ("bits",),
+            3,
+            tuple(range(1, 9)),
+            module="transformed",
+            codes="own",
+            num_samples=512,
+            needs_statistics=True,
+            sequential=True,
+            transformed=True,
+            by_target=True,
+            knobs=(*_FEEDBACK, *_TUNED),
+            in_towers=False,
+        ),
+        Method(
+            "quip",
+            "quip",
+            schemes.quip,
+            ("bits",),
+            2,
+            (2, 3, 4),
+            module="transformed",
+            codes="own",
+            num_samples=512,
+            needs_statistics=True,
+            sequential=True,
+            transformed=True,
+            knobs=(*_FEEDBACK, *_TUNED),
+            in_towers=False,
+        ),
     )
 }
+
+
+def check_method(name: str) -> None:
+    """Raises BadInput for an unknown method; a format is answered with a method that writes it."""
+    if name in METHODS or name == AUTO:
+        return
+    if name in format_names():
+        writes = [method for method, one in METHODS.items() if one.default_format == name]
+        method = f"--method {writes[0]} " if writes else ""
+        raise BadInput(f"unknown method {name!r}: {name} is a format: {method}--format {name}")
+    raise BadInput(f"unknown method {name!r}: {offer(name, sorted((*METHODS, AUTO)))}")
+
+
+def check_format(name: str) -> None:
+    """Raises BadInput for an unknown format; a method is answered with its option."""
+    if name in format_names():
+        return
+    if name in METHODS:
+        raise BadInput(f"unknown format {name!r}: {name} is a method: --method {name}")
+    raise BadInput(f"unknown format {name!r}: {offer(name, format_names())}")
+
+
+def formats_asked(asked: str | None) -> tuple[str, ...]:
+    """The formats that `--format` names with commas; none where it is not given.
+
+    Raises:
+        BadInput: an unknown one, or one that is named twice.
+    """
+    if asked is None:
+        return ()
+    names = tuple(name.strip() for name in asked.split(","))
+    if len(set(names)) != len(names):
+        raise BadInput(f"--format {asked}: a format is named twice")
+    for name in names:
+        check_format(name)
+    return names

@@ -20,14 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, Activations, Scheme
 from ..families.layer_map import Fold
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.integer.scheme import IntScheme
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
+from . import gptq
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, relative
 from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
-from .gptq import Gptq
-from .options import choose_bits, refuse_options
 from .rounding import module_name, round_weight
 
 _INT8_STEPS = 127.5
@@ -51,65 +48,38 @@ class _Rounded:
     smoothed: bool
 
 
-class SmoothQuant:
-    """The method `smoothquant`: W8A8 with folded scales."""
-
-    name = "smoothquant"
-    num_samples = 512
-    default_format = "compressed-tensors"
-    needs_statistics = True
-    grouped = False
-    sequential = False
-    blockwise = False
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "group_size", "activations")
-        bits = choose_bits(self.name, options.bits)
-        if options.group_size not in (None, PER_CHANNEL):
-            raise BadInput(
-                f"--group-size {options.group_size}: method smoothquant has one scale per output "
-                "channel, -1"
-            )
-        if options.activations not in (None, "dynamic"):
-            raise BadInput(
-                f"--activations {options.activations}: method smoothquant gives each token its own "
-                "scale, dynamic"
-            )
-        return IntScheme(bits, PER_CHANNEL, True, Activations("int8"))
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        chosen = {
-            name: _round(problem, name, torch.ones(weight.shape[1]), smoothed=False)
-            for name, weight in problem.weights.items()
-        }
-        plain = {name: one.errors for name, one in chosen.items()}
-        norms: dict[str, torch.Tensor] = {}
-        norm_biases: dict[str, torch.Tensor] = {}
-        routers: dict[str, torch.Tensor] = {}
-        for fold in problem.family.folds:
-            if fold.source not in problem.norms or not can_fold(fold, problem):
-                continue
-            wanted = tied_scales(fold, smoothing_scales(fold, problem))
-            norm, rows = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
-            columns = column_scales(fold, rows)
-            targets = [name for name in fold.targets if name in problem.weights]
-            try:
-                trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
-            except BadInput:  # scaled weights overflow the dtype of their scales
-                continue
-            if sum(trial[name].errors.seen for name in targets) < sum(
-                plain[n].seen for n in targets
-            ):
-                chosen |= trial
-                norms[fold.source] = norm
-                norm_biases |= divided_bias(fold, problem, rows)
-                readers = [name for name in fold.targets if name in problem.routers]
-                routers |= {name: problem.routers[name] * columns for name in readers}
-        if problem.options.solver == "gptq":
-            chosen = _solved(problem, chosen)
-        weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
-        reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
-        return LayerResult(weights, norms, reports, routers, norm_biases)
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Smooth and round every linear of a layer, norm by norm."""
+    chosen = {
+        name: _round(problem, name, torch.ones(weight.shape[1]), smoothed=False)
+        for name, weight in problem.weights.items()
+    }
+    plain = {name: one.errors for name, one in chosen.items()}
+    norms: dict[str, torch.Tensor] = {}
+    norm_biases: dict[str, torch.Tensor] = {}
+    routers: dict[str, torch.Tensor] = {}
+    for fold in problem.family.folds:
+        if fold.source not in problem.norms or not can_fold(fold, problem):
+            continue
+        wanted = tied_scales(fold, smoothing_scales(fold, problem))
+        norm, rows = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
+        columns = column_scales(fold, rows)
+        targets = [name for name in fold.targets if name in problem.weights]
+        try:
+            trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
+        except BadInput:  # scaled weights overflow the dtype of their scales
+            continue
+        if sum(trial[name].errors.seen for name in targets) < sum(plain[n].seen for n in targets):
+            chosen |= trial
+            norms[fold.source] = norm
+            norm_biases |= divided_bias(fold, problem, rows)
+            readers = [name for name in fold.targets if name in problem.routers]
+            routers |= {name: problem.routers[name] * columns for name in readers}
+    if problem.options.solver == "gptq":
+        chosen = _solved(problem, chosen)
+    weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
+    reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
+    return LayerResult(weights, norms, reports, routers, norm_biases)
 
 
 def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
@@ -147,7 +117,7 @@ def _solved(problem: LayerProblem, chosen: dict[str, _Rounded]) -> dict[str, _Ro
         held_out={},
         remeasure=None,
     )
-    codes = Gptq().quantize_layer(smoothed).weights
+    codes = gptq.quantize_layer(smoothed).weights
     return {
         name: _judged(problem, name, codes[name], one.columns, smoothed=one.smoothed)
         for name, one in chosen.items()

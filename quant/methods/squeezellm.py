@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 
-from ..base.scheme import Scheme
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.lookup.kind import (
     LookupTensor,
@@ -29,46 +28,28 @@ from ..kinds.lookup.kind import (
     uniform_tables,
 )
 from ..kinds.lookup.scheme import LookupScheme
-from .base import InputStatistics, LayerProblem, LayerResult, SchemeOptions
-from .options import choose_bits, refuse_options
+from .base import InputStatistics, LayerProblem, LayerResult
 from .rounding import module_name, require_finite
 
-DEFAULT_SPARSE_FRACTION = 0.0045
 _SENSITIVE_SHARE = 1 / 9
 _FLOOR = 0.01  # of the mean: never-activated channels still count a little
 _PIECE = 2**18  # weights per chunk, because the prefix sums are float64
 
 
-class SqueezeLlm:
-    """The method `squeezellm`."""
-
-    name = "squeezellm"
-    num_samples = 512
-    default_format = "squeezellm"
-    needs_statistics = True
-    grouped = False
-    sequential = False
-    blockwise = False
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        refuse_options(self.name, options, "bits", "sparse_fraction")
-        bits = choose_bits(self.name, options.bits)
-        fraction = options.sparse_fraction
-        return LookupScheme(bits, DEFAULT_SPARSE_FRACTION if fraction is None else fraction)
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        weights: dict[str, QuantizedTensor] = {}
-        reports = []
-        for linear, weight in problem.weights.items():
-            scheme = problem.schemes[linear]
-            assert isinstance(scheme, LookupScheme)
-            module = module_name(problem, linear)
-            require_finite(weight, module)
-            statistics = problem.statistics[linear]
-            codes, rounded = fit_lookup(weight, statistics, scheme, name=module)
-            weights[linear] = codes
-            reports.append(problem.report(linear, codes.dequantize(), rounded.dequantize()))
-        return LayerResult(weights=weights, norms={}, reports=reports)
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Fit the tables of every linear of a layer."""
+    weights: dict[str, QuantizedTensor] = {}
+    reports = []
+    for linear, weight in problem.weights.items():
+        scheme = problem.schemes[linear]
+        assert isinstance(scheme, LookupScheme)
+        module = module_name(problem, linear)
+        require_finite(weight, module)
+        statistics = problem.statistics[linear]
+        codes, rounded = fit_lookup(weight, statistics, scheme, name=module)
+        weights[linear] = codes
+        reports.append(problem.report(linear, codes.dequantize(), rounded.dequantize()))
+    return LayerResult(weights=weights, norms={}, reports=reports)
 
 
 def fit_lookup(

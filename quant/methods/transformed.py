@@ -11,7 +11,6 @@ towards the float model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +18,13 @@ import torch
 
 from ..base.device import temporaries_kept
 from ..base.errors import BadInput, first_line
-from ..base.scheme import Scheme
 from ..kinds.base.incoherence import fitted_scales
 from ..kinds.base.kind import kind_of
 from ..kinds.base.transformed import TransformedGrid, TransformedKind, TransformedTensor
-from ..kinds.e8p.scheme import E8pScheme
-from ..kinds.trellis.scheme import TrellisScheme
-from .base import LayerProblem, LayerResult, SchemeOptions
+from .base import LayerProblem, LayerResult
 from .error_feedback import asymmetric_shift, feedback, rounding_order, solve
-from .expert_statistics import gram_of, own_gram
 from .gptq import StageWork, quantize_stages, unusable
-from .options import choose_bits, refuse_options
-from .rounding import module_name, require_finite, require_scales
+from .rounding import gram_of, module_name, own_gram, require_finite, require_scales
 from .sign_descent import tune
 from .tuned_roundings import TunedScales
 
@@ -38,40 +32,9 @@ _RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
 _UNSOLVED = "error feedback failed under any damping"
 
 
-class TransformedCodes:
-    """A method of codes between transforms, with a float16 scale for each input and output channel.
-
-    Args:
-        scheme_of: from bits to the scheme.
-    """
-
-    num_samples = 512
-    needs_statistics = True
-    grouped = False
-    sequential = True
-    blockwise = False
-
-    def __init__(
-        self,
-        name: str,
-        default_format: str,
-        scheme_of: Callable[[int], Scheme],
-    ):
-        self.name, self.default_format = name, default_format
-        self._scheme_of = scheme_of
-
-    def scheme(self, options: SchemeOptions) -> Scheme:
-        """See `Method.scheme`."""
-        refuse_options(self.name, options, "bits")
-        return self._scheme_of(choose_bits(self.name, options.bits))
-
-    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """See `Method.quantize_layer`."""
-        return _finetuned(problem, quantize_stages(problem, _Work(problem)))
-
-
-TRELLIS = TransformedCodes("trellis", "exl3", TrellisScheme)
-QUIP = TransformedCodes("quip", "quip", E8pScheme)
+def quantize_layer(problem: LayerProblem) -> LayerResult:
+    """Quantize the linears of a layer in execution order, then tune their scales where that is asked for."""
+    return _finetuned(problem, quantize_stages(problem, _Work(problem)))
 
 
 class _Work(StageWork):

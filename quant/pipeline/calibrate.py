@@ -19,7 +19,7 @@ from ..calibration.sources import (
     read_documents,
 )
 from ..load_processor import has_processor, load_processor, load_tokenizer
-from ..plan.plan import Plan
+from ..plan.plan import QuantizePlan
 from ..request.request import QuantizeRequest
 from ..request.selection import Shapes
 
@@ -46,7 +46,7 @@ class _ImageData:
     processor: Any
 
 
-def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Calibration:
+def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str]) -> Calibration:
     """The calibration and held-out samples; appends notes where the text gives fewer."""
     usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
     wanted = usual if request.num_samples is None else request.num_samples
@@ -82,7 +82,7 @@ def calibration_of(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Ca
 
 
 def _with_images(
-    request: QuantizeRequest, plan: Plan, tokenizer: Any, cut: _Cut, notes: list[str]
+    request: QuantizeRequest, plan: QuantizePlan, tokenizer: Any, cut: _Cut, notes: list[str]
 ) -> Calibration | None:
     """Samples with images; None where the data has none, or the model cannot use the bundled pictures.
 
@@ -105,7 +105,7 @@ def _with_images(
     return calibration
 
 
-def _pairs(request: QuantizeRequest, plan: Plan, tokenizer: Any) -> _ImageData | None:
+def _pairs(request: QuantizeRequest, plan: QuantizePlan, tokenizer: Any) -> _ImageData | None:
     """The pairs of the source; by default the bundled pictures, for a model that reads images.
 
     Raises:
@@ -131,7 +131,7 @@ def _pairs(request: QuantizeRequest, plan: Plan, tokenizer: Any) -> _ImageData |
     return _ImageData(Path(str(request.calibration)).name, *read, processor)
 
 
-def reads_images(plan: Plan) -> bool:
+def reads_images(plan: QuantizePlan) -> bool:
     """Whether the model has a part that computes image features."""
     model = plan.architecture.meta_model.model
     return any(callable(getattr(each, "get_image_features", None)) for each in model.modules())

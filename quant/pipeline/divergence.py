@@ -18,7 +18,7 @@ from ..kinds.base.kind import kind_of
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
-from ..plan.plan import Plan
+from ..plan.plan import QuantizePlan
 from ..request.selection import HEAD
 from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
@@ -27,7 +27,7 @@ _LOGITS = 2**24  # values of a matrix of logits
 _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
 
 
-def rounded(plan: Plan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
+def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
     """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
     trellis codes, whose search takes too long to try widths."""
     if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
@@ -46,7 +46,10 @@ def rounded(plan: Plan, scheme: Scheme, module: str, weight: torch.Tensor) -> to
 
 
 def round_layer(
-    plan: Plan, schemes: Mapping[str, Scheme], prefix: str, weights: Mapping[str, torch.Tensor]
+    plan: QuantizePlan,
+    schemes: Mapping[str, Scheme],
+    prefix: str,
+    weights: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The weights of a layer that the plan quantizes, rounded; `weights` by name relative to it."""
     return {
@@ -57,7 +60,7 @@ def round_layer(
 
 
 def divergences(
-    plan: Plan,
+    plan: QuantizePlan,
     stream: LayerStream,
     token_ids: torch.Tensor,
     candidates: Sequence[Mapping[str, Scheme]],

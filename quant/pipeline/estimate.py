@@ -11,28 +11,14 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
-from ..plan.plan import Plan
+from ..methods.registry import METHODS
+from ..plan.plan import QuantizePlan
 from ..request.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
 _LIBRARY_BYTES = 32 * 2**20
-# Float copies of the largest linear at a method's peak, besides the weights, and bytes of codes kept per
-# weight. GPTQ counts linears that share an input as one.
-_SMOOTHED_GPTQ, _AWQ_GPTQ = "smoothquant, gptq", "awq, gptq"
-_COPIES = {
-    "gptq": 3.25,
-    "awq": 11.0,
-    "smoothquant": 5.5,
-    _SMOOTHED_GPTQ: 5.5,
-    _AWQ_GPTQ: 11.0,
-    "hqq": 5.0,
-    "squeezellm": 5.0,
-    "nf4": 5.0,
-}
-_CODES = {"awq": 2, "smoothquant": 2}
-_FEW_COPIES = 4.25
 _SHIFT = 3  # the shift of a weight by its input's cross term, in Gram matrices of the widest
 # Activations kept for the gradients of a layer, in hidden states and widest activations of a token; measured.
 _SAVED_HIDDEN, _SAVED_WIDEST = 24, 8
@@ -75,7 +61,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool, staged: bool
+    plan: QuantizePlan,
+    hidden_size: int,
+    tokens: int,
+    *,
+    held_out: bool,
+    sequential: bool,
+    staged: bool,
 ) -> MemoryEstimate:
     """Peak memory of a run: the maximum over layers and moments.
 
@@ -99,7 +91,7 @@ def estimate_memory(
         cross = layer.cross if plan.options.asymmetric else 0
         kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
-        for grams, codes, work, running in moments_of(layer, _solver(plan), held_out):
+        for grams, codes, work, running in moments_of(layer, plan, held_out):
             moments.append(
                 MemoryEstimate(
                     libraries=_LIBRARY_BYTES,
@@ -130,7 +122,7 @@ def estimate_memory(
     return replace(largest, embedding=plan.checkpoint.resident_bytes)
 
 
-def _kept(plan: Plan, layer: _Layer, hidden_size: int, tokens: int) -> int:
+def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> int:
     """Bytes of attention's outputs and of the last linears' inputs, which passes of one layer share."""
     if plan.device != HOST:
         return 0
@@ -141,7 +133,7 @@ def _kept(plan: Plan, layer: _Layer, hidden_size: int, tokens: int) -> int:
     return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
 
 
-def _tuned_bytes(plan: Plan) -> int:
+def _tuned_bytes(plan: QuantizePlan) -> int:
     """Bytes a weight of a tuned layer: its offset and the best one (of trellis codes: the codes between
     transforms, and a product with them), the weight itself and its gradient."""
     return 2 * _FLOAT + 2 * plan.compute.itemsize
@@ -187,7 +179,7 @@ class _Layer:
         return self.grams - self.routers + shift
 
 
-def _decoder_layer(plan: Plan, index: int) -> _Layer:
+def _decoder_layer(plan: QuantizePlan, index: int) -> _Layer:
     checkpoint, family = plan.checkpoint, plan.architecture.layers[index]
     start = plan.architecture.layer_prefix(index) + "."
     stored = floats = 0
@@ -208,7 +200,7 @@ def _decoder_layer(plan: Plan, index: int) -> _Layer:
     )
 
 
-def _head(plan: Plan) -> _Layer:
+def _head(plan: QuantizePlan) -> _Layer:
     """The output projection, as a layer of one linear."""
     rows, width = plan.modules[HEAD]
     stored = entry_bytes((plan.checkpoint.dtype_name(f"{HEAD}.weight"), (rows, width)))
@@ -225,28 +217,30 @@ _Moment = tuple[int, int, float, bool]
 """Bytes of grams, codes and work, and whether the layer's forward is running."""
 
 
-def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool) -> Iterator[_Moment]:
     """Candidate peaks, where everything is measured before quantizing."""
     grams = layer.grams * (1 + held_out)
     yield grams, 0, 0, True
-    codes = _CODES.get(method, 1) * layer.weights(layer.chosen)
-    if method == "gptq":
+    method, solver = plan.method, plan.options.solver
+    codes = layer.weights(layer.chosen)
+    if method.module == "gptq":
         for stage in execution_stages(layer.family, layer.chosen):
             yield grams, codes, max(_solving(layer, group) for group in stage), False
         return
-    if method in (_SMOOTHED_GPTQ, _AWQ_GPTQ):
+    if method.codes == "smoothed" and solver == "gptq":
         # Beside scaled copies of all weights and Gram matrices.
         stages = execution_stages(layer.family, layer.chosen)
         solving = max((_solving(layer, group) for stage in stages for group in stage), default=0)
         scaled = grams + _FLOAT * layer.weights(layer.chosen)
         yield grams, 2 * codes, scaled + solving, False
-        if method == _AWQ_GPTQ:  # it is measured again, behind its first linears
+        if method.searches_scales:  # it is measured again, behind its first linears
             yield grams, 2 * codes, scaled + _FLOAT * layer.weights(layer.chosen), True
     largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
-    yield grams, codes, _COPIES.get(method, _FEW_COPIES) * largest * _FLOAT, False
+    kept = codes * (1 if solver == "gptq" else method.code_bytes)
+    yield grams, kept, method.copies * largest * _FLOAT, False
 
 
-def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+def _sequential_moments(layer: _Layer, plan: QuantizePlan, held_out: bool) -> Iterator[_Moment]:
     """Candidate peaks of GPTQ that measures each stage behind the quantized ones."""
     grams = layer.grams * held_out
     yield grams, 0, 0, True
@@ -261,19 +255,12 @@ def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[
 def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
     """GPTQ's working bytes for linears that share an input: the Hessian's factor, and copies."""
     square, weights = layer.square(group[0]), layer.weights(group) * _FLOAT
-    copies = _COPIES["gptq"] + (len(group) > 1)  # concatenated in one matrix
+    copies = METHODS["gptq"].copies + (len(group) > 1)  # concatenated in one matrix
     shrunk = square * bool(layer.family.routers)  # of experts' Gram matrices
     return shrunk + max(2 * square, square + copies * weights)
 
 
-def _solver(plan: Plan) -> str:
-    """The name under which the working memory of the plan's method is known."""
-    if plan.options.solver == "gptq" and plan.method.name in ("awq", "smoothquant"):
-        return f"{plan.method.name}, gptq"
-    return "gptq" if plan.options.solver == "gptq" else plan.method.name
-
-
-def _distinct_layers(plan: Plan) -> list[int]:
+def _distinct_layers(plan: QuantizePlan) -> list[int]:
     """One layer of each shape."""
     seen: dict[tuple[tuple[str, tuple[int, int]], ...], int] = {}
     for index in range(plan.num_layers):
@@ -287,7 +274,7 @@ def _distinct_layers(plan: Plan) -> list[int]:
     return list(seen.values())
 
 
-def estimate_operations(plan: Plan, tokens: int) -> float:
+def estimate_operations(plan: QuantizePlan, tokens: int) -> float:
     """Multiplications and additions of the whole run, at the rate of large GEMMs."""
     feeds_back = plan.method.sequential or plan.options.solver == "gptq"
     # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
@@ -305,6 +292,6 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
             seen = min(plan.options.batch_size * plan.seq_len, tokens)
             steps = plan.options.finetune_steps or plan.options.iters
             total += 3 * steps * 2 * seen * out_features * in_features
-        if plan.method.name == "awq":
+        if plan.method.searches_scales:
             total += 30 * out_features * square
     return searches + 2 * total  # everything else, and less efficient GEMM shapes

@@ -26,8 +26,8 @@ from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tenso
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import read_json
-from ..plan.defaults import with_defaults
-from ..plan.plan import Plan, QuantizeRequest
+from ..plan.plan import QuantizePlan
+from ..request.request import QuantizeRequest
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
 from .importance import measure_importance
@@ -78,7 +78,6 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-    request = with_defaults(request)
     session = prepare(request, progress)
     if request.imatrix is not None and not request.imatrix.exists():
         matrix = measure_importance(session.stream, session.calibration, progress)
@@ -255,7 +254,7 @@ def _quantize_head(session: Session, source: CalibrationSource) -> QuantizedLaye
     )
 
 
-def _shard_name(plan: Plan, index: int, work: QuantizedLayer) -> str:
+def _shard_name(plan: QuantizePlan, index: int, work: QuantizedLayer) -> str:
     before = 0 if plan.vision is None else len(plan.vision.layers)
     if not work.prefix:
         return "model-head.safetensors"
@@ -263,7 +262,9 @@ def _shard_name(plan: Plan, index: int, work: QuantizedLayer) -> str:
     return f"model-{kind}-{number:05d}.safetensors"
 
 
-def _write_layer(plan: Plan, journal: Journal, index: int, work: QuantizedLayer) -> dict[str, Any]:
+def _write_layer(
+    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
+) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     name = _shard_name(plan, index, work)
     began = time.perf_counter()

@@ -18,7 +18,7 @@ from ..kinds.base.kind import kind_of
 from ..plan.contents import stored
 from ..plan.loaders import Loader, loaders, loads_in
 from ..plan.parts import TEXT, parts_of
-from ..plan.plan import Plan
+from ..plan.plan import QuantizePlan
 from ..request.selection import TORCH_DTYPES
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
 from .session import Session
@@ -136,7 +136,7 @@ def preflight(session: Session) -> Preflight:
     )
 
 
-def _image_bytes(plan: Plan, calibration: Calibration) -> int:
+def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:
     """Pixels of all samples, and the vision side in float32, which makes features of them."""
     if not calibration.num_images:
         return 0
@@ -149,7 +149,7 @@ def _image_bytes(plan: Plan, calibration: Calibration) -> int:
     return pixels + weights * torch.float32.itemsize
 
 
-def unquantized_bytes(plan: Plan) -> int:
+def unquantized_bytes(plan: QuantizePlan) -> int:
     """Bytes of every tensor that is copied unchanged."""
     checkpoint = plan.checkpoint
     return sum(
@@ -160,7 +160,7 @@ def unquantized_bytes(plan: Plan) -> int:
     )
 
 
-def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
+def module_sizes(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, int]:
     """Packed bytes of every module, by packing zero weights of the same shape."""
     known: dict[tuple[Scheme, tuple[int, int], torch.dtype], int] = {}
     sizes = {}
@@ -175,7 +175,7 @@ def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
     return sizes
 
 
-def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
+def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
     """Modules grouped by the last part of their name and their scheme."""
     groups: dict[tuple[str, str | None, str], list[tuple[int, int]]] = defaultdict(list)
     parts = parts_of(plan)

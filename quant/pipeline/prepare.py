@@ -15,11 +15,10 @@ from ..calibration.calibration import Calibration, no_calibration
 from ..kinds.registry import scheme_record
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
+from ..methods.registry import AUTO, AUTO_METHOD
 from ..model.checkpoint import Checkpoint
-from ..plan.defaults import with_defaults
-from ..plan.plan import Plan, QuantizeRequest, make_plan
-from ..request.names import AUTO
-from ..request.request import AUTO_METHOD, searches
+from ..plan.plan import QuantizePlan, make_plan
+from ..request.request import QuantizeRequest, searches
 from ..stream.layer_stream import LayerStream
 from .calibrate import calibration_of
 from .sensitivity import mixed_plan, search_of
@@ -35,7 +34,6 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         BadInput: the request cannot be done as asked.
     """
     progress = progress or Silent()
-    request = with_defaults(request)
     plan = make_plan(_planned(request))
     if not request.errors:
         _check_data_free(plan)
@@ -73,7 +71,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "calibration": calibration.sha256,
         "compute": str(plan.compute),
         "device": plan.device.type,
-        "rotated": [*(request.rotations or ()), request.seed] if request.rotations else [],
+        "rotated": [*plan.rotations, request.seed] if plan.rotations else [],
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None
@@ -94,7 +92,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "gguf_type": plan.gguf_type,
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "imatrix": _digest_of(request.imatrix),
-        "rotations": list(request.rotations or ()),
+        "rotations": list(plan.rotations),
         "vision": request.vision,
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
@@ -118,13 +116,13 @@ def _digest_of(imatrix: Path | None) -> str | None:
 
 def _searched(
     request: QuantizeRequest,
-    plan: Plan,
+    plan: QuantizePlan,
     stream: LayerStream,
     calibration: Calibration,
     stored: StatisticsFolder | None,
     measured: dict[str, Any],
     progress: Progress,
-) -> Plan:
+) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
     behind layers that are rounded already, which are kept beside the output until the run is done."""
     search = search_of(plan, request.target_bpw, request.target_bytes)
@@ -144,7 +142,7 @@ def _searched(
     return mixed_plan(search, folder, stream, *checked, progress)
 
 
-def _check_data_free(plan: Plan) -> None:
+def _check_data_free(plan: QuantizePlan) -> None:
     """Raises BadInput for `--no-errors` where a scheme needs the calibration data; see `request.request`."""
     activations = [scheme.activations for scheme in plan.schemes.values()]
     if any(a and not a.dynamic for a in activations):

@@ -26,18 +26,19 @@ from ..manifest.manifest import (
 )
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..plan.parts import part_reports, with_parts
-from ..plan.plan import Plan, QuantizeRequest
+from ..plan.plan import QuantizePlan
+from ..request.request import QuantizeRequest
 from ..request.selection import HEAD
 
 OTHER_SHARD = "model-other.safetensors"
 
 
-def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
+def shard_folder(checkpoint: Path, plan: QuantizePlan, number: int) -> Path:
     """The folder of format `number`: a subfolder where there are several formats."""
     return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
 
 
-def layer_folder(journal: Journal, plan: Plan, number: int) -> Path:
+def layer_folder(journal: Journal, plan: QuantizePlan, number: int) -> Path:
     """The folder of a format's layer shards; for GGUF a temporary one, merged into one file at the end."""
     if plan.formats[number].name == "gguf":
         return journal.folder / "layers-gguf"
@@ -46,7 +47,7 @@ def layer_folder(journal: Journal, plan: Plan, number: int) -> Path:
 
 def write_final_files(
     journal: Journal,
-    plan: Plan,
+    plan: QuantizePlan,
     calibration: Calibration,
     request: QuantizeRequest,
     source_hashes: dict[str, str],
@@ -64,7 +65,7 @@ def write_final_files(
 
 def _write_format(
     journal: Journal,
-    plan: Plan,
+    plan: QuantizePlan,
     number: int,
     calibration: Calibration,
     request: QuantizeRequest,
@@ -134,7 +135,7 @@ def _write_format(
     write_atomically(folder / CARD_NAME, model_card(plan, number, manifest))
 
 
-def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None:
+def _write_index(folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]]) -> None:
     """Write the non-layer tensors and the weight map."""
     weight_map, total_bytes = _write_other_tensors(folder, plan)
     for written in shards:
@@ -147,13 +148,13 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
     write_atomically(folder / INDEX_NAME, to_json(index))
 
 
-def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
+def quantization_config(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, Any]:
     """`quantization_config` of `config.json`, with the KV cache if its scales are stored."""
     strategy = plan.kv_cache_strategy
     return config_of(weight_format, plan.schemes, plan.unquantized, plan.kv_cache, strategy)
 
 
-def other_tensors(plan: Plan) -> dict[str, Entry]:
+def other_tensors(plan: QuantizePlan) -> dict[str, Entry]:
     """The non-layer tensors: embeddings, final norm, and the head unless quantized."""
     layers = range(plan.num_layers)
     prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
@@ -181,7 +182,7 @@ class _OneByOne:
         return self._checkpoint.tensor(name)
 
 
-def _write_other_tensors(folder: Path, plan: Plan) -> tuple[dict[str, str], int]:
+def _write_other_tensors(folder: Path, plan: QuantizePlan) -> tuple[dict[str, str], int]:
     """Write the unquantized tensors; returns their weight map and bytes."""
     layout = other_tensors(plan)
     write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)

@@ -22,7 +22,7 @@ from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.calibration import Images
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
-from ..plan.plan import Plan, check_plan
+from ..plan.plan import QuantizePlan, check_plan
 from ..stream.layer_stream import LayerStream
 from .divergence import divergences, round_layer, rounded
 from .preflight import module_sizes, unquantized_bytes
@@ -46,7 +46,7 @@ class Choice:
 
 
 def measure_choices(
-    plan: Plan,
+    plan: QuantizePlan,
     schemes: Sequence[Mapping[str, Scheme]],
     sizes: Sequence[Mapping[str, int]],
     folder: StatisticsFolder,
@@ -82,7 +82,7 @@ def measure_choices(
 
 
 def _errors(
-    plan: Plan,
+    plan: QuantizePlan,
     schemes: Sequence[Mapping[str, Scheme]],
     prefix: str,
     linears: tuple[str, ...],
@@ -148,7 +148,7 @@ def _best_step(choice: Choice, now: int, last: int | None = None) -> tuple[float
 
 
 def _candidates(
-    plan: Plan, widths: Sequence[int]
+    plan: QuantizePlan, widths: Sequence[int]
 ) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
     """Schemes and bytes of all modules under each candidate, the smallest first."""
     candidates = []
@@ -161,7 +161,7 @@ def _candidates(
     return sorted(candidates, key=lambda pair: sum(pair[1].values()))
 
 
-def _kinds(plan: Plan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
+def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
     """The schemes of all modules with each width and, for integers, each group size."""
     divided = [
         size
@@ -189,7 +189,7 @@ class Search:
         uniform: the largest candidate within the budget.
     """
 
-    plan: Plan
+    plan: QuantizePlan
     budget: int
     schemes: tuple[dict[str, Scheme], ...]
     sizes: tuple[dict[str, int], ...]
@@ -211,7 +211,7 @@ class Search:
         return spent * 8 / weights
 
 
-def search_of(plan: Plan, target_bpw: float | None, target_bytes: int | None) -> Search:
+def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | None) -> Search:
     """The candidates under a target.
 
     Raises:
@@ -245,7 +245,7 @@ def mixed_plan(
     token_ids: torch.Tensor,
     images: Images,
     progress: Progress,
-) -> Plan:
+) -> QuantizePlan:
     """The plan with the bits and group sizes of least error under the target, where its KL divergence on
     the samples `token_ids`, with their images, is below that of the uniform scheme; else the uniform plan.
 

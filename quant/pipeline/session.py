@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..calibration.calibration import Calibration
 from ..layers.cached_calibration import StatisticsFolder
-from ..plan.plan import Plan, QuantizeRequest
+from ..plan.plan import QuantizePlan
+from ..request.request import QuantizeRequest
 from ..stream.layer_stream import LayerStream
 
 
@@ -22,7 +23,7 @@ class Session:
     """
 
     request: QuantizeRequest
-    plan: Plan
+    plan: QuantizePlan
     calibration: Calibration
     stream: LayerStream
     source_hashes: dict[str, str]

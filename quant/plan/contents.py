@@ -11,7 +11,7 @@ from ..families.layer_map import fused_name
 from ..families.registry import type_of
 from ..model.parameters import ModelParameters
 from ..request.selection import Shapes
-from .plan import Plan
+from .plan import QuantizePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CheckpointContents:
         return [group for group in groups.values() if group[0] in self.shapes]
 
 
-def stored(plan: Plan) -> CheckpointContents:
+def stored(plan: QuantizePlan) -> CheckpointContents:
     """The contents that a plan will write."""
     checkpoint = plan.checkpoint
     wrapped = checkpoint.text_config is not checkpoint.config

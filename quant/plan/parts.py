@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ..request.selection import BYTES_OF
-from .plan import Plan
+from .plan import QuantizePlan
 from .vision import PROJECTOR, TEXT, VISION, part_of
 
 
@@ -33,7 +33,7 @@ class PartReport:
     rtn_error: float | None
 
 
-def parts_of(plan: Plan) -> dict[str, str]:
+def parts_of(plan: QuantizePlan) -> dict[str, str]:
     """The part of every tensor on disk: `text`, `vision` or `projector`."""
     model = plan.architecture.meta_model
     targets, text = model.weight_map.targets, model.text_path
@@ -52,7 +52,7 @@ def parts_of(plan: Plan) -> dict[str, str]:
     return parts
 
 
-def with_parts(plan: Plan, modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_parts(plan: QuantizePlan, modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Records of quantized linears, those of the vision side with their part."""
     parts = parts_of(plan)
     return [
@@ -65,7 +65,7 @@ def with_parts(plan: Plan, modules: Sequence[Mapping[str, Any]]) -> list[dict[st
 
 
 def part_reports(
-    plan: Plan, modules: Sequence[Mapping[str, Any]], stored: Mapping[str, int]
+    plan: QuantizePlan, modules: Sequence[Mapping[str, Any]], stored: Mapping[str, int]
 ) -> list[PartReport]:
     """A report for each part of a model with a vision side; none where there is text alone.
 
@@ -121,7 +121,7 @@ def part_reports(
     return reports
 
 
-def _is_requantized(plan: Plan, name: str) -> bool:
+def _is_requantized(plan: QuantizePlan, name: str) -> bool:
     """Whether a tensor is replaced by codes."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module in plan.modules

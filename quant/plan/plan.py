@@ -19,22 +19,17 @@ from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
 from ..kinds.base.format import HoldsKvScales, WeightFormat, config_of
-from ..methods.base import Method, MethodOptions, SchemeOptions
-from ..methods.options import SMOOTHING, solver_of
-from ..methods.registry import METHODS
-from ..methods.rtn import RoundToNearest
-from ..methods.solvers import with_solver
+from ..methods.options import MethodOptions, SchemeOptions
+from ..methods.registry import METHODS, Method, formats_asked
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
 from ..open import open_plain
-from ..request.names import format_names
-from ..request.request import QuantizeRequest, parse_override
+from ..request.request import QuantizeRequest, parse_override, with_defaults
 from ..request.selection import (
     BYTES_OF,
-    DEFAULT_GROUP_SIZES,
     HEAD,
     TORCH_DTYPES,
     Shapes,
@@ -45,20 +40,17 @@ from ..request.selection import (
     split_fusions,
 )
 from ..rotation.rotate import rotated
+from ..rotation.rotation_map import R2
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
 from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
 
-__all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
-
 DEFAULT_SEQ_LEN = 2048
-# Methods that go to any grid, ggml's blocks included.
-_BLOCK_METHODS = ("rtn", "awq", "gptq", "autoround")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QuantizePlan:
     """A request that was checked against the checkpoint.
 
     Attributes:
@@ -70,6 +62,7 @@ class Plan:
         unquantized: these and all other modules without codes, as format configs list them.
         parameters: of transformers' model, or why transformers has none.
         options: hyperparameters of the method.
+        rotations: that the checkpoint is seen through.
         seq_len: tokens in a calibration sample.
         device: where layers are run and solved.
         compute: dtype of the GEMMs of the calibration passes.
@@ -92,6 +85,7 @@ class Plan:
     unquantized: tuple[str, ...]
     parameters: ModelParameters | str
     options: MethodOptions
+    rotations: tuple[str, ...]
     seq_len: int
     device: torch.device
     devices: tuple[torch.device, ...]
@@ -161,83 +155,92 @@ class Plan:
         )
 
 
-def make_plan(request: QuantizeRequest) -> Plan:
+def make_plan(request: QuantizeRequest) -> QuantizePlan:
     """Check a request against the headers of the checkpoint.
 
     Raises:
         BadInput: anything that would fail later; the message names the module, file or
             option.
     """
+    request = with_defaults(request)
     method = METHODS[request.method]
-    solver = solver_of(method.name, request.options.solver)
+    solver = method.solver(request.options.solver)
     request = replace(request, options=replace(request.options, solver=solver))
-    method = with_solver(method, solver)
+    method = method.with_solver(solver)
     formats = _formats(request, method)
-    if method.name == RoundToNearest.name and formats[0].rounds_to is not None:
-        method = RoundToNearest(formats[0].rounds_to)
+    if method.name == "rtn" and formats[0].rounds_to is not None:
+        method = METHODS["rtn"].on_grid(formats[0].rounds_to)
     if request.vision:
         refuse_vision(request, formats)
-    if blocks_asked(request, formats):
-        return _blocks_plan(request, method, formats)
-    if request.imatrix is not None:
-        raise BadInput(
-            "--imatrix weighs the errors of ggml's blocks: give --format gguf and --gguf-type"
-        )
-    base = _base_options(request, formats)
-    # Widths are checked before the group size is chosen: unpackable modules are reported first.
-    probe = method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
-    for weight_format in formats:
-        weight_format.check_scheme(probe)
-
-    checkpoint, architecture, modules, ignored, tower = _selected(request, formats)
-    vision = vision_linears(checkpoint, tower).keys()
-    parameters = model_parameters(checkpoint)
-    if not request.overrides:
-        text = {name: shape for name, shape in modules.items() if name not in vision}
-        _check_widths(formats, text, dict.fromkeys(text, probe))
-    overrides = [parse_override(text) for text in request.overrides]
-    options, notes = options_by_module(
-        modules, base, overrides, grouped=method.grouped, follows=vision
+    to_blocks = _blocks_asked(request, method, formats)
+    base = _check_blocks(request) if to_blocks else _check_grid(request, method, formats)
+    source = _source(request, formats)
+    parameters = model_parameters(source.checkpoint)
+    made = (
+        _block_schemes(request, source)
+        if to_blocks
+        else _grid_schemes(request, method, formats, base, source)
     )
-    schemes = {name: method.scheme(one) for name, one in options.items()}
-    misfits = vision_misfits(formats, modules, schemes, vision)
-    notes += misfit_notes(misfits)
-    modules = {name: shape for name, shape in modules.items() if name not in misfits}
-    schemes = {name: schemes[name] for name in modules}
-    _check_widths(formats, modules, schemes)
-    plan = Plan(
-        checkpoint=checkpoint,
-        architecture=architecture,
+    modules = {name: source.modules[name] for name in made.schemes}
+    left = tuple(name for name in source.modules if name not in made.schemes)
+    plan = QuantizePlan(
+        checkpoint=source.checkpoint,
+        architecture=source.architecture,
         method=method,
         formats=formats,
         modules=modules,
-        schemes=schemes,
-        ignored=(*ignored, *misfits),
-        unquantized=unquantized_modules(checkpoint, modules, parameters),
+        schemes=made.schemes,
+        ignored=(*source.ignored, *left),
+        unquantized=unquantized_modules(source.checkpoint, modules, parameters),
         parameters=parameters,
         options=request.options,
-        seq_len=_seq_len(request, checkpoint),
+        rotations=source.rotations,
+        seq_len=_seq_len(request, source.checkpoint),
         device=devices_of(request.device)[0],
         devices=devices_of(request.device),
-        compute=_compute(request, checkpoint, modules),
-        gguf_type=_gguf_type(formats, schemes),
+        compute=_compute(request, source.checkpoint, modules),
+        gguf_type=made.gguf_type,
         kv_cache=_stored_kv_cache(request),
         kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
-        vision=tower,
+        importance=made.importance,
+        vision=source.tower,
     )
     check_plan(plan)
-    return replace(plan, notes=(*notes, *plan_notes(plan)))
+    notes = source.architecture.notes if to_blocks else plan_notes(plan)
+    return replace(plan, notes=(*made.notes, *notes))
 
 
-def blocks_asked(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is quantized: the checkpoint, its layers, their linears, and the layers of the vision side where
+    they are quantized too."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    modules: Shapes
+    ignored: tuple[str, ...]
+    tower: Architecture | None
+    rotations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Schemes:
+    """The schemes of the linears that have any, and what was decided with them."""
+
+    schemes: dict[str, Scheme]
+    notes: list[str]
+    gguf_type: str
+    importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _blocks_asked(
+    request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
+) -> bool:
     """Whether ggml's block types are requested, and not an integer grid that converts to them."""
     alone = [weight_format.name for weight_format in formats] == ["gguf"]
-    return (
-        alone
-        and (request.gguf_type is not None or _no_grid_asked(request))
-        and (request.method in _BLOCK_METHODS)
-    )
+    asked = request.gguf_type is not None or _no_grid_asked(request)
+    return alone and asked and method.to_blocks
 
 
 def _no_grid_asked(request: QuantizeRequest) -> bool:
@@ -246,72 +249,86 @@ def _no_grid_asked(request: QuantizeRequest) -> bool:
     return replace(request.scheme_options, act_order=usual.act_order) == usual
 
 
-def _blocks_plan(
-    request: QuantizeRequest, method: Method, formats: tuple[WeightFormat, ...]
-) -> Plan:
-    """A plan for a GGUF file of one of llama.cpp's mixes."""
+def _check_blocks(request: QuantizeRequest) -> SchemeOptions:
+    """The options of a GGUF file's types, which leave nothing to choose."""
     if request.overrides or not _no_grid_asked(request):
         raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
     if request.options.act_order == "dynamic":
         raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
-    type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
-    checkpoint, architecture, modules, ignored, _ = _selected(request, formats)
-    parameters = model_parameters(checkpoint)
-    shape = shape_of(
-        checkpoint.config,
-        gguf_architecture(checkpoint.config),
-        has_importance=request.errors or request.imatrix is not None,
+    mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
+    return SchemeOptions()
+
+
+def _check_grid(
+    request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
+) -> SchemeOptions:
+    """The scheme options of all modules, which every format can hold."""
+    if request.imatrix is not None:
+        raise BadInput(
+            "--imatrix weighs the errors of ggml's blocks: give --format gguf and --gguf-type"
+        )
+    base = _base_options(request, method, formats)
+    for weight_format in formats:
+        weight_format.check_scheme(_probe(method, base))
+    return base
+
+
+def _probe(method: Method, base: SchemeOptions) -> Scheme:
+    """The scheme before a group size is chosen: modules that cannot be packed are reported first."""
+    return method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
+
+
+def _grid_schemes(
+    request: QuantizeRequest,
+    method: Method,
+    formats: Sequence[WeightFormat],
+    base: SchemeOptions,
+    source: _Source,
+) -> _Schemes:
+    """The method's schemes, for each linear by its options."""
+    modules, vision = source.modules, vision_linears(source.checkpoint, source.tower).keys()
+    if not request.overrides:
+        text = {name: shape for name, shape in modules.items() if name not in vision}
+        _check_widths(formats, text, dict.fromkeys(text, _probe(method, base)))
+    overrides = [parse_override(text) for text in request.overrides]
+    options, notes = options_by_module(
+        modules, base, overrides, grouped=method.grouped, follows=vision
     )
-    schemes: dict[str, Scheme] = dict(mix(type_name, modules, shape))
+    schemes = {name: method.scheme(one) for name, one in options.items()}
+    misfits = vision_misfits(formats, modules, schemes, vision)
+    schemes = {name: scheme for name, scheme in schemes.items() if name not in misfits}
+    _check_widths(formats, {name: modules[name] for name in schemes}, schemes)
+    return _Schemes(schemes, notes + misfit_notes(misfits), _gguf_type(formats, schemes))
+
+
+def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
+    """The types of one of llama.cpp's mixes in a GGUF file."""
+    type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
+    config = source.checkpoint.config
+    has_importance = request.errors or request.imatrix is not None
+    shape = shape_of(config, gguf_architecture(config), has_importance=has_importance)
+    schemes: dict[str, Scheme] = dict(mix(type_name, source.modules, shape))
     if not schemes:
         raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
     given: dict[str, torch.Tensor] = {}
-    notes = mix_notes(type_name, modules, shape)
+    notes = mix_notes(type_name, source.modules, shape)
     if request.imatrix is not None and request.imatrix.exists():
-        given = read_imatrix(request.imatrix).for_modules(modules, shape.architecture)
+        given = read_imatrix(request.imatrix).for_modules(source.modules, shape.architecture)
         if len(given) < len(schemes):
             left = len(schemes) - len(given)
             notes.append(f"note: {request.imatrix} has no importance for {left} linears")
-    misfits = tuple(name for name in modules if name not in schemes)
-    plan = Plan(
-        checkpoint=checkpoint,
-        architecture=architecture,
-        method=method,
-        formats=formats,
-        modules={name: modules[name] for name in schemes},
-        schemes=schemes,
-        ignored=(*ignored, *misfits),
-        unquantized=unquantized_modules(checkpoint, schemes, parameters),
-        parameters=parameters,
-        options=request.options,
-        seq_len=_seq_len(request, checkpoint),
-        device=devices_of(request.device)[0],
-        devices=devices_of(request.device),
-        compute=_compute(request, checkpoint, modules),
-        gguf_type=type_name,
-        kv_cache=_stored_kv_cache(request),
-        kv_cache_strategy=request.kv_cache_strategy,
-        notes=(),
-        importance=given,
-    )
-    check_plan(plan)
-    return replace(plan, notes=(*notes, *architecture.notes))
+    return _Schemes(schemes, notes, type_name, given)
 
 
-def _selected(
-    request: QuantizeRequest, formats: Sequence[WeightFormat]
-) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...], Architecture | None]:
-    """The source, its layers, the linears to quantize, the ignored ones, and the layers of the vision side
-    where they are quantized too."""
+def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Source:
     checkpoint = open_plain(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
     read_config(
         checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
     )
-    if request.rotations:
-        checkpoint = rotated(checkpoint, request.rotations, request.seed)
-    elif all(weight_format.name in APART_FORMATS for weight_format in formats):
+    checkpoint, rotations = with_rotations(request, checkpoint)
+    if not rotations and all(weight_format.name in APART_FORMATS for weight_format in formats):
         checkpoint = with_experts_apart(checkpoint)
     architecture = _with_maps(request, checkpoint, architecture_of(checkpoint))
     linears = find_linears(checkpoint, architecture)
@@ -323,7 +340,27 @@ def _selected(
     modules = {name: shape for name, shape in linears.items() if name not in ignored}
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
-    return checkpoint, architecture, modules, ignored, tower
+    return _Source(checkpoint, architecture, modules, ignored, tower, rotations)
+
+
+def with_rotations(
+    request: QuantizeRequest, checkpoint: Checkpoint
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint seen through the rotations, and these.
+
+    Where the request leaves them open, R2 if it keeps the model's logits, and nothing else takes its tensors
+    apart.
+    """
+    if request.rotations is not None:
+        turned = bool(request.rotations)
+        asked = rotated(checkpoint, request.rotations, request.seed) if turned else checkpoint
+        return asked, request.rotations
+    try:
+        if with_experts_apart(checkpoint) is checkpoint:
+            return rotated(checkpoint, (R2,), request.seed), (R2,)
+    except BadInput:  # what is wrong with the model itself is said later
+        pass
+    return checkpoint, ()
 
 
 def _with_maps(
@@ -331,7 +368,7 @@ def _with_maps(
 ) -> Architecture:
     """The layers with their linears by shared input, and their foldable pairs; as they are where no small
     model tells them and the method folds nothing."""
-    folds = request.method in SMOOTHING
+    folds = METHODS[request.method].codes == "smoothed"
     try:
         mapped = with_smoothing(checkpoint, architecture)
     except BadInput:
@@ -349,7 +386,7 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
     return max((scheme.ggml_type or "" for scheme in schemes.values()), default="")
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: QuantizePlan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
     holds_kv = all(isinstance(weight_format, HoldsKvScales) for weight_format in plan.formats)
     if plan.kv_cache is not None and not holds_kv:
@@ -364,7 +401,7 @@ def check_plan(plan: Plan) -> None:
             check_source(plan.checkpoint)
 
 
-def plan_notes(plan: Plan) -> list[str]:
+def plan_notes(plan: QuantizePlan) -> list[str]:
     """Notes and warnings about a valid plan."""
     notes = [*plan.checkpoint.notes, *plan.architecture.notes]
     asymmetric = any(scheme.asymmetric for scheme in plan.schemes.values())
@@ -390,7 +427,7 @@ def plan_notes(plan: Plan) -> list[str]:
 def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ...]:
     """The requested formats; else the method's default, if it can store the scheme."""
     if request.format is not None:
-        return tuple(FORMATS[name] for name in format_names(request.format))
+        return tuple(FORMATS[name] for name in formats_asked(request.format))
     own = FORMATS[method.default_format]
     options = request.scheme_options
     if method.grouped and options.group_size is None:
@@ -402,11 +439,13 @@ def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ..
     return (own,)
 
 
-def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> SchemeOptions:
+def _base_options(
+    request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
+) -> SchemeOptions:
     """The scheme options of all modules; `symmetric` defaults to the formats' preference."""
     options = request.scheme_options
     names = {weight_format.name for weight_format in formats}
-    if options.symmetric is not None or request.method == "hqq":
+    if options.symmetric is not None or method.fits_zeros:
         return options
     if "awq" in names:
         return replace(options, symmetric=False)

@@ -14,6 +14,7 @@ from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..families.vision import vision_map
 from ..kinds.base.format import WeightFormat, config_of
+from ..methods.registry import METHODS
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.meta_model import MetaModel
@@ -109,15 +110,15 @@ def part_of(path: str) -> str:
     return PROJECTOR if any(_PROJECTOR.search(name) for name in path.split(".")) else VISION
 
 
-_METHODS = ("rtn", "gptq", "awq", "fp8", "int8", "hqq", "nf4", "fp4", "nvfp4", "mxfp4")
 _OPTION = "--quantize-vision"
 
 
 def refuse_vision(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> None:
     """Raises BadInput where the vision tower cannot be quantized with the other options."""
+    known = [method.name for method in METHODS.values() if method.in_towers]
     reasons = {
-        f"method {request.method} takes decoder layers alone; choose {', '.join(_METHODS)}": (
-            request.method not in _METHODS
+        f"method {request.method} takes decoder layers alone; choose {', '.join(known)}": (
+            request.method not in known
         ),
         "a GGUF file holds the language model, and llama.cpp wants the tower in another": any(
             weight_format.name == "gguf" for weight_format in formats

@@ -13,12 +13,9 @@ from ..base.errors import BadInput
 from ..base.names import INT8_CACHE, LARGEST, KvStrategy, device_names
 from ..base.option import option, option_like, options_of, within
 from ..calibration.sources import check_source
-from ..methods.options import check_group_size, choose_bits, refuse_knobs, refuse_solver, solver_of
-from ..methods.settings import METHOD_FACTS, MethodOptions, SchemeOptions
-from .names import AUTO, check_method, format_names
+from ..methods.options import MethodOptions, SchemeOptions, check_group_size
+from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked
 
-AUTO_METHOD = "gptq"
-TRELLIS = "trellis"  # whose widths are chosen under a target too
 # Headings on the help screen.
 _GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
 
@@ -36,7 +33,7 @@ class QuantizeRequest:
         model: folder of the source checkpoint.
         output: folder to create; with several formats, the parent of one folder each.
         rotations: that are folded into the model before anything else; None: what is best for the method,
-            see `plan.defaults`.
+            see `with_defaults`.
         model_name: the model's name in records; empty: the name of its folder.
     """
 
@@ -212,7 +209,7 @@ class QuantizeRequest:
 def check_request(request: QuantizeRequest) -> None:
     """Raises BadInput for a request that no model could fulfil."""
     check_method(request.method)
-    formats = format_names(request.format)
+    formats = formats_asked(request.format)
     device_names(request.device)
     if searches(request):
         _check_target(request)
@@ -232,8 +229,9 @@ def searches(request: QuantizeRequest) -> bool:
 
 
 def _check_target(request: QuantizeRequest) -> None:
-    if request.method not in (AUTO, TRELLIS):
-        raise BadInput("--target-bpw and --target-size belong to --method auto and trellis")
+    known = [AUTO, *(one.name for one in METHODS.values() if one.by_target)]
+    if request.method not in known:
+        raise BadInput(f"--target-bpw and --target-size belong to --method {' and '.join(known)}")
     if [request.target_bpw, request.target_bytes].count(None) != 1:
         raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
     if request.bits is not None or request.overrides:
@@ -244,12 +242,37 @@ def _check_target(request: QuantizeRequest) -> None:
 
 
 def _check_options(request: QuantizeRequest) -> None:
-    method = AUTO_METHOD if request.method == AUTO else request.method
-    solver = solver_of(method, request.options.solver)
-    choose_bits(method, request.bits)
+    method = METHODS[AUTO_METHOD if request.method == AUTO else request.method]
+    solver = method.solver(request.options.solver)
+    method.choose_bits(request.bits)
     check_group_size(request.group_size)
-    refuse_solver(method, solver)
-    refuse_knobs(method, replace(request.options, solver=solver))
+    method.refuse_solver(solver)
+    method.refuse_knobs(replace(request.options, solver=solver))
+
+
+def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
+    """The request with `options.asymmetric` decided where it is None, and `rotations` where none are tried.
+
+    `awq`, `trellis` and `quip` aim at the float model's outputs (GPTAQ) where there is error feedback on
+    decoder layers that are run as they are quantized; `awq` has R2 beside it, which is tried when the model
+    is read: `rotations` stay None. `tools/choices.py` measures both on a real model (docs/rotations.md).
+    Nothing of it changes what a loader sees: R2 turns the values of heads inside a layer, so that a tied
+    output projection stays tied.
+    """
+    options, method = request.options, METHODS.get(request.method)
+    feeds_back = method is not None and method.best_solver == "gptq" == method.solver(
+        options.solver
+    )
+    transformed = method is not None and method.transformed
+    runs = request.errors and request.stats is None and options.true_sequential
+    runs = runs and not request.vision
+    to_gguf = request.gguf_type is not None or "gguf" in (request.format or "")
+    rotations = request.rotations
+    if rotations is None and not (feeds_back and runs and not to_gguf):
+        rotations = ()
+    if options.asymmetric is None:
+        options = replace(options, asymmetric=(feeds_back or transformed) and runs)
+    return replace(request, rotations=rotations, options=options)
 
 
 def _check_kv_cache(request: QuantizeRequest) -> None:
@@ -262,11 +285,11 @@ def _check_kv_cache(request: QuantizeRequest) -> None:
 
 def _check_data_free(request: QuantizeRequest) -> None:
     """Raises BadInput for `--no-errors` where an option needs the calibration data."""
-    facts = METHOD_FACTS.get(request.method)
+    method = METHODS.get(request.method)
     needs = {
         f"method {request.method} is calibrated": searches(request)
-        or (facts is not None and facts.needs_statistics)
-        or solver_of(request.method, request.options.solver) == "gptq",
+        or (method is not None and method.needs_statistics)
+        or (method is not None and method.solver(request.options.solver) == "gptq"),
         "--kv-cache scales are measured": request.kv_cache in LARGEST,
         "--stats are measured": request.stats is not None,
         "--revert-worse compares errors": request.revert_worse,

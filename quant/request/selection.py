@@ -10,7 +10,7 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, Scheme
-from ..methods.base import SchemeOptions
+from ..methods.options import SchemeOptions
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from .request import Override, compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from llmopt.bench.workloads.datasets import _BUILDERS
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.names import offer
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.base import Method, SchemeOptions
-from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.methods.settings import FORMAT_NAMES, METHOD_FACTS, MethodFacts
+from llmopt.quant.kinds.registry import format_names
+from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.registry import METHODS, Method
 
 LINES = {
     "quantize --method gptq --no-errors": "--no-errors: method gptq is calibrated",
@@ -127,16 +128,12 @@ def takes(method: Method, bits: int) -> bool:
 
 
 def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
-    assert {
-        name: MethodFacts(
-            method.default_format,
-            method.scheme(SchemeOptions()).bits,
-            method.needs_statistics,
-            tuple(bits for bits in range(17) if takes(method, bits)),
-        )
-        for name, method in METHODS.items()
-    } == METHOD_FACTS
-    assert [*FORMAT_NAMES] == [*FORMATS]
+    for method in METHODS.values():
+        assert method.scheme(SchemeOptions()).bits == method.bits
+        assert method.widths == tuple(bits for bits in range(17) if takes(method, bits))
+        assert method.default_format in FORMATS
+        assert callable(import_module(f"llmopt.quant.methods.{method.module}").quantize_layer)
+    assert [*format_names()] == [*FORMATS]
     assert [*NAMES] == [*_BUILDERS]
     assert {*PATHS} == {*BACKENDS.values()}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.families.layer_map import LayerMap
-from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
+from llmopt.quant.methods.base import InputStatistics, LayerProblem
+from llmopt.quant.methods.options import MethodOptions
 
 from .hand_kept_maps import map_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 from stopwatch import Stopwatch, import_model

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.auto import auto_class
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import LEAVES, experts_of, fused, parts_of, with_experts_apart

@@ -22,7 +22,7 @@ from llmopt.quant.kinds.lookup.kind import largest_weights, round_to_uniform_tab
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.methods.rounding import input_scale, round_layer, round_weight
+from llmopt.quant.methods.rounding import input_scale, quantize_layer, round_weight
 
 from ...support.layer_problems import heavy_weight, one_linear, statistics_of
 
@@ -83,7 +83,7 @@ def test_damaged_weights_are_named(scheme: Scheme, value: float) -> None:
     weight = heavy_weight(8, 64)
     weight[2, 3] = value
     with pytest.raises(BadInput, match=r"model\.layers\.0\.linear holds NaN or infinite"):
-        round_layer(one_linear(weight, scheme))
+        quantize_layer(one_linear(weight, scheme))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_weights_beyond_float16_are_refused(scheme: Scheme) -> None:
     weight = heavy_weight(8, 64)
     weight[0, 0] = 1e9
     with pytest.raises(BadInput, match="too large"):
-        round_layer(one_linear(weight, scheme, scale_dtype=torch.float16))
+        quantize_layer(one_linear(weight, scheme, scale_dtype=torch.float16))
 
 
 def test_gguf_blocks_are_quantized_too() -> None:
@@ -177,7 +177,7 @@ def test_static_scales_cover_the_largest_input(kind: str, divisor: float, scheme
     silent = one_linear(weight, scheme, torch.zeros(4, 64))
     assert input_scale(silent, "linear") == torch.ones(1)
     with pytest.raises(BadInput, match=r"no calibration token reached model\.layers\.0\.linear"):
-        round_layer(one_linear(weight, scheme, torch.zeros(0, 64)))
+        quantize_layer(one_linear(weight, scheme, torch.zeros(0, 64)))
 
 
 def test_static_scales_of_idle_experts_are_those_of_their_like() -> None:
@@ -204,7 +204,7 @@ def test_the_output_projection_is_named_without_a_layer() -> None:
     weight[0, 0] = torch.nan
     problem = replace(one_linear(weight, CodebookScheme("nf4")), prefix="")
     with pytest.raises(BadInput, match=r"^linear holds NaN"):
-        round_layer(problem)
+        quantize_layer(problem)
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,20 +9,22 @@ import torch
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.layers.quantized_layer import reverted
+from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.methods.rounding import round_plain
-from llmopt.quant.methods.transformed import QUIP, TRELLIS, TransformedCodes
 
 from ...support.layer_problems import heavy_weight, one_linear
 from ...support.native_paths import needs_compiler
 
 
 @needs_compiler
-@pytest.mark.parametrize(("method", "scheme"), [(TRELLIS, TrellisScheme(2)), (QUIP, E8pScheme(2))])
+@pytest.mark.parametrize(
+    ("method", "scheme"), [("trellis", TrellisScheme(2)), ("quip", E8pScheme(2))]
+)
 def test_the_nearest_codes_are_taken_where_they_have_less_error(
-    method: TransformedCodes, scheme: TrellisScheme | E8pScheme
+    method: str, scheme: TrellisScheme | E8pScheme
 ) -> None:
     problem = one_linear(heavy_weight(128, 128), scheme, scale_dtype=torch.float16)
-    result = method.quantize_layer(problem)
+    result = METHODS[method].quantize_layer(problem)
     (report,) = result.reports
     assert report.error is not None
     # The yardstick of trellis codes, integers, can be better where the nearest path is not.

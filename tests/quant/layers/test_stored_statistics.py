@@ -16,13 +16,13 @@ from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, sensitivity
 from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.pipeline.sensitivity import Choice, spend
-from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import LARGEST
 from llmopt.quant.stream.layer_stream import LayerStream
 from transformers import AutoModelForCausalLM
@@ -277,14 +277,14 @@ def test_scales_of_the_cache_are_those_of_the_model(
 def test_a_layer_worse_than_rtn_falls_back_to_rtn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: Callable[..., QuantizeResult]
 ) -> None:
-    from llmopt.quant.methods.gptq import Gptq
+    from llmopt.quant.methods import gptq
     from llmopt.quant.methods.rounding import round_weight
 
-    real = Gptq.quantize_layer
+    real = gptq.quantize_layer
 
-    def spoiled(self: Gptq, problem: Any) -> Any:
+    def spoiled(problem: Any) -> Any:
         """The values of every layer, made twice as wrong."""
-        result = real(self, problem)
+        result = real(problem)
         name = "self_attn.v_proj"
         bad = round_weight(problem, name, problem.weights[name] * 1.5)
         rounded = round_weight(problem, name, problem.weights[name]).dequantize()
@@ -292,7 +292,7 @@ def test_a_layer_worse_than_rtn_falls_back_to_rtn(
         reports = [report if one.module.endswith(name) else one for one in result.reports]
         return replace(result, weights=result.weights | {name: bad}, reports=reports)
 
-    monkeypatch.setattr(Gptq, "quantize_layer", spoiled)
+    monkeypatch.setattr(gptq, "quantize_layer", spoiled)
     kept = quantize(request(tmp_path, "kept", num_samples=2)).manifest
     assert kept["summary"]["num_worse"] == 5
     back = quantize(request(tmp_path, "back", num_samples=2, revert_worse=True)).manifest

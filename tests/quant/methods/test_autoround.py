@@ -10,7 +10,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.manifest.journal import work_folder
 from llmopt.quant.methods import sign_descent
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

@@ -9,12 +9,11 @@ import torch
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import awq
-from llmopt.quant.methods.awq import Awq
-from llmopt.quant.methods.awq_clip import Clipped, clip_groups
-from llmopt.quant.methods.awq_scales import scale_candidates
-from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult, MethodOptions
+from llmopt.quant.methods.awq_search import Clipped, clip_groups, scale_candidates
+from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.folding import fold_into_norm
-from llmopt.quant.methods.rtn import RoundToNearest
+from llmopt.quant.methods.options import MethodOptions
+from llmopt.quant.methods.registry import METHODS
 
 from ...support.hand_kept_maps import map_of
 
@@ -99,10 +98,9 @@ def test_reported_errors_of_wide_linears_are_sampled_evenly() -> None:
 def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: IntScheme) -> None:
     problem = layer_problem(kv_features=kv_features, scheme=scheme)
     plain: dict[str, Any] = {
-        report.module: report.rtn_error
-        for report in RoundToNearest().quantize_layer(problem).reports
+        report.module: report.rtn_error for report in METHODS["rtn"].quantize_layer(problem).reports
     }
-    reports: Any = Awq().quantize_layer(problem).reports
+    reports: Any = METHODS["awq"].quantize_layer(problem).reports
     assert {report.module: report.rtn_error for report in reports} == plain
     assert all(report.error <= report.rtn_error for report in reports)
     assert sum(report.error for report in reports) < 0.9 * sum(plain.values())
@@ -111,7 +109,7 @@ def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: IntScheme) -
 def test_reported_error_is_that_of_the_codes_and_norms_that_are_returned() -> None:
     """Recomputed from the outside: the norm feeds changed inputs into the dequantized codes."""
     problem = layer_problem()
-    result: Any = Awq().quantize_layer(problem)
+    result: Any = METHODS["awq"].quantize_layer(problem)
     norm = problem.norms["post_attention_layernorm"].float()
     columns = norm / result.norms["post_attention_layernorm"].float()
     effective = result.weights["mlp.gate_proj"].dequantize() / columns
@@ -127,8 +125,8 @@ def test_identity_scales_without_clipping_are_plain_rounding(
         awq, "scale_candidates", lambda mean, *_: iter([(0.0, torch.ones_like(mean))])
     )
     monkeypatch.setattr(awq, "clip_groups", lambda w, *_: Clipped(w, torch.zeros(len(w))))
-    result: Any = Awq().quantize_layer(problem)
-    assert same_codes(result, RoundToNearest().quantize_layer(problem))
+    result: Any = METHODS["awq"].quantize_layer(problem)
+    assert same_codes(result, METHODS["rtn"].quantize_layer(problem))
     assert result.norms == {}
 
 
@@ -137,20 +135,20 @@ def test_losses_that_are_not_numbers_are_skipped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         awq, "scale_candidates", lambda mean, *_: iter([(0.5, torch.full_like(mean, torch.nan))])
     )
-    result: Any = Awq().quantize_layer(problem)
+    result: Any = METHODS["awq"].quantize_layer(problem)
     assert all(report.ratio is None for report in result.reports)
     assert all(bool(torch.isfinite(w.dequantize()).all()) for w in result.weights.values())
 
 
 def test_grouped_value_heads_are_not_folded_into_the_output() -> None:
-    reports: Any = Awq().quantize_layer(layer_problem(kv_features=HIDDEN // 2)).reports
+    reports: Any = METHODS["awq"].quantize_layer(layer_problem(kv_features=HIDDEN // 2)).reports
     assert next(r for r in reports if r.module.endswith("o_proj")).ratio is None
-    reports: Any = Awq().quantize_layer(layer_problem()).reports
+    reports: Any = METHODS["awq"].quantize_layer(layer_problem()).reports
     assert next(r for r in reports if r.module.endswith("o_proj")).ratio is not None
 
 
 def test_query_and_key_are_never_clipped() -> None:
-    reports: Any = Awq().quantize_layer(layer_problem()).reports
+    reports: Any = METHODS["awq"].quantize_layer(layer_problem()).reports
     for report in reports:
         if report.module.endswith(("q_proj", "k_proj")):
             assert report.clipped == 0
@@ -160,7 +158,7 @@ def test_query_and_key_are_never_clipped() -> None:
 def test_scaling_keeps_the_float_layer() -> None:
     """What a row of `up` loses, the column of `down` wins; only the rounding of 8 bits is between."""
     problem = layer_problem(scheme=IntScheme(8, 32, False))
-    result: Any = Awq().quantize_layer(problem)
+    result: Any = METHODS["awq"].quantize_layer(problem)
     assert result.norms, "no scale was folded: the test shows nothing"
     up_rows = result.weights["mlp.up_proj"].dequantize().norm(dim=1)
     down_columns = result.weights["mlp.down_proj"].dequantize().norm(dim=0)
@@ -208,7 +206,7 @@ def test_clipping_never_hurts_a_row() -> None:
     assert float(errors(clipped.weight).sum()) < float(errors(problem.weights[down]).sum())
     assert float(clipped.shares.mean()) > 0
     alone = replace(problem, weights={down: problem.weights[down]}, norms={})
-    result: Any = Awq().quantize_layer(alone)
+    result: Any = METHODS["awq"].quantize_layer(alone)
     effective = result.weights[down].dequantize()
     assert bool(
         (
@@ -256,7 +254,7 @@ def mixture_problem(tokens: tuple[int, ...], outliers: tuple[float, ...]) -> Lay
 def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
     """Router logits must not change, or tokens would be routed to other experts."""
     problem = mixture_problem((100, 100, 100), (20.0, 20.0, 20.0))
-    result: Any = Awq().quantize_layer(problem)
+    result: Any = METHODS["awq"].quantize_layer(problem)
     norm = "post_attention_layernorm"
     columns = problem.norms[norm] / result.norms[norm]
     assert not torch.equal(columns, torch.ones(HIDDEN))
@@ -270,7 +268,7 @@ def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
 def test_one_expert_that_loses_does_not_keep_the_others_from_gaining() -> None:
     """Channels that are loud for all others are silent for the last, which saw few tokens."""
     problem = mixture_problem((200, 200, 200, 20), (20.0, 20.0, 20.0, 0.01))
-    result: Any = Awq().quantize_layer(problem)
+    result: Any = METHODS["awq"].quantize_layer(problem)
     assert "post_attention_layernorm" in result.norms
     reports = [one for one in result.reports if "down" not in one.module]
     assert any(report.error > report.rtn_error for report in reports)
@@ -285,7 +283,7 @@ def test_one_expert_that_loses_does_not_keep_the_others_from_gaining() -> None:
 
 def test_experts_that_lose_together_keep_their_norm() -> None:
     """Most tokens go to the expert that the scales would harm."""
-    result: Any = Awq().quantize_layer(mixture_problem((10, 2000), (20.0, 0.01)))
+    result: Any = METHODS["awq"].quantize_layer(mixture_problem((10, 2000), (20.0, 0.01)))
     assert result.norms == {} and result.routers == {}
     assert all(report.error <= report.rtn_error for report in result.reports)
 
@@ -300,9 +298,9 @@ def test_a_judge_of_the_layer_chooses_among_the_best_candidates() -> None:
 
     problem = layer_problem()
     problem = replace(problem, options=MethodOptions(solver="nearest"))
-    chosen = Awq().quantize_layer(replace(problem, layer_error=later_is_better))
-    assert chosen.norms and not same_codes(chosen, Awq().quantize_layer(problem))
+    chosen = METHODS["awq"].quantize_layer(replace(problem, layer_error=later_is_better))
+    assert chosen.norms and not same_codes(chosen, METHODS["awq"].quantize_layer(problem))
     linears = {name for weights in seen for name in weights}
     assert linears == set(problem.weights)
-    plain = Awq().quantize_layer(replace(problem, layer_error=lambda _: 1.0))
+    plain = METHODS["awq"].quantize_layer(replace(problem, layer_error=lambda _: 1.0))
     assert not plain.norms and all(report.ratio is None for report in plain.reports)

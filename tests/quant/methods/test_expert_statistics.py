@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
+from llmopt.quant.methods.base import InputStatistics, LayerProblem
 from llmopt.quant.methods.error_feedback import asymmetric_shift, feedback
-from llmopt.quant.methods.expert_statistics import gram_of, own_gram, squares_of, too_few
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.methods.rounding import gram_of, own_gram, squares_of, too_few
 
 from ...support.hand_kept_maps import map_of
 from ...support.layer_problems import correlated_inputs, heavy_weight, statistics_of

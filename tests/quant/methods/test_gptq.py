@@ -20,11 +20,10 @@ from llmopt.quant.methods.base import (
     LayerProblem,
     LayerResult,
     MethodOptions,
-    SchemeOptions,
 )
 from llmopt.quant.methods.error_feedback import asymmetric_shift, feedback
-from llmopt.quant.methods.gptq import Gptq
-from llmopt.quant.methods.rtn import RoundToNearest
+from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
 
 from ...support.hand_kept_maps import map_of
 
@@ -72,7 +71,7 @@ def one(
     """A single linear quantized, as in the paper where nothing else is asked for."""
     asked: dict[str, Any] = {"ranges": "minmax", "act_order": "static"} | options
     settings = MethodOptions(**asked)
-    result: Any = Gptq().quantize_layer(
+    result: Any = METHODS["gptq"].quantize_layer(
         problem_of({"proj": weight}, record, scheme, options=settings)
     )
     codes = result.weights["proj"]
@@ -340,7 +339,7 @@ def test_linears_of_one_input_may_have_different_grids() -> None:
     )
     problem.schemes["b"] = FloatScheme("tensor")
     problem.scale_dtypes["b"] = torch.float32
-    result: Any = Gptq().quantize_layer(problem)
+    result: Any = METHODS["gptq"].quantize_layer(problem)
     for report in result.reports:
         assert report.fallback is None and report.error < report.rtn_error
     assert result.weights["b"].scheme == FloatScheme("tensor")
@@ -357,7 +356,7 @@ def test_linears_of_one_input_are_factored_once_and_come_out_as_if_alone(
     calls = []
     honest = gptq.feedback
     monkeypatch.setattr(gptq, "feedback", lambda *a: calls.append(1) or honest(*a))
-    together = Gptq().quantize_layer(problem)
+    together = METHODS["gptq"].quantize_layer(problem)
     assert len(calls) == 1
     assert list(together.weights) == ["q", "k", "v"]
     for name, weight in weights.items():
@@ -387,7 +386,7 @@ def test_later_linears_see_what_the_earlier_ones_became() -> None:
         calls.append((dict(replaced), set(linears)))
         return dict.fromkeys(linears, correlated(64, len(calls)))
 
-    result: Any = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
+    result: Any = METHODS["gptq"].quantize_layer(replace(problem, remeasure=remeasure))
     groups = LLAMA.shared_inputs
     assert [linears for _, linears in calls] == [set(group) for group in groups]
     for number, (replaced, _) in enumerate(calls):
@@ -409,8 +408,8 @@ def test_statistics_stay_as_they_are_where_that_was_asked_for() -> None:
         raise AssertionError
 
     problem = layer_problem(true_sequential=False)
-    asked = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
-    stored = Gptq().quantize_layer(layer_problem())
+    asked = METHODS["gptq"].quantize_layer(replace(problem, remeasure=remeasure))
+    stored = METHODS["gptq"].quantize_layer(layer_problem())
     assert all(same(asked.weights[n], stored.weights[n]) for n in stored.weights)  # pyright: ignore[reportArgumentType]
 
 
@@ -427,7 +426,7 @@ def test_experts_are_measured_together_not_one_by_one() -> None:
         calls.append(linears)
         return problem.statistics
 
-    result: Any = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
+    result: Any = METHODS["gptq"].quantize_layer(replace(problem, remeasure=remeasure))
     assert list(result.weights) == list(weights)
     assert [len(linears) for linears in calls] == [3, 1, 25, 13]  # with the router
 
@@ -439,7 +438,7 @@ def test_linears_that_no_group_names_are_quantized_too() -> None:
         IntScheme(4, 16, True),
         family=LLAMA,
     )
-    reports: Any = Gptq().quantize_layer(problem).reports
+    reports: Any = METHODS["gptq"].quantize_layer(problem).reports
     assert all(r.error < r.rtn_error for r in reports)
 
 
@@ -457,7 +456,7 @@ def test_searched_ranges_never_lose_more_in_their_own_norm() -> None:
 
 
 def test_what_is_asked_of_the_grid() -> None:
-    method = Gptq()
+    method = METHODS["gptq"]
     assert method.scheme(SchemeOptions()) == IntScheme(4, 128, True)
     assert method.scheme(SchemeOptions(bits=3, group_size=64, act_order="dynamic")) == IntScheme(
         3, 64, True, permuted=True
@@ -471,6 +470,6 @@ def test_rounding_to_a_permuted_grid_leaves_the_groups_where_they_lie() -> None:
     plain = problem_of({"proj": weight}, correlated(64, 0), IntScheme(4, 16, True))
     permuted = replace(plain, schemes={"proj": IntScheme(4, 16, True, permuted=True)})
     left, right = (
-        RoundToNearest().quantize_layer(problem).weights["proj"] for problem in (plain, permuted)
+        METHODS["rtn"].quantize_layer(problem).weights["proj"] for problem in (plain, permuted)
     )
     assert torch.equal(left.dequantize(), right.dequantize())

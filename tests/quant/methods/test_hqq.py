@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.hqq import Hqq, fit_grid
-from llmopt.quant.methods.rtn import RoundToNearest
+from llmopt.quant.methods.hqq import fit_grid
+from llmopt.quant.methods.registry import METHODS
 
 from ...support.layer_problems import heavy_weight, llama_layer, one_linear
 
@@ -57,8 +57,8 @@ def test_output_error_falls_with_bits_and_against_rounding() -> None:
     totals = []
     for bits in (2, 3, 4, 8):
         problem = llama_layer(IntScheme(bits, 32, False))
-        reports: Any = Hqq().quantize_layer(problem).reports
-        plain: Any = RoundToNearest().quantize_layer(problem).reports
+        reports: Any = METHODS["hqq"].quantize_layer(problem).reports
+        plain: Any = METHODS["rtn"].quantize_layer(problem).reports
         assert [r.rtn_error for r in reports] == pytest.approx([r.rtn_error for r in plain])
         totals.append(sum(r.error for r in reports))
         assert totals[-1] < sum(r.rtn_error for r in plain)
@@ -92,4 +92,4 @@ def test_damaged_weights_and_odd_widths_are_refused() -> None:
         fit_grid(weight, IntScheme(4, 32, False), torch.float16)
     weight[0, 0] = torch.nan
     with pytest.raises(BadInput, match=r"layers\.0\.linear holds NaN"):
-        Hqq().quantize_layer(one_linear(weight, IntScheme(4, 16, False)))
+        METHODS["hqq"].quantize_layer(one_linear(weight, IntScheme(4, 16, False)))

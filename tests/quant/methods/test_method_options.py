@@ -14,7 +14,7 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 
 CHOICES: list[tuple[str, dict[str, Any], Scheme]] = [

@@ -11,8 +11,8 @@ from llmopt.engine.planner.model.weights import stored_recipe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
-from llmopt.quant.methods.base import SchemeOptions
-from llmopt.quant.methods.transformed import QUIP
+from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.request.request import QuantizeRequest
@@ -42,7 +42,7 @@ def request_for(model: Path, output: Path, **options: Any) -> QuantizeRequest:
 def test_feedback_beats_the_nearest_points(bits: int) -> None:
     weight, scheme = heavy_weight(96, 160), E8pScheme(bits)
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
-    result = QUIP.quantize_layer(problem)
+    result = METHODS["quip"].quantize_layer(problem)
     report = result.reports[0]
     nearest = (
         kind_of(scheme).round(weight, torch.float16, name="model.layers.0.linear").dequantize()
@@ -56,11 +56,11 @@ def test_feedback_beats_the_nearest_points(bits: int) -> None:
 
 def test_other_widths_and_options_are_refused(model: Path) -> None:
     with pytest.raises(BadInput, match="--bits 5: method quip has 2, 3, 4"):
-        QUIP.scheme(SchemeOptions(bits=5))
+        METHODS["quip"].scheme(SchemeOptions(bits=5))
     with pytest.raises(BadInput, match="--group-size 64"):
-        QUIP.scheme(SchemeOptions(group_size=64))
+        METHODS["quip"].scheme(SchemeOptions(group_size=64))
     with pytest.raises(BadInput, match="linear has 40 inputs: E8P codes need a multiple of 32"):
-        QUIP.quantize_layer(one_linear(heavy_weight(64, 40), E8pScheme(2)))
+        METHODS["quip"].quantize_layer(one_linear(heavy_weight(64, 40), E8pScheme(2)))
 
 
 def test_the_plan_knows_its_bytes(model: Path, tmp_path: Path) -> None:

@@ -16,16 +16,17 @@ from llmopt.quant.methods.base import (
     LayerProblem,
     LayerResult,
     MethodOptions,
-    SchemeOptions,
 )
-from llmopt.quant.methods.rounding import round_layer
-from llmopt.quant.methods.smoothquant import SmoothQuant, input_noise
+from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.methods.rounding import quantize_layer
+from llmopt.quant.methods.smoothquant import input_noise
 from torch import nn
 
 from ...support.family_models import make_model, token_ids
 from ...support.layer_problems import LLAMA, NORMS, correlated_inputs, llama_layer, statistics_of
 
-SCHEME = SmoothQuant().scheme(SchemeOptions())
+SCHEME = METHODS["smoothquant"].scheme(SchemeOptions())
 INT8 = Activations("int8")
 
 
@@ -98,7 +99,7 @@ def columns_of(problem: LayerProblem, result: LayerResult) -> dict[str, torch.Te
 def test_folds_leave_the_float_logits_unchanged(alpha: float) -> None:
     ids = token_ids()
     problem = replace(measured(loud_model(), 0, ids), options=MethodOptions(alpha=alpha))
-    result: Any = SmoothQuant().quantize_layer(problem)
+    result: Any = METHODS["smoothquant"].quantize_layer(problem)
     assert set(result.norms) == set(NORMS)
 
     def fold(layer: Any) -> None:
@@ -114,7 +115,7 @@ def test_folds_leave_the_float_logits_unchanged(alpha: float) -> None:
 def test_int8_layers_lose_less_when_smoothed() -> None:
     """The layer as an engine runs it, with per-token quantized activations, on held-out tokens."""
     problem = measured(loud_model(), 0, token_ids(8))
-    smoothed, plain = SmoothQuant().quantize_layer(problem), round_layer(problem)
+    smoothed, plain = METHODS["smoothquant"].quantize_layer(problem), quantize_layer(problem)
 
     def run(result: LayerResult) -> Callable[[Any], list[Any]]:
         def change(layer: Any) -> list[Any]:
@@ -135,10 +136,10 @@ def test_int8_layers_lose_less_when_smoothed() -> None:
 def test_reports_hold_inputs_and_weights() -> None:
     problem = llama_layer(SCHEME, loud=50.0)
     reports: dict[str, Any] = {
-        report.module: report for report in SmoothQuant().quantize_layer(problem).reports
+        report.module: report for report in METHODS["smoothquant"].quantize_layer(problem).reports
     }
     weights_alone: dict[str, Any] = {
-        report.module: report for report in round_layer(problem).reports
+        report.module: report for report in quantize_layer(problem).reports
     }
     for module, report in reports.items():
         assert report.rtn_error > weights_alone[module].error
@@ -172,7 +173,7 @@ def test_smoothing_that_does_not_help_is_left_out() -> None:
     for name in (*LLAMA.shared_inputs[0], *LLAMA.shared_inputs[2]):
         problem.statistics[name] = statistics_of(inputs)
         problem.weights[name][:, 5] *= 30
-    result, plain = SmoothQuant().quantize_layer(problem), round_layer(problem)
+    result, plain = METHODS["smoothquant"].quantize_layer(problem), quantize_layer(problem)
     assert result.norms == {}
     for name, codes in result.weights.items():
         assert torch.equal(codes.dequantize(), plain.weights[name].dequantize())
@@ -201,14 +202,14 @@ def test_routers_follow_their_norm() -> None:
         with_bias=frozenset(),
         routers={"mlp.gate": torch.randn(3, 32)},
     )
-    result: Any = SmoothQuant().quantize_layer(problem)
+    result: Any = METHODS["smoothquant"].quantize_layer(problem)
     columns = problem.norms["norm"] / result.norms["norm"]
     before = (inputs * problem.norms["norm"]) @ problem.routers["mlp.gate"].T
     after = (inputs * result.norms["norm"]) @ result.routers["mlp.gate"].T
     assert torch.allclose(after, before, rtol=1e-5, atol=1e-4)
     assert float(columns.max() / columns.min()) > 3
     kept = replace(problem, routers={})  # a router that cannot be scaled along forbids the fold
-    assert SmoothQuant().quantize_layer(kept).norms == {}
+    assert METHODS["smoothquant"].quantize_layer(kept).norms == {}
 
 
 def test_norms_with_an_offset_stay_exact() -> None:
@@ -216,7 +217,7 @@ def test_norms_with_an_offset_stay_exact() -> None:
     problem = llama_layer(SCHEME, loud=50.0)
     folds = tuple(replace(fold, norm_offset=1.0) for fold in LLAMA.folds)
     problem = replace(problem, family=replace(LLAMA, folds=folds))
-    result: Any = SmoothQuant().quantize_layer(problem)
+    result: Any = METHODS["smoothquant"].quantize_layer(problem)
     name = "input_layernorm"
     assert result.norms[name].dtype == torch.bfloat16
     columns = (problem.norms[name].float() + 1) / (result.norms[name].float() + 1)
@@ -232,7 +233,7 @@ def test_dead_channels_are_left_alone() -> None:
         inputs[:, 7] = 0
         problem.statistics[name] = statistics_of(inputs)
         problem.weights[name][:, 9] = 0
-    result: Any = SmoothQuant().quantize_layer(problem)
+    result: Any = METHODS["smoothquant"].quantize_layer(problem)
     before, after = problem.norms["input_layernorm"], result.norms["input_layernorm"]
     assert torch.equal(after[[7, 9]], before[[7, 9]])
     assert bool(torch.isfinite(after).all()) and bool((after != 0).all())
@@ -248,7 +249,7 @@ def test_damaged_weights_are_named() -> None:
     problem = llama_layer(SCHEME)
     problem.weights["mlp.up_proj"][3, 3] = torch.inf
     with pytest.raises(BadInput, match=r"layers\.0\.mlp\.up_proj holds NaN or infinite"):
-        SmoothQuant().quantize_layer(problem)
+        METHODS["smoothquant"].quantize_layer(problem)
 
 
 def test_the_scheme_is_w8a8() -> None:

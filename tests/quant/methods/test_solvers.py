@@ -12,12 +12,9 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.base import MethodOptions, SchemeOptions
 from llmopt.quant.methods.folding import scaled_problem
-from llmopt.quant.methods.gptq import Gptq
+from llmopt.quant.methods.options import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.methods.solvers import with_solver
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.request.request import QuantizeRequest
@@ -38,7 +35,7 @@ def test_error_feedback_on_the_grid_of_a_method(name: str) -> None:
         scheme = replace(scheme, group_size=32)
     problem = llama_layer(scheme)
     nearest: Any = method.quantize_layer(problem)
-    solver = with_solver(method, "gptq")
+    solver = method.with_solver("gptq")
     assert solver.needs_statistics and solver.name == name
     solved: Any = solver.quantize_layer(replace(problem, options=SOLVED))
     assert all(tensor.scheme == scheme for tensor in solved.weights.values())
@@ -48,9 +45,9 @@ def test_error_feedback_on_the_grid_of_a_method(name: str) -> None:
 
 def test_methods_that_choose_their_codes_take_no_solver() -> None:
     with pytest.raises(BadInput, match="--solver gptq"):
-        with_solver(METHODS["hqq"], "gptq")
+        METHODS["hqq"].with_solver("gptq")
     with pytest.raises(BadInput, match="--act-order dynamic"):
-        with_solver(METHODS["fp8"], "gptq").scheme(SchemeOptions(act_order="dynamic"))
+        METHODS["fp8"].with_solver("gptq").scheme(SchemeOptions(act_order="dynamic"))
 
 
 def test_awq_is_solved_by_error_feedback_unless_asked_otherwise(tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_a_scaled_layer_is_measured_in_the_unscaled_one() -> None:
 
 def test_blocks_that_no_solver_takes_have_weighted_ranges() -> None:
     problem = llama_layer(GgufScheme("MXFP4"))
-    reports: Any = Gptq().quantize_layer(problem).reports
+    reports: Any = METHODS["gptq"].quantize_layer(problem).reports
     assert all(report.fallback and report.error < report.rtn_error for report in reports)
 
 
@@ -134,8 +131,8 @@ def test_gptq_takes_the_block_types_of_a_gguf_mix(tmp_path: Path) -> None:
 def test_weighted_ranges_help_rounding(scheme: Any) -> None:
     problem = llama_layer(scheme)
     plainly = replace(problem, options=MethodOptions(ranges="minmax"))
-    weighted: Any = RoundToNearest().quantize_layer(problem).reports
-    plain: Any = RoundToNearest().quantize_layer(plainly).reports
+    weighted: Any = METHODS["rtn"].quantize_layer(problem).reports
+    plain: Any = METHODS["rtn"].quantize_layer(plainly).reports
     assert [r.rtn_error for r in weighted] == [r.error for r in plain]
     assert sum(r.held_out_error for r in weighted) < 0.9 * sum(r.held_out_error for r in plain)
 

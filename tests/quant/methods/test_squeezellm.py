@@ -10,7 +10,8 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.lookup.kind import fit_tables, sort_rows
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.methods.base import InputStatistics
-from llmopt.quant.methods.squeezellm import SqueezeLlm, fit_lookup, input_sensitivity
+from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.methods.squeezellm import fit_lookup, input_sensitivity
 
 from ...support.layer_problems import (
     correlated_inputs,
@@ -85,7 +86,7 @@ def test_error_falls_with_bits_and_no_row_is_worse_than_equal_steps(fraction: fl
     totals = []
     for bits in (2, 3, 4, 8):
         problem = llama_layer(LookupScheme(bits, fraction))
-        result: Any = SqueezeLlm().quantize_layer(problem)
+        result: Any = METHODS["squeezellm"].quantize_layer(problem)
         for report in result.reports:
             assert report.error <= report.rtn_error
         for name, tensor in result.weights.items():
@@ -154,4 +155,4 @@ def test_damaged_weights_are_named() -> None:
     weight = heavy_weight(4, 48)
     weight[0, 0] = torch.nan
     with pytest.raises(BadInput, match=r"layers\.0\.linear holds NaN"):
-        SqueezeLlm().quantize_layer(one_linear(weight, LookupScheme(4)))
+        METHODS["squeezellm"].quantize_layer(one_linear(weight, LookupScheme(4)))

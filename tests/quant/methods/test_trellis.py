@@ -13,8 +13,9 @@ from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.methods.base import InputStatistics, SchemeOptions
-from llmopt.quant.methods.transformed import TRELLIS
+from llmopt.quant.methods.base import InputStatistics
+from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
 
 from ...support.layer_problems import heavy_weight, one_linear
 from ...support.native_paths import needs_compiler
@@ -25,7 +26,7 @@ pytestmark = needs_compiler  # the search of trellis codes
 def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     weight, scheme = heavy_weight(128, 256), TrellisScheme(2)
     problem = one_linear(weight, scheme, scale_dtype=torch.float16)
-    result = TRELLIS.quantize_layer(problem)
+    result = METHODS["trellis"].quantize_layer(problem)
     nearest = (
         kind_of(scheme).round(weight, torch.float16, name="model.layers.0.linear").dequantize()
     )
@@ -41,7 +42,7 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     assert problem.error("linear", result.weights["linear"].dequantize()) == pytest.approx(
         report.error
     )
-    again = TRELLIS.quantize_layer(problem).weights["linear"]
+    again = METHODS["trellis"].quantize_layer(problem).weights["linear"]
     for name, part in again.parts().items():
         assert torch.equal(part, result.weights["linear"].parts()[name])
 
@@ -49,7 +50,8 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
 def test_more_bits_have_less_error() -> None:
     weight = heavy_weight(128, 128)
     errors = [
-        TRELLIS.quantize_layer(one_linear(weight, TrellisScheme(bits))).reports[0].error or 0
+        METHODS["trellis"].quantize_layer(one_linear(weight, TrellisScheme(bits))).reports[0].error
+        or 0
         for bits in (1, 2, 3, 4)
     ]
     assert all(more < 0.5 * fewer for fewer, more in pairwise(errors))
@@ -58,7 +60,7 @@ def test_more_bits_have_less_error() -> None:
 def test_a_linear_that_no_token_reached_has_the_nearest_path() -> None:
     problem = one_linear(heavy_weight(128, 128), TrellisScheme(3))
     problem = replace(problem, statistics={"linear": InputStatistics(128)})
-    result = TRELLIS.quantize_layer(problem)
+    result = METHODS["trellis"].quantize_layer(problem)
     assert result.reports[0].fallback == "no calibration token reached it"
     expected = kind_of(TrellisScheme(3)).round(
         problem.weights["linear"], torch.float16, name="model.layers.0.linear"
@@ -76,13 +78,13 @@ def test_a_linear_that_no_token_reached_has_the_nearest_path() -> None:
 )
 def test_options_of_other_grids_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        TRELLIS.scheme(SchemeOptions(**options))
+        METHODS["trellis"].scheme(SchemeOptions(**options))
 
 
 def test_bad_weights_are_refused_by_name() -> None:
     weight = heavy_weight(128, 128)
     weight[3, 4] = float("nan")
     with pytest.raises(BadInput, match=r"model\.layers\.0\.linear holds NaN"):
-        TRELLIS.quantize_layer(one_linear(weight, TrellisScheme(2)))
+        METHODS["trellis"].quantize_layer(one_linear(weight, TrellisScheme(2)))
     with pytest.raises(BadInput, match="linear is 64 × 128: trellis codes"):
-        TRELLIS.quantize_layer(one_linear(heavy_weight(64, 128), TrellisScheme(2)))
+        METHODS["trellis"].quantize_layer(one_linear(heavy_weight(64, 128), TrellisScheme(2)))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.request.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.layers import quantized_layer
 from llmopt.quant.methods.base import LayerResult
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.request.request import QuantizeRequest
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretend_device import NAME, pretended_device

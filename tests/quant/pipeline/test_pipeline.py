@@ -16,12 +16,12 @@ from llmopt.quant.load_processor import load_tokenizer
 from llmopt.quant.manifest import journal
 from llmopt.quant.manifest.journal import work_folder
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import calibrate, pipeline
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config

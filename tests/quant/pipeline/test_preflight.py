@@ -11,13 +11,14 @@ import pytest
 from llmopt.engine.model.decoder.read_spec import supported_model_types
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.contents import CheckpointContents, stored
 from llmopt.quant.plan.loaders import loaders, loads_in
-from llmopt.quant.plan.plan import QuantizeRequest, make_plan
+from llmopt.quant.plan.plan import make_plan
+from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.request.selection import split_fusions
 
 from ...support.quant_support import STORIES

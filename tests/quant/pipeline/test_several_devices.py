@@ -11,7 +11,7 @@ from llmopt.quant.base import device as devices
 from llmopt.quant.base.device import devices_of
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods import gptq
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 

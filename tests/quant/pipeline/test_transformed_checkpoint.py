@@ -16,7 +16,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.convert import convert, dequantized_model
 from llmopt.quant.convert.verify import FAILED, PROVEN, verify
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

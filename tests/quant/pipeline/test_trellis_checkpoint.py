@@ -13,7 +13,7 @@ from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods import sign_descent
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight

@@ -8,7 +8,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest

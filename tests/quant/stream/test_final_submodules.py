@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
-from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import prepare, quantize
 from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.stream import layer_stream

@@ -13,7 +13,7 @@ from llmopt.quant.convert.verify import verify
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import KvRanges, kv_heads
 from safetensors.torch import load_file
 
