@@ -98,6 +98,28 @@ Reader = Callable[[Entries, str, dict[str, Any]], Raw]
 """A second reader of a format, numpy alone: of headers, a module's name and the `quantization_config`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Everything that codes may depend on beside the weight and the scheme.
+
+    Attributes:
+        scale_dtype: the dtype that the format stores scales in, if the kind leaves it open.
+        name: the weight's name in error messages.
+        input_scale: float32 `[1]`, for a scheme with static activations.
+        largest: the largest magnitude that one scale of the whole weight must cover, where the scheme fuses
+            scales; None: that of the weight, but a grid needs it.
+        importance: float32 `[in]`, of each channel's squared error, where the scheme searches ranges.
+        mse: whether a grid searches integer ranges for the least `sum |w - w'|**2.4`.
+    """
+
+    scale_dtype: torch.dtype
+    name: str = "weight"
+    input_scale: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+    mse: bool = False
+
+
 class Kind(ABC, Generic[SchemeT]):
     """The codes of one scheme: how weights are rounded to them, by a solver or to nearest."""
 
@@ -116,6 +138,13 @@ class Kind(ABC, Generic[SchemeT]):
         """A weight whose every code is 0, to measure the packed size of a format."""
 
     @abstractmethod
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
+        """`round`, for a kind to define."""
+
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
+        """`grid`, for a kind to define whose grids do not belong to one weight."""
+        raise NotImplementedError(f"{self.scheme.label} weights have no grid apart from a weight")
+
     def round(
         self,
         weight: torch.Tensor,
@@ -126,19 +155,12 @@ class Kind(ABC, Generic[SchemeT]):
         largest: torch.Tensor | None = None,
         importance: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        """Round a finite weight `[out, in]` to nearest (RTN).
-
-        Args:
-            scale_dtype: the dtype that the format stores scales in, if the kind leaves it open.
-            name: the weight's name in error messages.
-            input_scale: float32 `[1]`, for a scheme with static activations.
-            largest: the largest magnitude that one scale of the whole weight must cover, where the scheme
-                fuses scales; None: that of the weight.
-            importance: float32 `[in]`, of each channel's squared error, where the scheme searches ranges.
+        """Round a finite weight `[out, in]` to nearest (RTN); see `Rounding` for the arguments.
 
         Raises:
             BadInput: the weight does not fit into the scheme.
         """
+        return self.rounded(weight, Rounding(scale_dtype, name, input_scale, largest, importance))
 
     def grid(
         self,
@@ -149,13 +171,10 @@ class Kind(ABC, Generic[SchemeT]):
         mse: bool = False,
         largest: torch.Tensor | None = None,
     ) -> Grid:
-        """The grid of any weight of a shape `(out, in)`, for a solver.
-
-        Args:
-            scale_dtype, input_scale, largest: as for `round`; a scheme that fuses scales needs `largest`.
-            mse: whether integer ranges are searched for the least `sum |w - w'|**2.4`.
-        """
-        raise NotImplementedError(f"{self.scheme.label} weights have no grid apart from a weight")
+        """The grid of any weight of a shape `(out, in)`, for a solver; see `Rounding` for the arguments."""
+        return self.grid_for(
+            shape, Rounding(scale_dtype, input_scale=input_scale, largest=largest, mse=mse)
+        )
 
     @property
     def refuses_solver(self) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from ...base.scheme import Scheme
 from .grid import Grid, Parameters
 from .incoherence import Incoherence
-from .kind import Kind
+from .kind import Kind, Rounding
 from .tensor import QuantizedTensor
 
 
@@ -113,14 +113,5 @@ class TransformedKind(Kind[SchemeT]):
             BadInput: a width that the codes or the transforms do not divide.
         """
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> TransformedTensor:
-        return self.grid_of(weight, name).nearest(weight)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> TransformedTensor:
+        return self.grid_of(weight, how.name).nearest(weight)

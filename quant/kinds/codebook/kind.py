@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...base.device import HOST
 from ..base.grid import Affine, Parameters, RangedGrid, Table, fitted_steps
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from .scheme import CodebookScheme
 
@@ -252,27 +252,10 @@ class CodebookKind(Kind[CodebookScheme]):
             nested_offset=torch.zeros(1),
         )
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> CodebookTensor:
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> CodebookTensor:
         return round_to_codebook(weight, self.scheme)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> CodebookGrid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> CodebookGrid:
         return CodebookGrid(self.scheme, *shape)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, ScalarGrid
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from ..fp8.kind import E4M3_MAX
 from .scheme import Fp4Scheme
@@ -367,30 +367,13 @@ class Fp4Kind(Kind[Fp4Scheme]):
             torch.ones(1) if static else None,
         )
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> Fp4Tensor:
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> Fp4Tensor:
         return round_to_fp4(
-            weight, self.scheme, largest=largest, input_scale=input_scale, name=name
+            weight, self.scheme, largest=how.largest, input_scale=how.input_scale, name=how.name
         )
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> Fp4Grid:
-        return Fp4Grid(self.scheme, largest, input_scale)
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Fp4Grid:
+        return Fp4Grid(self.scheme, how.largest, how.input_scale)
 
 
 KIND = Fp4Kind

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, ScalarGrid
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
 from .scheme import FloatScheme
 
@@ -187,30 +187,15 @@ class FloatKind(Kind[FloatScheme]):
         static = self.scheme.activations is not None and not self.scheme.activations.dynamic
         return Fp8Tensor(values, scales, self.scheme, torch.ones(1) if static else None)
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> Fp8Tensor:
-        return round_to_fp8(weight, self.scheme, scale_dtype, input_scale=input_scale, name=name)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> Fp8Tensor:
+        return round_to_fp8(
+            weight, self.scheme, how.scale_dtype, input_scale=how.input_scale, name=how.name
+        )
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> FloatGrid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> FloatGrid:
         out_features, in_features = shape
         return FloatGrid(
-            self.scheme, out_features, in_features, scale_dtype, input_scale=input_scale
+            self.scheme, out_features, in_features, how.scale_dtype, input_scale=how.input_scale
         )
 
 

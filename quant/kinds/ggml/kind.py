@@ -16,7 +16,7 @@ from ..base.grid import (
     fitted_steps,
     snap_to_integers,
 )
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from .blocks import quantize_blocks
 from .fit import (
     AffineCodes,
@@ -263,28 +263,11 @@ class GgufKind(Kind[GgufScheme]):
         rows = torch.zeros(out_features, in_features // width * size, dtype=torch.uint8)
         return GgufTensor(rows, self.scheme)
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> GgufTensor:
-        data = quantize_blocks(weight, self.scheme.type, importance, name=name)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> GgufTensor:
+        data = quantize_blocks(weight, self.scheme.type, how.importance, name=how.name)
         return GgufTensor(data, self.scheme)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> Grid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
         return _GRIDS[self.scheme.type](self.scheme)
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, RangedGrid, fitted_line, fitted_steps, snap_to_integers
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
 from .scheme import IntScheme
 
@@ -333,33 +333,18 @@ class IntKind(Kind[IntScheme]):
             input_scale=torch.ones(1) if static else None,
         )
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> QuantizedTensor:
-        if importance is not None:
-            grid = self.grid(weight.shape, scale_dtype, input_scale=input_scale)
-            return grid.nearest(weight, importance)
-        codes = round_to_nearest(weight, self.scheme, scale_dtype, name=name)
-        return replace(codes, input_scale=input_scale)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
+        if how.importance is not None:
+            grid = self.grid_for(weight.shape, how)
+            return grid.nearest(weight, how.importance)
+        codes = round_to_nearest(weight, self.scheme, how.scale_dtype, name=how.name)
+        return replace(codes, input_scale=how.input_scale)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> IntGrid:
-        ranges = search_ranges if mse else group_ranges
-        return IntGrid(self.scheme, shape[1], scale_dtype, input_scale=input_scale, ranges=ranges)
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> IntGrid:
+        ranges = search_ranges if how.mse else group_ranges
+        return IntGrid(
+            self.scheme, shape[1], how.scale_dtype, input_scale=how.input_scale, ranges=ranges
+        )
 
 
 KIND = IntKind

@@ -15,7 +15,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.grid import Grid, Parameters
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from .scheme import LookupScheme
 
@@ -324,27 +324,10 @@ class LookupKind(Kind[LookupScheme]):
             sparse_values=torch.zeros(kept, dtype=torch.float16),
         )
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> LookupTensor:
-        return round_to_uniform_tables(weight, self.scheme, name=name)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> LookupTensor:
+        return round_to_uniform_tables(weight, self.scheme, name=how.name)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> LookupGrid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> LookupGrid:
         return LookupGrid(self.scheme, shape[1])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, ScalarGrid, snap_to_integers
-from ..base.kind import Kind
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from .scheme import VectorwiseScheme
 
@@ -92,27 +92,10 @@ class VectorwiseKind(Kind[VectorwiseScheme]):
         codes = torch.zeros(out_features, in_features, dtype=torch.int8)
         return VectorwiseTensor(codes, torch.ones(out_features), self.scheme)
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> VectorwiseTensor:
-        return round_to_rows(weight, self.scheme, name=name)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> VectorwiseTensor:
+        return round_to_rows(weight, self.scheme, name=how.name)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> VectorwiseGrid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> VectorwiseGrid:
         return VectorwiseGrid(self.scheme, shape[1])
 
 

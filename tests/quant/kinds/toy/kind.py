@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from llmopt.quant.kinds.base.grid import Affine, Grid, Parameters, ScalarGrid
-from llmopt.quant.kinds.base.kind import Kind
+from llmopt.quant.kinds.base.kind import Kind, Rounding
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 
 from .scheme import ToyScheme
@@ -57,27 +57,10 @@ class ToyKind(Kind[ToyScheme]):
         signs = torch.ones(out_features, in_features, dtype=torch.int8)
         return ToyTensor(signs, torch.ones(out_features).half(), self.scheme)
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> QuantizedTensor:
-        return self.grid(weight.shape, scale_dtype).nearest(weight)
+    def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
+        return self.grid_for(weight.shape, how).nearest(weight)
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> Grid:
+    def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
         return ToyGrid(self.scheme, shape[1])
 
 
