@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bench.gate.outputs import VerdictWanted
-    from ..bench.grid.plan import GridPlan
     from ..bench.options.options import BenchOptions
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
+    from ..bench.studies.grid_plan import GridPlan
     from .options.measuring import GridOptions, SweepOptions
     from .options.shared import ResultOptions
 
@@ -277,10 +277,10 @@ def run_bench_grid(
     Raises:
         BadInput: an option or a parameter file is invalid, or the folder is of something else.
     """
-    from ..bench.grid.cells import open_grid, parse_axes, run_grid
-    from ..bench.grid.page import write_grid
-    from ..bench.grid.plan import plan_grid
     from ..bench.record.tracking import of_result
+    from ..bench.studies.grid_cells import open_grid, parse_axes, run_grid
+    from ..bench.studies.grid_page import write_grid
+    from ..bench.studies.grid_plan import plan_grid
     from ..quant.base.atomic_io import interrupts_held
     from .output.bench_tables import track
     from .output.console import TerminalProgress, emit_json, people, result_console
@@ -324,8 +324,8 @@ def run_bench_grid(
 
 def commands(plan: GridPlan) -> list[str]:
     """The command lines of a grid: each server's, and below it its benchmarks'."""
-    from ..bench.grid.plan import bench_words, changed_fields
     from ..bench.load.started_server import dry_command
+    from ..bench.studies.grid_plan import bench_words, changed_fields
 
     lines = []
     for row in plan.rows():
@@ -343,7 +343,7 @@ def commands(plan: GridPlan) -> list[str]:
 
 
 def _show_grid(record: Mapping[str, Any], out: Console) -> None:
-    from ..bench.grid.page import console_table, grid_verdict
+    from ..bench.studies.grid_page import console_table, grid_verdict
     from .output.bench_tables import print_table
 
     print_table(console_table(record), out)

@@ -15,8 +15,8 @@ from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison, RunData
-    from ..bench.starts.plan import StartsPlan
-    from ..bench.starts.series import Finished
+    from ..bench.studies.starts_plan import StartsPlan
+    from ..bench.studies.starts_series import Finished
     from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 
@@ -101,8 +101,7 @@ def compare_starts(
         BadInput: options that contradict each other, or a base that cannot be measured.
         typer.Exit: 130 after Ctrl-C.
     """
-    from ..bench.starts.files import record_of, write_comparison
-    from ..bench.starts.series import PairedSeries
+    from ..bench.studies.starts_series import PairedSeries, record_of, write_comparison
     from .output.console import TerminalProgress, people, result_console
 
     folder, plan = _planned(bench_options, limits, starts, files)
@@ -147,7 +146,7 @@ def _planned(
     from dataclasses import replace
 
     from ..bench.record.run_folder import stamped
-    from ..bench.starts.plan import Budget, StartsPlan, can_interleave, parse_builds
+    from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
     from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
 
@@ -195,7 +194,7 @@ def _begin(folder: Path, plan: StartsPlan) -> None:
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     """The files that were asked for besides those in the folder."""
     from ..bench.page.page import to_markdown
-    from ..bench.starts.files import pooled, starts_page
+    from ..bench.studies.starts_series import pooled, starts_page
     from ..quant.base.atomic_io import write_atomically
     from .output.bench_tables import write_machine_readable
 

@@ -25,7 +25,7 @@ SAME = {"model_option": "model"}
 """Parameters that are another spelling of one."""
 
 KEPT = ("bool", "null", "merge")
-"""What YAML may read a bare word as."""
+"""Kinds that YAML may read a bare word as."""
 
 
 def with_config(command: Callable[..., None]) -> Callable[..., None]:

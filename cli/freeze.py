@@ -15,7 +15,7 @@ from .options.shared import ModelOptions, json_option
 
 @dataclass(frozen=True, slots=True)
 class FrozenOptions:
-    """What is written."""
+    """Options of the file that is written."""
 
     output: Path = option(
         Path("workload.jsonl"),

@@ -13,7 +13,7 @@ from .options.command import with_options, writable
 from .options.shared import Json
 
 if TYPE_CHECKING:
-    from ..bench.history.runs import HistoryRun
+    from ..bench.studies.history_runs import HistoryRun
 
 _SINCE = "Leave out the runs before the first one of this commit, such as a release's."
 Since = Annotated[str | None, typer.Option(help=_SINCE)]
@@ -67,7 +67,7 @@ def add(
 ) -> None:
     """Add runs; a run that is there already is left as it is."""
     from ..bench.gate.compare import parse_share
-    from ..bench.history.runs import add_runs, runs_of_results, short_id
+    from ..bench.studies.history_runs import add_runs, runs_of_results, short_id
     from ..quant.base.atomic_io import check_output
     from .output.console import emit_json, result_console
 
@@ -110,9 +110,9 @@ def show(
 ) -> None:
     """Show the series with their change points and the commits of these."""
     from ..bench.gate.limits import quantity
-    from ..bench.history.page import write_history
-    from ..bench.history.series import series_dict, series_of
     from ..bench.metrics.run_statistics import HEADLINES
+    from ..bench.studies.history_page import write_history
+    from ..bench.studies.history_series import series_dict, series_of
     from .output.bench_tables import print_series
     from .output.console import emit_json, result_console
 
@@ -133,7 +133,7 @@ def show(
 def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) -> None:
     """Exit 1 if the newest runs hold a change for the worse, 0 if not, 3 without a verdict."""
     from ..bench.gate.compare import parse_share
-    from ..bench.history.check import check_history, history_limits
+    from ..bench.studies.history_check import check_history, history_limits
     from .output.console import emit_json, result_console
 
     bounds = history_limits(limits.gate, parse_share(limits.threshold))
@@ -155,7 +155,7 @@ def _runs_since(folder: Path, since: str | None) -> list[HistoryRun]:
     Raises:
         BadInput: no history there, an empty one, or no such commit.
     """
-    from ..bench.history.runs import read_runs
+    from ..bench.studies.history_runs import read_runs
     from ..quant.base.errors import BadInput
 
     runs = read_runs(folder)

@@ -31,7 +31,7 @@ class DryRunOptions:
 
 @dataclass(frozen=True, slots=True)
 class PrintOptions:
-    """What is printed."""
+    """Options of the output on the terminal."""
 
     PANEL: ClassVar = "Run"
 

@@ -15,7 +15,7 @@ from .options.shared import FolderOptions, Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench.recipes.recipe import Recipe, Stages
+    from ..bench.studies.recipe import Recipe, Stages
     from ..quant.base.progress import Progress
 
 
@@ -52,7 +52,7 @@ def run(
         return
     resolve_model(steps.model)  # before torch is imported
 
-    from ..bench.recipes.recipe import Stages
+    from ..bench.studies.recipe import Stages
     from .output.console import TerminalProgress, emit_json, people, result_console
 
     stages = stages or Stages.begin(folder.folder(steps.name), steps)
@@ -90,7 +90,7 @@ def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
 
 
 def _show_steps(recipe: Recipe, as_json: bool) -> None:
-    from ..bench.recipes.recipe import steps_of
+    from ..bench.studies.recipe import steps_of
     from .output.console import emit_json, result_console
 
     if as_json:
@@ -101,7 +101,7 @@ def _show_steps(recipe: Recipe, as_json: bool) -> None:
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
-    from ..bench.recipes.recipe import Stages, read_recipe
+    from ..bench.studies.recipe import Stages, read_recipe
     from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:
@@ -124,8 +124,8 @@ class _Done:
 def _carry_out(stages: Stages, progress: Progress) -> _Done:
     if stages.recipe.capacity is not None:
         return _capacity(stages, progress)
-    from ..bench.report.recipe import HEADER, gate_sentence, recipe_verdict, verdict_rows
-    from ..bench.session.workflow import run_recipe
+    from ..bench.studies.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
+    from ..bench.studies.recipe_run import run_recipe
 
     run = run_recipe(stages, progress)
     # The report has all columns; 80 columns fit only these.
@@ -140,8 +140,8 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
 
 
 def _capacity(stages: Stages, progress: Progress) -> _Done:
-    from ..bench.report.sweep import capacity_table, capacity_verdict, write_capacity_report
-    from ..bench.session.workflow import run_capacity
+    from ..bench.studies.recipe_page import capacity_table, capacity_verdict, write_capacity_report
+    from ..bench.studies.recipe_run import run_capacity
 
     run = run_capacity(stages, progress)
     write_capacity_report(run)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import GateOutcome, Limit
-from llmopt.bench.gate.measured_starts import WAITING
+from llmopt.bench.gate.measured import WAITING
 from llmopt.bench.gate.sequential import CODES, SequentialPlan, decide
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 from llmopt.bench.gate.limits import MEASURED, GateOutcome
-from llmopt.bench.history.check import check_history
-from llmopt.bench.history.runs import MAX_OTHER_LOAD, HistoryRun
-from llmopt.bench.history.series import change_points
 from llmopt.bench.metrics.run_statistics import HEADLINES
 from llmopt.bench.page.page import markdown_table
+from llmopt.bench.studies.history_check import check_history
+from llmopt.bench.studies.history_runs import MAX_OTHER_LOAD, HistoryRun
+from llmopt.bench.studies.history_series import change_points
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.gate_rates import read_starts

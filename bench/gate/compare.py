@@ -34,8 +34,16 @@ from .limits import (
     speed_limits,
     with_waiting,
 )
-from .measured_runs import BUSY, NO_VALUE, background_error, find_in_runs, is_paired, other_load
-from .measured_starts import find_in_starts, operating_curve
+from .measured import (
+    BUSY,
+    NO_VALUE,
+    background_error,
+    find_in_runs,
+    find_in_starts,
+    is_paired,
+    operating_curve,
+    other_load,
+)
 from .quality_checks import QualityGate, check_quality, quality_changes
 from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ..quality.task_items import Aggregation, ItemScores, aggregate
 from ..record.result import RunData
-from ..tasks.items import Aggregation, ItemScores, aggregate
 from .counts import shown
 from .limits import PREFIX, Limit, TaskScored
 from .verdict import Excess, LimitFinding, LimitVerdict, judge

@@ -1,1 +1,1 @@
-"""Model quality: passages, scores per position, perplexity and KL divergence with intervals."""
+"""Model quality: passages, scores per position and per item, perplexity and KL divergence with intervals."""

@@ -14,7 +14,7 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries
-from ..tasks.items import TaskItems
+from ..quality.task_items import TaskItems
 
 SCHEMA_VERSION = 1
 RESULT_NAME = "result.json"

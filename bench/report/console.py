@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..load.certify import ClientError
 from ..metrics.metrics import METRICS, percentile_word
 from ..page.page import number
-from ..tasks.items import metric_name, score_words
+from ..quality.task_items import metric_name, score_words
 
 if TYPE_CHECKING:
     from rich.table import Table as ConsoleTable

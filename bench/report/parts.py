@@ -16,7 +16,7 @@ from ..page.page import Page, ReportTable, to_html, to_markdown
 from ..page.templates import flat, page_of
 from ..quality import summary
 from ..quality.sections import SCORES, SHADES, SHARES, layer_rows, marked
-from ..tasks.items import metric_name, score_words, task_rows
+from ..quality.task_items import metric_name, score_words, task_rows
 
 
 def report_page(template: str, **record: Any) -> Page:

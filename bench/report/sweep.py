@@ -1,4 +1,4 @@
-"""Reports of a load sweep or SLO search, and of a capacity recipe: the plan beside the measured knee."""
+"""Reports of a load sweep and of an SLO search: every point, the knee, throughput against latency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ..metrics.run_statistics import STEADY_FORMULAS
 from ..page.page import MISSING, Page, ReportTable, ReportVerdict, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
 from ..page.templates import page_of
-from ..recipes.results import FORMULAS, CapacityRun
 from ..record.result import to_json
 from ..record.run_folder import atomic_folder
 from .figures import captioned
@@ -178,68 +177,3 @@ def throughput_latency_svg(record: Mapping[str, Any]) -> str:
     axis.set_ylabel("output tokens/s")
     title(axis, f"Labels: {UNITS[kind]}")
     return to_svg(figure, "Output throughput against mean latency, one point per load")
-
-
-def capacity_verdict(run: CapacityRun) -> ReportVerdict:
-    """One sentence: what limits the number of users."""
-    record, knee = run.record, run.record["knee"]
-    if knee is None:
-        return sweep_verdict(run.sweep)
-    fits = record["predicted_sequences"]
-    said = f"The KV cache holds {record['kv_tokens']:,} tokens" if fits is not None else ""
-    if fits is None:
-        sentence = "The plan says nothing of this engine's cache."
-    elif fits > knee:
-        sentence = (
-            f"{said}, {fits:,} sequences of {record['sequence_tokens']:,}: computing, not memory, limits the "
-            "users here."
-        )
-    elif fits == knee:
-        sentence = (
-            f"{said}, as many sequences of {record['sequence_tokens']:,} as the knee has users."
-        )
-    else:
-        sentence = (
-            f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "
-            "users here, unless their sequences stay short."
-        )
-    return ReportVerdict("plain", sweep_verdict(run.sweep).headline, sentence)
-
-
-def capacity_table(run: CapacityRun) -> ReportTable:
-    """Predicted and measured values, one row per load."""
-    rows = [
-        [
-            load_text(row["users"], "concurrency"),
-            number(row["predicted_tpot_ms"]),
-            number(row["measured_tpot_ms"]),
-            percent(row["residual"], 0, signed=True),
-            number(row["predicted_tokens_per_second"], 0),
-            number(row["measured_tokens_per_second"], 0),
-        ]
-        for row in run.record["rows"]
-    ]
-    header = ["load", "TPOT planned", "measured, ms", "residual", "tokens/s planned", "measured"]
-    caption = (
-        f"Planned for sequences of {run.record['mean_context_tokens']:,} tokens, the mean of the workload. "
-        "A residual that grows with the users is time that the model of bytes and operations does not "
-        "know: prompts between the steps, scheduling, and Python for every sequence."
-    )
-    return ReportTable(header, rows, caption=caption)
-
-
-def capacity_page(run: CapacityRun) -> Page:
-    """The sweep's page with the plan in front of it."""
-    return sweep_page(
-        run.sweep,
-        "report/capacity.jinja",
-        verdict=capacity_verdict(run),
-        fits=run.record["predicted_sequences"],
-        plan=capacity_table(run),
-        CAPACITY_FORMULAS=FORMULAS,
-    )
-
-
-def write_capacity_report(run: CapacityRun) -> None:
-    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
-    write_page(capacity_page(run), run.folder)

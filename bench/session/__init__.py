@@ -1,1 +1,1 @@
-"""Benchmark sessions: in process, over HTTP, sweeps, paired runs against a base, recipes."""
+"""Benchmark sessions: in process, over HTTP, sweeps, paired runs against a base, lm-eval tasks."""

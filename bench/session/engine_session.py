@@ -26,12 +26,12 @@ from ..record.identity import conversations_part, engine_identity, speculation_p
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..report.plan_residuals import plan_for_folder, residuals
-from ..tasks.backends import EngineBackend
-from ..tasks.harness import check_template, prepare_tasks
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload
 from .quality import quality_passage, score_quality
 from .session import BenchSession
+from .task_backends import EngineBackend
+from .tasks import check_template, prepare_tasks
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine

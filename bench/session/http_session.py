@@ -18,11 +18,11 @@ from ..machine.pass_usage import PassMeter
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..record.identity import conversations_part, identity_part
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
-from ..tasks.backends import ServedBackend
-from ..tasks.harness import check_template, prepare_tasks
 from ..workloads.datasets import build_workload, resolved_options
 from .quality import ScoredQuality, score_served
 from .session import BenchSession
+from .task_backends import ServedBackend
+from .tasks import check_template, prepare_tasks
 
 TARGET = "http"
 ELSEWHERE = "the server is on another machine"

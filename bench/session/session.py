@@ -14,11 +14,10 @@ from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
-from ..tasks.harness import TaskScores, TaskSet, run_tasks
-from ..tasks.scorer import TaskBackend
 from ..workloads.synthetic import warmup_workload
 from ..workloads.workload import Workload
 from .quality import ScoredQuality
+from .tasks import TaskBackend, TaskScores, TaskSet, run_tasks
 
 
 class BenchSession(ABC):

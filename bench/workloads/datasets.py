@@ -14,8 +14,7 @@ from ...quant.models import resolve_model
 from ...quant.open import open_checkpoint
 from ..options.options import BenchOptions
 from ..options.values import NAMES, TRACES, ThinkTime, check_dataset
-from .agentic import agentic_workload
-from .conversations import ConversationRules
+from .conversations import ConversationRules, agentic_workload
 from .custom import custom_workload, download_sharegpt, hub_rows, hub_workload
 from .freeze import is_frozen, read_frozen, write_frozen
 from .sharegpt import sharegpt_threads_workload, sharegpt_workload

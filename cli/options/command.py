@@ -27,7 +27,7 @@ from ...quant.base.option import Option, flag_of, options_of, word_and_default, 
 
 _HIDDEN = "__hidden"
 Words = dict[str, Any]
-"""What a command line says, by the names of its flags; None, or a default, for what it does not say."""
+"""Words of a command line by the names of their flags; None, or a default, for those not given."""
 
 
 class From:

@@ -60,7 +60,7 @@ class ServedModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions(ServedModelOptions):
-    """Of a server: its address too."""
+    """Options of a served model, and the address of its server."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 picks a free one.", span=(0, 65535))
@@ -151,7 +151,7 @@ class MediaOptions:
 
 @dataclass(frozen=True, slots=True)
 class OperationOptions:
-    """What an operator adds to a server that clients use."""
+    """Options that an operator adds to a server: logs, traces, API keys, limits and TLS."""
 
     PANEL: ClassVar = "Logs and traces"
 

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...bench.gate.compare import Comparison, RunData
-    from ...bench.history.series import Series
     from ...bench.options.options import BenchOptions
     from ...bench.page.page import ReportTable
     from ...bench.record.tracking import TrackedRun, Tracker
+    from ...bench.studies.history_series import Series
     from ..options.measuring import VerdictFileOptions
 
 
@@ -146,8 +146,8 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
 
 def print_series(series: Sequence[Series], out: Console) -> None:
     """A line for each series, and below it its change points."""
-    from ...bench.history.page import history_verdict
     from ...bench.page.page import number, percent
+    from ...bench.studies.history_page import history_verdict
 
     for each in series:
         runs, aside = len(each.runs), len(each.runs) - len(each.analysed)

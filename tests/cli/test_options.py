@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import typer.main
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.recipes.recipe import Recipe
 from llmopt.bench.session import run_sessions
+from llmopt.bench.studies.recipe import Recipe
 from llmopt.cli import bench, main, serve_local
 from llmopt.cli.options.command import shown_name
 from llmopt.cli.options.shared import FolderOptions

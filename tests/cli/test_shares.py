@@ -10,8 +10,8 @@ import pytest
 import typer.main
 from llmopt.bench.gate.limits import COUNTED as COUNTS
 from llmopt.bench.gate.limits import MEASURED, SCORED, parse_gate
-from llmopt.bench.recipes.recipe import CompareStep
-from llmopt.bench.starts.plan import Build, StartsPlan
+from llmopt.bench.studies.recipe import CompareStep
+from llmopt.bench.studies.starts_plan import Build, StartsPlan
 from llmopt.cli import main
 from llmopt.quant.base.errors import BadInput
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from llmopt.bench.history.series import change_points, most_distant_split
+from llmopt.bench.studies.history_series import change_points, most_distant_split
 from otava.analysis import compute_change_points  # pyright: ignore[reportMissingImports]
 from otava.change_point_divisive.calculator import (  # pyright: ignore[reportMissingImports]
     PairDistanceCalculator,

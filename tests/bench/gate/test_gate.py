@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, compare
 from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, GateOutcome, parse_gate, speed_limits
-from llmopt.bench.gate.measured_runs import background_error
+from llmopt.bench.gate.measured import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.report.comparison import deltas_table

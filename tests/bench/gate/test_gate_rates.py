@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.gate.limits import parse_gate, with_waiting
-from llmopt.bench.gate.measured_runs import other_load
+from llmopt.bench.gate.measured import other_load
 
 from tools.gate_rates import (
     RunData,

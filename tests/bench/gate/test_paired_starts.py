@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, judge_starts
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.measured_starts import value_of_start
+from llmopt.bench.gate.measured import value_of_start
 from llmopt.bench.gate.outputs import junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.record.result import to_json

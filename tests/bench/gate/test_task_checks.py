@@ -10,9 +10,9 @@ import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.task_checks import task_changes
+from llmopt.bench.quality.task_items import TaskItems, items_of
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
-from llmopt.bench.tasks.items import TaskItems, items_of
 from llmopt.quant.base.errors import BadInput
 
 from tools.gate_rates import as_run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.load.address import RERANK
-from llmopt.bench.load.body import batches
+from llmopt.bench.load.driver import batches
 from llmopt.bench.load.exchange import read_pooled
 from llmopt.bench.load.presets import preset
 from llmopt.bench.load.started_server import server_arguments

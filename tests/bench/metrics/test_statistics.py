@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.gate.limits import GateOutcome
-from llmopt.bench.gate.measured_runs import paired_error
+from llmopt.bench.gate.measured import paired_error
 from llmopt.bench.metrics.statistics import (
     ASSUMED_RUN_CV,
     bootstrap_interval,

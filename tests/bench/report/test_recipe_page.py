@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import COUNTED
-from llmopt.bench.recipes.recipe import Recipe
-from llmopt.bench.recipes.results import RecipeRun, VariantRun
 from llmopt.bench.report.comparison import delta_cards
 from llmopt.bench.report.joined import candidate
-from llmopt.bench.report.recipe import recipe_verdict, summary_table
+from llmopt.bench.studies.recipe import Recipe, RecipeRun, VariantRun
+from llmopt.bench.studies.recipe_page import recipe_verdict, summary_table
 from llmopt.quant.convert.verify import VerifyReport
 
 from .test_report_pages import data

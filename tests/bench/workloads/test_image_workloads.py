@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.load.address import CHAT, COMPLETIONS
-from llmopt.bench.load.body import Body
+from llmopt.bench.load.driver import Body
 from llmopt.bench.load.exchange import MARK
 from llmopt.bench.load.inprocess import InProcessTarget, images_part
 from llmopt.bench.load.load import drive

@@ -1,0 +1,446 @@
+"""Evidence on a metric: of paired starts by a sequential rank test, of two single runs by Student's t.
+
+A start is a fresh process that loads the weights and makes a block of passes. Starts of the base and of the
+new build alternate, so that each pair saw the same mood of the machine; passes of one start share its
+addresses, caches and clocks, so they count as one value: the median over its undisturbed passes; a percentile
+over requests is taken of all of them together. If the passes of a pair took turns, the change is the mean
+over them, which the mood of the machine, that neighbouring passes share, leaves alone.
+
+A single run is one start, judged over its passes, paired where they took turns: how far two starts of the
+same build differ is assumed, and said. Paired starts measure it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ..metrics.statistics import (
+    Effect,
+    centre_interval,
+    effect_of_level,
+    effect_of_pairs,
+    effect_of_runs,
+    hodges_lehmann,
+    requests_for_percentile,
+)
+from ..record.result import RunData, value_of_pass
+from .limits import MEASURED, GateOutcome, Limit, Measured
+from .sequential import (
+    FALSE_PASS,
+    FALSE_REGRESSION,
+    OperatingCurve,
+    OperatingPoint,
+    SequentialPlan,
+    operating_points,
+)
+from .verdict import Change, Excess, LimitFinding, PairedExcess, pairs_to_settle
+
+WAITING = "waiting_seconds"
+TAILS = {"p90": 90.0, "p95": 95.0, "p99": 99.0}
+SLO_KEYS = ("request_goodput", "slo_share")
+ENERGY_KEYS = ("joules_per_token",)
+MIN_PAIRS_FOR_CURVE = 5
+
+
+def find_in_starts(
+    limit: Limit, base: Sequence[RunData], new: Sequence[RunData], plan: SequentialPlan
+) -> LimitFinding | str:
+    """The changes of a metric over pairs of starts; text where it cannot be judged."""
+    measured = limit.quantity
+    assert isinstance(measured, Measured)
+    if why := unjudgeable(measured, base, new):
+        return why
+    paired = paired_changes(limit, base, new)
+    if paired is None:
+        return f"{measured.label} has a limit but no value in every start"
+    sign, relative = 1 if limit.at_most else -1, paired.relative
+    allowed = limit.allowed(is_share=paired.is_share)
+    centre = hodges_lehmann(paired.changes)
+    low, high = centre_interval(paired.changes, FALSE_PASS)
+    said = f"{measured.label} {change_words(relative(centre), paired.is_share)}"
+    shown, lowest, highest = centre, low, high
+    if not limit.relative:
+        # The limit is on the value; the change from the base is shown beside it.
+        moves = paired.new - paired.base if paired.is_share else np.log(paired.new / paired.base)
+        shown, (lowest, highest) = hodges_lehmann(moves), centre_interval(moves, FALSE_PASS)
+        said = f"{measured.label} is {float(np.median(paired.new)):,.4g} {measured.unit}"
+    more, undecided = None, ""
+    if np.isfinite(high - low):
+        error = (high - low) / 2 / NormalDist().inv_cdf(1 - FALSE_PASS)
+        levels = (FALSE_REGRESSION / max(plan.num_limits, 1), FALSE_PASS)
+        more = pairs_to_settle(sign * centre - allowed, error, len(paired.changes), levels)
+        undecided = f" ± {(relative(high) - relative(low)) / 2:.1%}" if limit.relative else ""
+    return LimitFinding(
+        said,
+        PairedExcess(sign * paired.changes - allowed, plan),
+        f"{undecided}: {len(paired.changes)} pairs of starts do not tell the limit {limit.text}",
+        change=Change(
+            float(np.median(paired.base)),
+            float(np.median(paired.new)),
+            value=relative(shown),
+            worse=relative(sign * shown),
+            low=relative(lowest),
+            high=relative(highest),
+            allowed=relative(allowed) if limit.relative else None,
+            pairs_to_settle=more,
+        ),
+    )
+
+
+def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None:
+    """The chance of each verdict by the true change, at the noise of the pairs; None for few of them."""
+    if len(paired.excess) < MIN_PAIRS_FOR_CURVE:
+        return None
+    is_share = limit.quantity.key == WAITING
+    allowed = limit.allowed(is_share=is_share)
+    residuals = paired.excess - hodges_lehmann(paired.excess)
+    points = tuple(
+        OperatingPoint(
+            worse if is_share else math.expm1(worse),
+            found[GateOutcome.PASS],
+            found[GateOutcome.REGRESSION],
+            found[GateOutcome.NO_VERDICT],
+            mean_pairs,
+        )
+        for worse, found, mean_pairs in operating_points(residuals, allowed, paired.plan)
+    )
+    what = limit.quantity
+    return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], points)
+
+
+def change_words(change: float, is_share: bool) -> str:
+    """A change as text; of waiting time it is a share of the base's wall time."""
+    direction = "higher" if change > 0 else "lower"
+    return f"is {abs(change):.1%} {'of the wall time ' if is_share else ''}{direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class PairedChanges:
+    """The change of a metric in each pair, in the order of the pairs.
+
+    Attributes:
+        base, new: the values of the starts.
+        changes: log(new / base), log(new / bound) for a limit on the value itself; of waiting time, which
+            is near 0, the difference as a share of the base's wall time.
+        is_share: whether `changes` are shares instead of logarithms.
+    """
+
+    base: np.ndarray
+    new: np.ndarray
+    changes: np.ndarray
+    is_share: bool
+
+    def relative(self, change: float) -> float:
+        """A change as a share: 0.05 is 5 % more."""
+        return change if self.is_share else math.expm1(change)
+
+
+def undisturbed(passes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the passes to use: those not rejected by their own evidence; all if all were rejected."""
+    kept = [number for number, one in enumerate(passes) if not one.get("disturbed")]
+    return kept or list(range(len(passes)))
+
+
+def value_of_start(start: RunData, key: str) -> float | None:
+    """A metric's median over the undisturbed passes of a start; None without a value."""
+    passes = start.result["llmopt"]["runs"]
+    values = [value_of_pass(passes[number], key) for number in undisturbed(passes)]
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def tail_of_start(start: RunData, measured: Measured) -> float | None:
+    """A percentile over all requests of a start's undisturbed passes."""
+    table = start.requests or {}
+    if measured.column not in table or "run" not in table:
+        return value_of_start(start, measured.key)
+    kept = set(undisturbed(start.result["llmopt"]["runs"]))
+    rows = zip(table["run"], table[measured.column], strict=True)
+    values = [value for number, value in rows if number in kept and value is not None]
+    return float(np.percentile(values, TAILS[measured.statistic or ""])) if values else None
+
+
+def requests_missing(measured: Measured, starts: Sequence[RunData]) -> int:
+    """How many more requests a percentile needs before order statistics bound it from above; 0 if none."""
+    if measured.statistic not in TAILS:
+        return 0
+    completed = sum(start.result["completed"] for start in starts)
+    return max(0, requests_for_percentile(TAILS[measured.statistic]) - completed)
+
+
+def paired_changes(
+    limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
+) -> PairedChanges | None:
+    """The changes that a measured limit is about; None if a start has no value."""
+    measured = limit.quantity
+    assert isinstance(measured, Measured)
+    is_tail = measured.statistic in TAILS
+    read = tail_of_start if is_tail else lambda start, what: value_of_start(start, what.key)
+    after = [read(start, measured) for start in new]
+    before = [read(start, measured) for start in base]
+    if None in after or None in before:
+        return None
+    values, known = np.array(after, float), np.array(before, float)
+    is_share = measured.key == WAITING
+    if is_share:
+        walls = np.array([value_of_start(start, "duration") for start in base], float)
+        changes = (values - known) / walls if limit.relative else values - limit.bound
+    elif not limit.relative:
+        changes = np.log(values) - math.log(limit.bound)
+    else:
+        changes = np.log(values) - np.log(known)
+        if not is_tail:
+            changes = [
+                _change_by_passes(one, other, measured.key, change)
+                for one, other, change in zip(base, new, changes, strict=True)
+            ]
+    changes = np.array(changes, float)
+    return PairedChanges(known, values, changes, is_share) if np.isfinite(changes).all() else None
+
+
+def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -> float:
+    """The mean change over the passes of a pair that took turns, from the last one on, as cold ones may be
+    left out at the beginning; `otherwise` if they did not."""
+    pair = base.result["llmopt"]["arms"]
+    if not pair or pair != new.result["llmopt"]["arms"]:
+        return otherwise
+    passes = [side.result["llmopt"]["runs"][::-1] for side in (base, new)]
+    pairs = [
+        (value_of_pass(before, key), value_of_pass(after, key))
+        for before, after in zip(*passes, strict=False)
+        if not before.get("disturbed") and not after.get("disturbed")
+    ]
+    logs = [math.log(after / before) for before, after in pairs if before and after]
+    return float(np.mean(logs)) if logs else otherwise
+
+
+def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunData]) -> str | None:
+    """Why a limit on a metric cannot be judged on these starts; None where it can.
+
+    A tail needs requests. Goodput depends on the limits that it was counted with. Energy has the reason that
+    the meter gave.
+    """
+    if missing := max(requests_missing(measured, side) for side in (base, new)):
+        needed = requests_for_percentile(TAILS[measured.statistic or ""])
+        return f"{measured.label} needs {needed} requests a side: {missing} more"
+    key = measured.key
+    if key in SLO_KEYS:
+        limits = [sorted({_limits(start) for start in side}) for side in (base, new)]
+        if limits[0] != limits[1] or len(limits[0]) > 1 or limits[0] == ["none"]:
+            said = [" or ".join(side) for side in limits]
+            return f"{key} needs the same --goodput in both runs (base: {said[0]}, new: {said[1]})"
+    if key in ENERGY_KEYS:
+        for name, side in (("base", base), ("new", new)):
+            for start in side:
+                if not start.values(key):
+                    energy = start.result["llmopt"].get("energy") or {}
+                    reason = energy.get("cpu_reason") or "it has none"
+                    return f"{key} has a limit, but the {name} run has no energy: {reason}"
+    return None
+
+
+def _limits(start: RunData) -> str:
+    slo = start.result["llmopt"].get("slo") or {}
+    limits = sorted((slo.get("limits_ms") or {}).items())
+    return " ".join(f"{metric}:{limit:g}" for metric, limit in limits) or "none"
+
+
+NO_VALUE = "has a limit but no value in both runs"
+RESAMPLES = 500
+# From this many passes on, the measured spread between passes is used; it includes the spread over requests,
+# as every pass sends the same prompts. With fewer passes, at least the assumed spread: tails are heavy.
+RUNS_THAT_SHOW_SPREAD = 3
+FEW_PASSES_CV = 0.12
+# Restarting the same model changes its speed (addresses, caches, clock state, other virtual machines), and
+# averaging over the passes of one start does not remove that. In the recorded starts this variance is about
+# as large as that between passes, and never below the second number.
+START_VARIANCES = 1.0
+START_CV = 0.015
+# A run beside a background load L varies by this share of ln(1 / (1 - L)), from the 59 recorded passes
+# beside 0.36 to 0.6 (docs/measured/cpu/identical-runs.parquet): they are 2 % slower in the median, with a
+# deviation of 11 %.
+BACKGROUND_SHARE = 0.16
+# Background load above this is named in the notes.
+BUSY = 0.05
+
+
+def find_in_runs(
+    limit: Limit, base: RunData, new: RunData, *, num_limits: int, same: bool = False
+) -> LimitFinding | str:
+    """The change of a metric between two single runs; text where it cannot be judged.
+
+    A pass needs the 95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over
+    `num_limits` limits, beyond it. `same`: base and new are the same run, so they differ by exactly nothing.
+    """
+    measured = limit.quantity
+    assert isinstance(measured, Measured)
+    if why := unjudgeable(measured, [base], [new]):
+        return why
+    before, after = values_of(measured, base), values_of(measured, new)
+    if not before or not after:
+        return f"{measured.label} {NO_VALUE}"
+    is_share = measured.key == WAITING
+    relative = float if is_share else math.expm1
+    change = Effect(0.0, 0.0, math.inf) if same else effect_between(measured, base, new)
+    effect = change if limit.relative else effect_of_bound(measured, limit, new)
+    sign = 1 if limit.at_most else -1
+    slower, allowed = sign * effect.log_ratio, limit.allowed(is_share=is_share)
+    reach = effect.half_width(1 - FALSE_PASS)
+    width = change.half_width(1 - FALSE_PASS)
+    sides = centre_of(measured, before), centre_of(measured, after)
+    said = f"{measured.label} {change_words(relative(change.log_ratio), is_share)}"
+    if not limit.relative:
+        said = f"{measured.label} is {sides[1]:,.4g} {measured.unit}"
+    return LimitFinding(
+        said,
+        Excess(
+            slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) - allowed,
+            slower + reach - allowed,
+        ),
+        f" ± {relative(reach):.1%}: too noisy to tell the limit {limit.text}",
+        change=Change(
+            *sides,
+            value=relative(change.log_ratio),
+            worse=relative(sign * change.log_ratio),
+            low=relative(change.log_ratio - width),
+            high=relative(change.log_ratio + width),
+            allowed=relative(allowed) if limit.relative else None,
+        ),
+    )
+
+
+def values_of(measured: Measured, data: RunData) -> list[float]:
+    """The metric in each undisturbed pass that has it. Only waiting time may be 0."""
+    passes = data.result["llmopt"]["runs"]
+    values = [value_of_pass(passes[number], measured.key) for number in undisturbed(passes)]
+    return [value for value in values if value or (value == 0 and measured.key == WAITING)]
+
+
+def values_of_pairs(measured: Measured, base: RunData, new: RunData) -> list[tuple[float, float]]:
+    """The metric in both passes of each pair in which neither was disturbed; all pairs if there is none."""
+    sides = [data.result["llmopt"]["runs"] for data in (base, new)]
+    kept = set(undisturbed(sides[0])) & set(undisturbed(sides[1])) or set(range(len(sides[0])))
+    pairs = [[value_of_pass(side[n], measured.key) for side in sides] for n in sorted(kept)]
+    return [(one, other) for one, other in pairs if one and other]
+
+
+def centre_of(measured: Measured, values: Sequence[float]) -> float:
+    return float(np.mean(values)) if measured.key == WAITING else geometric_mean(values)
+
+
+def effect_of_bound(measured: Measured, limit: Limit, new: RunData) -> Effect:
+    """Distance of the new run's metric from a limit on its value."""
+    values = values_of(measured, new)
+    if measured.key != WAITING:
+        return effect_of_level(values, limit.bound)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Effect(float(np.mean(values)) - limit.bound, error, len(values) - 1 or math.inf)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def is_paired(base: RunData, new: RunData) -> bool:
+    """Whether the passes of the two runs were interleaved (paired), so that both saw the same machine."""
+    pairs = [side.result["llmopt"]["arms"] for side in (base, new)]
+    passes = [side.result["llmopt"]["runs"] for side in (base, new)]
+    return bool(pairs[0]) and pairs[0] == pairs[1] and len(passes[0]) == len(passes[1]) > 1
+
+
+def other_load(data: RunData) -> float:
+    """Background load: fraction of the CPUs used by other processes, mean over passes; 0 where unknown."""
+    loads = [run.get("other_load") for run in data.result["llmopt"]["runs"]]
+    known = [load for load in loads if load is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def background_error(data: RunData) -> float:
+    """Standard error, as a logarithm, that background load adds to a run whose passes carry no evidence of
+    their own.
+
+    Where they do, disturbed passes are left out, and load that did not disturb them excuses nothing.
+    """
+    passes = data.result["llmopt"]["runs"]
+    if any(one.get("disturbed") is not None for one in passes):
+        return 0.0
+    worst = 0.95  # at 1 the run could not have finished
+    return -BACKGROUND_SHARE * math.log1p(-min(other_load(data), worst))
+
+
+def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
+    """The change of a metric with its uncertainty: paired or unpaired, with or without request data."""
+    before, after = values_of(measured, base), values_of(measured, new)
+    if measured.key == WAITING:
+        return _effect_on_waiting(before, after, values_of(MEASURED["duration"], base))
+    if is_paired(base, new) and len(pairs := values_of_pairs(measured, base, new)) > 1:
+        return effect_of_pairs([one for one, _ in pairs], [other for _, other in pairs])
+    error = 0.0
+    if measured.column is not None and min(len(before), len(after)) < RUNS_THAT_SHOW_SPREAD:
+        percentile = percentile_of(measured.statistic)
+        tables = (base.by_request(measured.column), new.by_request(measured.column))
+        error = paired_error(*tables, percentile=percentile)
+    effect = effect_of_runs(
+        before,
+        after,
+        error,
+        between=START_VARIANCES,
+        assumed_cv=FEW_PASSES_CV,
+        believed=RUNS_THAT_SHOW_SPREAD,
+    )
+    known = math.hypot(START_CV * math.sqrt(2), background_error(base), background_error(new))
+    return effect.with_error(known)
+
+
+def _effect_on_waiting(
+    before: Sequence[float], after: Sequence[float], walls: Sequence[float]
+) -> Effect:
+    """The change of waiting time as a share of the base's wall time."""
+    wall = float(np.mean(walls)) if walls else math.nan
+    counts = len(before), len(after)
+    variance = sum(
+        float(np.var(side, ddof=1)) / len(side) for side in (before, after) if len(side) > 1
+    )
+    error = math.sqrt(variance) / wall if min(counts) > 1 else FEW_PASSES_CV
+    change = (float(np.mean(after)) - float(np.mean(before))) / wall
+    return Effect(change, math.hypot(error, START_CV * math.sqrt(2)), max(sum(counts) - 2, 1))
+
+
+def percentile_of(statistic: str | None) -> float:
+    """The percentile of a statistic; the mean is treated as the median."""
+    digits = (statistic or "").removeprefix("p")
+    return float(digits) if digits.isdigit() else 50.0
+
+
+def paired_error(
+    base: Mapping[str, Sequence[float]],
+    new: Mapping[str, Sequence[float]],
+    *,
+    percentile: float = 50.0,
+    seed: int = 0,
+) -> float:
+    """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs.
+
+    The same requests are resampled on both sides, so that differences between prompts cancel.
+    """
+    shared = [request for request in base if request in new]
+    passes_base = min((len(base[r]) for r in shared), default=0)
+    passes_new = min((len(new[r]) for r in shared), default=0)
+    if len(shared) < 2 or not passes_base or not passes_new:
+        return 0.0
+    tables = [
+        np.array([side[request][:passes] for request in shared]).T
+        for side, passes in ((base, passes_base), (new, passes_new))
+    ]
+    rng = np.random.default_rng(seed)
+    draws = rng.integers(0, len(shared), size=(RESAMPLES, len(shared)))
+    logs = [
+        np.log(np.percentile(table[:, draws], percentile, axis=-1)).mean(axis=0) for table in tables
+    ]
+    return float((logs[1] - logs[0]).std(ddof=1))

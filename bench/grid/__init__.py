@@ -1,1 +1,0 @@
-"""Grids over server flags and benchmark options: cells, resumable runs, table and Pareto front."""

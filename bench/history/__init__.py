@@ -1,1 +1,0 @@
-"""History of runs: a folder of Parquet files, change points of its series, and their verdict."""

@@ -1,1 +1,0 @@
-"""Recipes: the YAML schema of workflows, their stages and results."""

@@ -1,0 +1,220 @@
+"""Task backends: an idle engine in this process, batched, and a server over HTTP.
+
+A server gives log-probabilities of prompts and completions, as lm-eval's `local-completions` and
+`local-chat-completions` take them, with the tokens and windows of its `hf` model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...engine.base.sampling_params import SamplingParams
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from ..load.address import CHAT, Address, ServedModel
+from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, probe_prompt
+from .tasks import TargetScore, TaskGeneration, TaskWindow, before_stops, decode
+
+if TYPE_CHECKING:
+    from ...engine.engine import Engine
+    from ...engine.scheduling.outputs import TokenLogprobs
+
+
+# Requests queued in the engine at once: enough for full batches, few enough to poll cheaply.
+QUEUED = 256
+TOKEN_NAME = re.compile(rf"{TOKEN_ID}(\d+)")
+# Fields beyond OpenAI's, sent only where a task sets them.
+EXTRA = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "top_p": 1.0}
+
+
+class EngineBackend:
+    """A `TaskBackend` on an engine."""
+
+    sends_messages = False
+
+    def __init__(self, engine: Engine, progress: Progress | None = None) -> None:
+        self._engine = engine
+        self._progress = progress or Silent()
+        self.tokenizer = engine.tokenizer
+        self.longest = engine.scheduler.longest_sequence
+        slots = engine.stats.kv_blocks_total * engine.scheduler.config.block_size
+        self.max_inputs = min(engine.max_model_len, slots)
+
+    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        # A request holds the last target and one generated token beyond the inputs of a window.
+        fits = [len(window.inputs) + 2 <= self.longest for window in windows]
+        prompts = [
+            ([*window.inputs, window.targets[-1]], params)
+            for window, is_short in zip(windows, fits, strict=True)
+            if is_short
+        ]
+        answers = iter(self._complete(prompts, what))
+        return [
+            _scores(
+                next(answers)[1][-len(window.targets) :] if is_short else self._score_full(window)
+            )
+            for window, is_short in zip(windows, fits, strict=True)
+        ]
+
+    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
+        answers = self._complete([(each.token_ids, each.params) for each in requests], what)
+        return [
+            decode(self.tokenizer, tokens, request.params.stop)
+            for (tokens, _), request in zip(answers, requests, strict=True)
+        ]
+
+    def _score_full(self, window: TaskWindow) -> list[TokenLogprobs]:
+        """Score a window that fills the context and leaves no position to generate."""
+        from ...engine.sampling.sampler import rows_per_slice, sliced_logprobs
+
+        engine = self._engine
+        hidden = engine.hidden_states(window.inputs)[-len(window.targets) :]
+        logits, num_rows = engine.runner.decoder.logits, rows_per_slice(engine.vocab_size)
+        return sliced_logprobs(logits, hidden, window.targets, 0, num_rows)
+
+    def _complete(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str
+    ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...]]]:
+        """New tokens and prompt logprobs of each prompt, batched by the engine."""
+        written: list[list[int]] = [[] for _ in prompts]
+        scores: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
+        left, active = deque(enumerate(prompts)), set[str]()
+        self._progress.start(what, len(prompts), "requests")
+        try:
+            while left or active:
+                while left and len(active) < QUEUED:
+                    number, (tokens, params) = left.popleft()
+                    self._engine.add_request(str(number), tokens, params)
+                    active.add(str(number))
+                for output in self._engine.step():
+                    written[int(output.request_id)].extend(output.new_token_ids)
+                    if output.prompt_logprobs is not None:
+                        scores[int(output.request_id)] = output.prompt_logprobs
+                    if output.finish_reason is not None:
+                        active.remove(output.request_id)
+                        self._progress.advance()
+        finally:
+            for request_id in active:
+                self._engine.abort(request_id)
+            self._progress.finish()
+        return list(zip(written, scores, strict=True))
+
+
+def _scores(scored: Sequence[TokenLogprobs | None]) -> list[TargetScore]:
+    return [TargetScore(token.logprob, token.rank == 1) for token in scored if token is not None]
+
+
+class ServedBackend:
+    """A `TaskBackend` over HTTP. With the chat backend the server applies its template, and only generation
+    tasks can be scored."""
+
+    def __init__(
+        self,
+        client: JsonClient,
+        address: Address,
+        served: ServedModel,
+        *,
+        backend: str,
+        concurrency: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._client = client
+        self._address = address
+        self._served = served
+        self._concurrency = concurrency
+        self._progress = progress or Silent()
+        self._scoring: PromptLogprobs | None = None
+        self.sends_messages = backend == CHAT
+        self.tokenizer: Any = served.tokenizer
+        self.longest = served.max_model_len
+        # A prompt holds the last target too, and servers want room for a generated token.
+        self.max_inputs = served.max_model_len - 2
+
+    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
+        """Raises `NoPromptLogprobs` where the server gives none, `RequestFailed` where a request fails."""
+        if self.sends_messages:
+            raise BadInput(
+                "chats have no log-probabilities of a prompt: score the task with --backend openai"
+            )
+        if self._scoring is None:
+            self._scoring = PromptLogprobs.probed(
+                self._client,
+                self._address.completions_url,
+                self._served.model,
+                probe_prompt(self.tokenizer),
+                num_top=1,
+                concurrency=self._concurrency,
+            )
+        prompts = [[*window.inputs, window.targets[-1]] for window in windows]
+        scores = []
+        with progressing(self._progress, what, len(windows)):
+            for window, tokens in zip(windows, self._scoring.scores(prompts), strict=True):
+                of_targets = tokens[-len(window.targets) :]
+                scores.append([TargetScore(token.logprob, token.is_greedy) for token in of_targets])
+                self._progress.advance()
+        return scores
+
+    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
+        """Raises `RequestFailed` where a request fails."""
+        url = self._address.request_url if self.sends_messages else self._address.completions_url
+        bodies = [self._body(request) for request in requests]
+        texts = []
+        with progressing(self._progress, what, len(bodies)):
+            answers = self._client.post_each(url, bodies, self._concurrency)
+            for request, answer in zip(requests, answers, strict=True):
+                texts.append(self._text(answer, request.params.stop))
+                self._progress.advance()
+        return texts
+
+    def _body(self, request: TaskGeneration) -> dict[str, Any]:
+        params = request.params
+        body: dict[str, Any] = {
+            "model": self._served.model,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            **_stops(params),
+            **{
+                name: getattr(params, name)
+                for name in EXTRA
+                if getattr(params, name) != EXTRA[name]
+            },
+        }
+        if request.messages is not None:
+            limit = {"max_tokens": params.max_tokens}
+            return body | limit | {"messages": request.messages}
+        # The ids of the new tokens are decoded here as in process; a server without them gives their text.
+        ids = {"logprobs": 0, "return_tokens_as_token_ids": True}
+        return body | ids | {"prompt": request.token_ids, "max_tokens": params.max_tokens}
+
+    def _text(self, answer: dict[str, Any], stops: Sequence[str]) -> str:
+        try:
+            choice = answer["choices"][0]
+            if "message" in choice:
+                return before_stops(choice["message"].get("content") or "", stops)
+            names = (choice.get("logprobs") or {}).get("tokens") or []
+            ids = [TOKEN_NAME.fullmatch(name) for name in names]
+            if ids and all(ids):
+                return decode(self.tokenizer, [int(match[1]) for match in ids if match], stops)
+            return before_stops(choice["text"], stops)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise BadInput("an answer of the server is no completion") from error
+
+
+def _stops(params: SamplingParams) -> dict[str, Any]:
+    # OpenAI's limit is four; the text is cut at every one of them here.
+    return {"stop": list(params.stop[:4])} if params.stop else {}
+
+
+@contextmanager
+def progressing(progress: Progress, what: str, count: int) -> Iterator[None]:
+    """A progress bar over `count` requests, which ends with an error too."""
+    progress.start(what, count, "requests")
+    try:
+        yield
+    finally:
+        progress.finish()

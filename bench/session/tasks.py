@@ -1,0 +1,435 @@
+"""lm-eval tasks (EleutherAI harness) on a backend; needs `pip install 'llmopt[eval]'`.
+
+`TaskScorer` answers lm-eval's model requests: loglikelihood, rolling loglikelihood, generate-until, chat
+templates. Tokens are split, truncated and windowed as in lm-eval's `hf` model, so that its numbers are
+reproduced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ...engine.base.sampling_params import SamplingParams
+from ...quant.base.errors import BadInput, first_line
+from ..options.options import BenchOptions
+from ..quality.task_items import TaskItems, items_of
+
+WINDOWS = "tokens and windows as in lm-eval's hf model"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSet:
+    """Resolved tasks with their data loaded."""
+
+    specs: tuple[str, ...]
+    manager: Any
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScores:
+    """The record of the tasks of a run (`llmopt.tasks`), and the scores per item (`tasks.parquet`)."""
+
+    record: dict[str, Any]
+    items: TaskItems
+
+
+def prepare_tasks(words: Sequence[str]) -> TaskSet:
+    """Resolve tasks and load their data, before anything is measured.
+
+    A word is the name or pattern of bundled lm-eval tasks, or the path of a task's YAML file. Data sets on
+    the hub are downloaded unless cached.
+
+    Raises:
+        BadInput: lm-eval is missing, or a task or its data is.
+    """
+    try:
+        package, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
+    except ImportError as error:
+        raise BadInput(
+            f"--tasks needs lm-eval ({first_line(error)}): pip install 'llmopt[eval]'"
+        ) from error
+    paths = [word for word in words if word.endswith((".yaml", ".yml"))]
+    for path in paths:
+        if not Path(path).is_file():
+            raise BadInput(f"task {path} is not a file")
+    # Indexing the thousands of tasks bundled with lm-eval takes seconds.
+    manager = tasks.TaskManager(include_defaults=len(paths) < len(words))
+    specs: list[str] = []
+    for word in words:
+        names = [word] if word in paths else manager.match_tasks([word])
+        if not names:
+            raise BadInput(
+                f"lm-eval {package.__version__} has no task {word!r}; see lm-eval ls tasks"
+            )
+        specs += names
+    try:
+        with redirect_stdout(sys.stderr):
+            manager.load(specs)
+    except Exception as error:  # templates, data sets and the network raise many exception types
+        raise BadInput(f"cannot load {', '.join(words)}: {first_line(error)}") from error
+    return TaskSet(tuple(specs), manager, package.__version__)
+
+
+def lm_eval_model(scorer: TaskScorer) -> Any:
+    """The scorer as an `lm_eval.api.model.LM`."""
+    base: Any = import_module("lm_eval.api.model").LM
+
+    class ScorerModel(base):
+        tokenizer_name = scorer.tokenizer_name
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            return scorer.loglikelihoods([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            return scorer.rolling_loglikelihoods([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            return scorer.generate([request.args for request in requests])
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return scorer.chat_template or ""
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return scorer.apply_chat_template(
+                chat_history, add_generation_prompt=add_generation_prompt
+            )
+
+    return ScorerModel()
+
+
+def check_template(options: BenchOptions, backend: TaskBackend) -> None:
+    """Refuse, before anything is measured, tasks whose conversations could not be rendered.
+
+    Raises:
+        BadInput: a chat template is asked for and there is none, or the other way round for chats.
+    """
+    if backend.sends_messages:
+        if not options.apply_chat_template:
+            raise BadInput(
+                "--tasks over --backend openai-chat sends conversations: add --apply-chat-template, or take "
+                "--backend openai"
+            )
+    elif options.apply_chat_template and not backend.tokenizer.chat_template:
+        raise BadInput(
+            f"--apply-chat-template: the tokenizer of {backend.tokenizer.name_or_path} has no chat template"
+        )
+
+
+def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> TaskScores:
+    """Metrics with standard errors, versions, sample counts, and the scores per item.
+
+    A failing task does not lose the measurements before it: `error` of the record then holds the reason.
+    """
+    record: dict[str, Any] = {
+        "lm_eval_version": tasks.version,
+        "protocol": protocol_words(options, backend),
+        "limit": options.tasks_limit,
+        "chat_template": options.apply_chat_template,
+        "error": None,
+        "metrics": [],
+    }
+    evaluator = import_module("lm_eval.evaluator")
+    try:
+        with redirect_stdout(sys.stderr):
+            outcome = evaluator.simple_evaluate(
+                model=lm_eval_model(TaskScorer(backend, options.seed)),
+                tasks=list(tasks.specs),
+                task_manager=tasks.manager,
+                limit=options.tasks_limit,
+                num_fewshot=options.num_fewshot,
+                apply_chat_template=options.apply_chat_template,
+                fewshot_as_multiturn=options.apply_chat_template and options.fewshot_as_multiturn,
+                system_instruction=options.system_instruction,
+                log_samples=True,
+            )
+    except Exception as error:  # a task's own code and templates may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return TaskScores(record | {"error": reason}, TaskItems())
+    rows = metric_rows(outcome)
+    return TaskScores(record | {"metrics": rows}, items_of(outcome["samples"], rows))
+
+
+def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
+    """How the tasks were asked, for reports and comparisons."""
+    if backend.sends_messages:
+        template = "conversations sent as messages: the server applies its chat template"
+    elif options.apply_chat_template:
+        template = "the tokenizer's chat template"
+    else:
+        template = "no chat template"
+    words = [WINDOWS, template]
+    if options.apply_chat_template and options.fewshot_as_multiturn:
+        words.append("shots as turns of the conversation")
+    shots = options.num_fewshot
+    words.append("the task's own shots" if shots is None else f"{shots} shots")
+    if options.system_instruction is not None:
+        words.append(f"system instruction {options.system_instruction!r}")
+    return "; ".join(words)
+
+
+def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per metric of the results of `simple_evaluate`; groups follow their tasks."""
+    rows = []
+    groups = outcome.get("groups", {})
+    for task, values in {**outcome["results"], **groups}.items():
+        for key, value in values.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{kept}")
+            rows.append(
+                {
+                    "task": task,
+                    "is_group": task in groups,
+                    "version": outcome["versions"].get(task),
+                    "num_fewshot": outcome["n-shot"].get(task),
+                    "num_samples": outcome["n-samples"].get(task, {}).get("effective"),
+                    "metric": metric,
+                    "filter": kept,
+                    "value": value,
+                    "stderr": stderr if isinstance(stderr, int | float) else None,
+                    "higher_is_better": outcome["higher_is_better"].get(task, {}).get(metric),
+                }
+            )
+    return rows
+
+
+DEFAULT_NEW_TOKENS = 256
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class TargetScore(NamedTuple):
+    """Natural-log probability of a target token, and whether it is the likeliest."""
+
+    logprob: float
+    is_greedy: bool
+
+
+class TaskWindow(NamedTuple):
+    """Input tokens, and the targets predicted at the last `len(targets)` positions."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+class TaskGeneration(NamedTuple):
+    """Token ids to continue; with `messages`, the conversation for a server that applies the template."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    messages: list[dict[str, str]] | None = None
+
+
+class TaskBackend(Protocol):
+    """Where tasks are scored: an idle engine, or a server.
+
+    Attributes:
+        max_inputs: most input tokens of a scored window.
+        longest: most tokens of a prompt with its generation.
+        sends_messages: whether conversations are sent as messages, because the server applies the template.
+    """
+
+    tokenizer: Any
+    max_inputs: int
+    longest: int
+    sends_messages: bool
+
+    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
+        """Scores of the targets of each window."""
+        ...
+
+    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
+        """The text that follows each prompt, up to its first stop string."""
+        ...
+
+
+def summed(scores: Iterable[TargetScore]) -> tuple[float, bool]:
+    """(sum of log-probabilities in nats, whether each token is the likeliest) of a continuation."""
+    kept = list(scores)
+    return math.fsum(score.logprob for score in kept), all(score.is_greedy for score in kept)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """New tokens as text up to a stop string, decoded alone as in lm-eval: a leading space may go."""
+    return before_stops(tokenizer.decode(list(token_ids), skip_special_tokens=True), stops)
+
+
+def before_stops(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stop strings."""
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text
+
+
+def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> TaskWindow:
+    """The continuation with the context truncated on the left to `max_inputs` tokens.
+
+    Raises:
+        BadInput: a part is empty, or the continuation alone does not fit.
+    """
+    if not context or not continuation:
+        raise BadInput("a task gives a context or a continuation without any token")
+    if len(continuation) > max_inputs:
+        raise BadInput(
+            f"a continuation of {len(continuation)} tokens exceeds the {max_inputs} that fit"
+        )
+    whole = [*context, *continuation]
+    return TaskWindow(whole[-(max_inputs + 1) :][:-1], list(continuation))
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[TaskWindow]:
+    """Windows over a text that predict each token once, the first one after `prefix`.
+
+    Each holds `max_inputs` tokens where the text is long enough; the last one overlaps for context.
+    """
+    whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
+    for begin in range(0, len(tokens), max_inputs):
+        end = min(begin + max_inputs, len(tokens))
+        yield TaskWindow(whole[max(0, end - max_inputs) : end], whole[begin + 1 : end + 1])
+
+
+def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
+    """A task's `generation_kwargs` as sampling parameters: greedy unless it samples.
+
+    Raises:
+        BadInput: a key without a counterpart in the engine.
+    """
+    given = dict(wanted)
+    lengths = [given.pop(name, None) for name in LENGTHS]
+    until = given.pop("until", None) or []
+    temperature = float(given.pop("temperature", 0.0))
+    do_sample = given.pop("do_sample", None)
+    if do_sample and temperature == 0.0 and "temperature" not in wanted:
+        temperature = 1.0
+    if given.pop("num_beams", 1) != 1:
+        raise BadInput("a task asks for beam search (num_beams), which the engine does not do")
+    chosen = {name: given.pop(name) for name in SAMPLING if name in given}
+    if given:
+        raise BadInput(
+            f"a task has the generation_kwargs {', '.join(given)}: unknown to the engine"
+        )
+    return SamplingParams(
+        max_tokens=int(next((n for n in lengths if n is not None), DEFAULT_NEW_TOKENS)),
+        temperature=0.0 if do_sample is False else temperature,
+        stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
+        seed=seed,
+        **chosen,
+    )
+
+
+class TaskScorer:
+    """lm-eval's model requests on a backend."""
+
+    def __init__(self, backend: TaskBackend, seed: int = 0) -> None:
+        self._backend = backend
+        self._tokenizer = backend.tokenizer
+        self._seed = seed
+
+    @property
+    def max_inputs(self) -> int:
+        """Most input tokens of a scored window."""
+        return self._backend.max_inputs
+
+    @property
+    def prefix_token(self) -> int:
+        """The replacement of an empty context: BOS, else EOS."""
+        bos = self._tokenizer.bos_token_id
+        return self._tokenizer.eos_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, for lm-eval's records."""
+        return str(self._tokenizer.name_or_path)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the tokenizer's chat template; None without one, or where the server applies its own."""
+        return None if self._backend.sends_messages else self._tokenizer.chat_template
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as text; as JSON for a server that applies the template.
+
+        Raises:
+            BadInput: the template rejects the conversation.
+        """
+        if self._backend.sends_messages:
+            return json.dumps(messages, ensure_ascii=False)
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except Exception as error:  # templates raise what they like
+            raise BadInput(f"the chat template rejects a conversation: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text with special tokens, without a duplicate BOS."""
+        bos = self._tokenizer.bos_token
+        begins = bos is not None and text.startswith(bos)
+        return list(self._tokenizer.encode(text, add_special_tokens=not begins))
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of both, split after the context's tokens; trailing spaces move to the continuation."""
+        if not context:
+            tokens = list(self._tokenizer.encode(continuation, add_special_tokens=False))
+            if tokens[:1] == [self.prefix_token]:
+                return tokens[:1], tokens[1:]
+            return [self.prefix_token], tokens
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        begin = self.encode(kept)
+        return begin, self.encode(kept + continuation)[len(begin) :]
+
+    def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Per (context, continuation): log-probability in nats, and whether it is the greedy continuation."""
+        windows = [clipped(*self.encode_pair(*pair), self.max_inputs) for pair in pairs]
+        return [summed(each) for each in self._backend.score(windows, "continuations of the tasks")]
+
+    def rolling_loglikelihoods(self, texts: Sequence[str]) -> list[float]:
+        """Log-probability of each whole text in nats, in windows where it exceeds the context."""
+        windows = [
+            list(rolling_windows(self.encode(text), self.prefix_token, self.max_inputs))
+            for text in texts
+        ]
+        flat = [window for each in windows for window in each]
+        scores = iter(self._backend.score(flat, "texts of the tasks"))
+        return [math.fsum(summed(next(scores))[0] for _ in each) for each in windows]
+
+    def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """The generated text for each context up to a stop string, which is excluded.
+
+        A context too long for the new tokens is truncated on the left.
+
+        Raises:
+            BadInput: the new tokens alone exceed the context length.
+        """
+        longest = self._backend.longest
+        prompts = []
+        for number, (context, wanted) in enumerate(requests):
+            params = generation_params(wanted, self._seed + number)
+            max_context = longest - (params.max_tokens or 0)
+            if max_context < 1:
+                raise BadInput(
+                    f"a task generates up to {params.max_tokens} tokens; {longest} fit, prompt included"
+                )
+            if self._backend.sends_messages:
+                prompts.append(TaskGeneration([], params, json.loads(context)))
+            else:
+                prompts.append(TaskGeneration(self.encode(context)[-max_context:], params))
+        return self._backend.generate(prompts, "generations of the tasks")

@@ -1,1 +1,0 @@
-"""Paired starts: two builds measured in fresh processes that alternate, until the verdict is settled."""

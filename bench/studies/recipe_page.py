@@ -1,0 +1,282 @@
+"""Reports of recipes: every checkpoint against the original in speed, quality and memory; and of a capacity
+recipe, whose page is its sweep's with the plan beside the measured knee."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..load.step_split import reason_in_words
+from ..page.page import Figure, Page, ReportTable, ReportVerdict, number, percent, size
+from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
+from ..record.comparable import served_weight_bytes, weight_share, widened_words
+from ..report.comparison import TONES, deltas_table
+from ..report.figures import (
+    bars_svg,
+    captioned,
+    distributions_svg,
+    latency_samples,
+    roofline_svg,
+    slowdown_bounds,
+)
+from ..report.parts import report_page, warnings, write_page
+from ..report.sweep import load_text, sweep_page, sweep_verdict
+from .recipe import BASE_NAME, FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
+
+HEADER = (
+    "model",
+    "weights",
+    "perplexity",
+    "KL nats",
+    "top-1",
+    "tokens/s",
+    "TTFT",
+    "TPOT",
+    "speed",
+)
+WEIGHTS_CAPTION = (
+    "Weights: as held; of a model that is not quantized, at most the bytes of its file."
+)
+
+
+def verdict_rows(run: RecipeRun) -> list[list[str]]:
+    """Summary rows, one per checkpoint: quality, memory and speed."""
+    comparisons = {variant.variant.name: variant.comparison for variant in run.variants}
+    rows = []
+    for name, result in all_results(run).items():
+        record = result["llmopt"]
+        scored = record["quality"] or {}
+        comparison = comparisons.get(name)
+        rows.append(
+            [
+                name,
+                size(served_weight_bytes(result)),
+                number(scored.get("perplexity"), 3),
+                "" if comparison is None else number(scored.get("kl_nats"), 4),
+                "" if comparison is None else percent(scored.get("top1_agreement")),
+                number(result["output_throughput"], 0),
+                f"{number(record['metrics']['ttft']['median'], 1)} ms",
+                f"{number(record['metrics']['tpot']['median'], 2)} ms",
+                "reference" if comparison is None else comparison.outcome.value,
+            ]
+        )
+    return rows
+
+
+def recipe_verdict(run: RecipeRun) -> ReportVerdict:
+    """One sentence: the best variant by quality, and whether all checkpoints were verified."""
+    broken = [variant.variant.name for variant in run.variants if not variant.verified.ok]
+    if broken:
+        return ReportVerdict(
+            "bad",
+            f"{', '.join(broken)} failed verification.",
+            "The files do not hold what was computed: do not use them.",
+        )
+    best = min(run.variants, key=quality_key)
+    base = run.base.result["llmopt"]
+    record = best.data.result["llmopt"]
+    ratio = weight_share(run.base.result, best.data.result)
+    headline = f"{best.variant.name} keeps {percent(ratio, 0)} of the weight bytes"
+    scored = record["quality"]
+    if scored and base["quality"]:
+        change = scored["perplexity"] / base["quality"]["perplexity"] - 1
+        headline += f" at {percent(change, 1, signed=True)} perplexity"
+    speed = best.data.result["output_throughput"] / run.base.result["output_throughput"] - 1
+    sentence = (
+        f"It agrees with the original on the likeliest next token at "
+        f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
+        f"Throughput changes by {percent(speed, 0, signed=True)}{own_verdict(best, 'output_throughput')}. "
+        f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}. "
+        f"{widened_words(f'the {BASE_NAME}', run.base.result)}"
+    ).strip()
+    gated = run.recipe.compare.gate
+    tone = TONES[best.comparison.outcome] if gated else "plain"
+    return ReportVerdict(tone, headline + ".", sentence)
+
+
+def own_verdict(variant: VariantRun, key: str) -> str:
+    """The verdict on one metric in parentheses, and behind it the overall one where that differs."""
+    overall = variant.comparison.outcome
+    verdict = next((d.outcome for d in variant.comparison.deltas if d.key == key), None)
+    if verdict is None or verdict is overall:
+        return f" ({overall.value})"
+    others = [d.label for d in variant.comparison.deltas if d.outcome is overall]
+    return f" ({verdict.value}; overall {overall.value}: {', '.join(others) or 'other limits'})"
+
+
+def quality_key(variant: VariantRun) -> float:
+    """Sort key, smaller is better: KL divergence from the original, or the layer error where unknown."""
+    scored = variant.data.result["llmopt"]["quality"]
+    if scored and scored["kl_nats"] is not None:
+        return scored["kl_nats"]
+    return variant.manifest["summary"]["error"]
+
+
+def gate_sentence(run: RecipeRun) -> str:
+    """Whether the verdicts gate, and what limits decoding."""
+    if run.recipe.compare.gate:
+        return "The verdicts gate: a regression makes the command fail."
+    decode = decode_explanation(run.base.result)
+    best = min(run.variants, key=quality_key)
+    if reason := reason_in_words(run.base.result, best.data.result):
+        decode = f"{decode} {best.variant.name}: {reason}"
+    return (
+        "The comparison informs and does not gate: smaller weights make a model faster only where "
+        f"reading weights is what limits it. {decode}"
+    ).strip()
+
+
+def decode_explanation(result: Mapping[str, Any]) -> str:
+    """The roofline's explanation of the decode phase."""
+    roofline = result["llmopt"]["roofline"]
+    points = roofline["points"] if roofline else []
+    return next((p["explanation"] for p in points if p["phase"] == "decode"), "")
+
+
+def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
+    """Slowdown of each variant with its 90 % interval, one panel per metric."""
+    keys = {d.key: d.label for variant in variants for d in variant.comparison.deltas}
+    figure, axes = canvas(
+        max(len(keys), 1), width=11, height=1.3 + 0.45 * len(variants), sharey=True
+    )
+    for axis, (key, label) in zip(axes, keys.items(), strict=False):
+        for row, variant in enumerate(variants):
+            colour = SERIES[(row + 1) % len(SERIES)]
+            for delta in (d for d in variant.comparison.deltas if d.key == key):
+                low, high = slowdown_bounds(delta)
+                axis.plot(
+                    [low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45
+                )
+                axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+        axis.axvline(0, color=INK, linewidth=1)
+        axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
+        axis.set_yticks(range(len(variants)), [variant.variant.name for variant in variants])
+        axis.set_ylim(len(variants) - 0.5, -0.5)
+        axis.grid(visible=False, axis="y")
+        axis.set_xlabel("% slower")
+        title(axis, label)
+    return to_svg(figure, "Change of speed of every variant against the original")
+
+
+def summary_table(run: RecipeRun) -> ReportTable:
+    """`verdict_rows`, with the change of weight bytes and perplexity from the original."""
+    base = run.base.result["llmopt"]
+    rows = verdict_rows(run)
+    for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
+        record = result["llmopt"]
+        row[1] += f" ({percent(weight_share(run.base.result, result), 0)})"
+        if record["quality"] and base["quality"]:
+            change = record["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
+            row[2] += f" ({percent(change, 2, signed=True)})"
+    caption = f"In parentheses: relative to the {BASE_NAME}. {WEIGHTS_CAPTION}"
+    return ReportTable(HEADER, rows, caption=caption)
+
+
+def recipe_page(run: RecipeRun) -> Page:
+    """The page of a finished recipe."""
+    results = all_results(run)
+    notes = [note for result in results.values() for note in warnings(result)]
+    explained = [decode_explanation(result) for result in results.values()]
+    return report_page(
+        "studies/recipe.jinja",
+        run=run,
+        base=run.base.result,
+        results=results,
+        verdict=recipe_verdict(run),
+        notes=dict.fromkeys(notes),
+        summary=summary_table(run),
+        gate=gate_sentence(run),
+        explanation=next(filter(None, explained), ""),
+        figures=recipe_figures(run),
+        deltas_table=deltas_table,
+    )
+
+
+def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
+    """Side by side, changes, distributions and, where there is one, the roofline."""
+    results = all_results(run)
+    data = [run.base, *(one.data for one in run.variants)]
+    svgs = {
+        "side-by-side": bars_svg(results),
+        "changes": variants_svg(run.variants, run.recipe.compare.share),
+        "distributions": distributions_svg({one.name: latency_samples(one) for one in data}),
+    }
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    if all(roof and roof["points"] for roof in roofs.values()):
+        svgs["roofline"] = roofline_svg(roofs)
+    captions = {
+        "side-by-side": "Speed, quality and memory on the same prompts.",
+        "changes": "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
+        "shown as time per token.",
+    }
+    return captioned(svgs, **captions)
+
+
+def write_recipe_report(run: RecipeRun) -> None:
+    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
+    write_page(recipe_page(run), run.folder)
+
+
+def capacity_verdict(run: CapacityRun) -> ReportVerdict:
+    """One sentence: what limits the number of users."""
+    record, knee = run.record, run.record["knee"]
+    if knee is None:
+        return sweep_verdict(run.sweep)
+    fits = record["predicted_sequences"]
+    said = f"The KV cache holds {record['kv_tokens']:,} tokens" if fits is not None else ""
+    if fits is None:
+        sentence = "The plan says nothing of this engine's cache."
+    elif fits > knee:
+        sentence = (
+            f"{said}, {fits:,} sequences of {record['sequence_tokens']:,}: computing, not memory, limits the "
+            "users here."
+        )
+    elif fits == knee:
+        sentence = (
+            f"{said}, as many sequences of {record['sequence_tokens']:,} as the knee has users."
+        )
+    else:
+        sentence = (
+            f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "
+            "users here, unless their sequences stay short."
+        )
+    return ReportVerdict("plain", sweep_verdict(run.sweep).headline, sentence)
+
+
+def capacity_table(run: CapacityRun) -> ReportTable:
+    """Predicted and measured values, one row per load."""
+    rows = [
+        [
+            load_text(row["users"], "concurrency"),
+            number(row["predicted_tpot_ms"]),
+            number(row["measured_tpot_ms"]),
+            percent(row["residual"], 0, signed=True),
+            number(row["predicted_tokens_per_second"], 0),
+            number(row["measured_tokens_per_second"], 0),
+        ]
+        for row in run.record["rows"]
+    ]
+    header = ["load", "TPOT planned", "measured, ms", "residual", "tokens/s planned", "measured"]
+    caption = (
+        f"Planned for sequences of {run.record['mean_context_tokens']:,} tokens, the mean of the workload. "
+        "A residual that grows with the users is time that the model of bytes and operations does not "
+        "know: prompts between the steps, scheduling, and Python for every sequence."
+    )
+    return ReportTable(header, rows, caption=caption)
+
+
+def capacity_page(run: CapacityRun) -> Page:
+    """The sweep's page with the plan in front of it."""
+    return sweep_page(
+        run.sweep,
+        "studies/capacity.jinja",
+        verdict=capacity_verdict(run),
+        fits=run.record["predicted_sequences"],
+        plan=capacity_table(run),
+        CAPACITY_FORMULAS=FORMULAS,
+    )
+
+
+def write_capacity_report(run: CapacityRun) -> None:
+    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
+    write_page(capacity_page(run), run.folder)

@@ -1,0 +1,287 @@
+"""One start: a fresh process on chosen CPUs that loads the weights, makes passes, and writes a run folder.
+
+The two starts of a pair run on the same CPUs, those that were idle longest: one after the other, or alive
+together and in turns pass by pass: neighbouring passes share the mood of the machine, so their change is far
+steadier (`session.pass_turns`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...quant.base.atomic_io import interrupts_held
+from ...quant.base.errors import BadInput
+from ..load.started_server import stop
+from ..machine.pass_usage import PROC, allowed_cpus, thread_ids
+from ..record.result import RESULT_NAME
+from ..session.pass_turns import TurnPipe, give_turns
+from .starts_plan import value_of
+
+AUTO, NONE = "auto", "none"
+LOOK_SECONDS = 0.2
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """`0,2-3` as a set of CPUs.
+
+    Raises:
+        BadInput: malformed, or a CPU that this process may not use.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = RANGE.fullmatch(part.strip())
+        if match is None:
+            raise BadInput(f"--pin-cpus {text!r}: write {AUTO}, {NONE}, or CPUs such as 0,2-3")
+        first, last = match.groups()
+        cpus |= set(range(int(first), int(last or first) + 1))
+    allowed = allowed_cpus(None)
+    if not cpus or not cpus <= allowed:
+        raise BadInput(f"--pin-cpus {text!r}: this process may use {sorted(allowed)}")
+    return frozenset(cpus)
+
+
+def cpus_of_pair(pin: str, options: Sequence[str], *, has_server: bool) -> frozenset[int] | None:
+    """The CPUs of the next two starts; None leaves them to the scheduler.
+
+    `auto` takes as many CPUs as the engine has threads. Client and server of one start compete for CPUs, and
+    so do the threads of an engine that may use all of them: they are not pinned.
+    """
+    if pin == NONE:
+        return None
+    if pin != AUTO:
+        return parse_cpus(pin)
+    threads = value_of(options, "--num-threads")
+    allowed = allowed_cpus(None)
+    if (
+        has_server
+        or threads is None
+        or not threads.isdigit()
+        or not 0 < int(threads) < len(allowed)
+    ):
+        return None
+    return idlest(allowed, int(threads))
+
+
+def idlest(allowed: set[int], count: int, proc: Path = PROC) -> frozenset[int] | None:
+    """The `count` CPUs that were idle longest while it looked; None where the system does not tell."""
+    before = idle_ticks(proc)
+    time.sleep(LOOK_SECONDS)
+    after = idle_ticks(proc)
+    if not allowed <= before.keys() & after.keys():
+        return None
+    # Of equally idle ones the last: interrupts are usually handled by the first.
+    order = sorted(allowed, key=lambda cpu: (after[cpu] - before[cpu], cpu), reverse=True)
+    return frozenset(order[:count])
+
+
+def idle_ticks(proc: Path = PROC) -> dict[int, int]:
+    """{CPU: clock ticks that it was idle since boot}; empty where the system does not tell."""
+    try:
+        lines = (proc / "stat").read_text().splitlines()
+    except OSError:
+        return {}
+    rows = [line.split() for line in lines if re.match(r"cpu\d", line)]
+    return {int(row[0][3:]): int(row[4]) for row in rows}
+
+
+def pin(pid: int, cpus: frozenset[int] | None) -> None:
+    """Let every thread of a running process run on `cpus`; None changes nothing."""
+    for thread in thread_ids(pid) if cpus is not None else ():
+        with suppress(OSError):
+            os.sched_setaffinity(thread, cpus or set())
+
+
+@contextmanager
+def affinity(cpus: frozenset[int] | None) -> Iterator[None]:
+    """Processes started inside run on `cpus`; None changes nothing."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+HELP_SECONDS = 30.0
+# What an environment of its own must not inherit: the sources of this installation.
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+
+
+class Crash(Exception):
+    """A start of the build `name` ended without a result; the message has its exit code and last words."""
+
+    def __init__(self, name: str, words: str) -> None:
+        super().__init__(words)
+        self.name = name
+
+
+class OutOfTime(Exception):
+    """The budget ended while a start was running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of the build `name`, which writes its run to `folder`."""
+
+    name: str
+    command: Sequence[str]
+    folder: Path
+    inherit_sources: bool
+
+
+class RunningStart:
+    """The process of a start, in a session of its own: Ctrl-C reaches the runner alone, which stops it."""
+
+    def __init__(
+        self, start: Start, extra: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+    ) -> None:
+        self._start = start
+        self._log = start.folder.with_name(f"{start.folder.name}.log")
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                start.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**environment_of(start.inherit_sources), **(extra or {})},
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, deadline: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            OutOfTime: it is still running at `deadline` (`time.monotonic`).
+        """
+        try:
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise OutOfTime from None
+
+    def stop(self) -> None:
+        """Stop it, if it still runs."""
+        if self._process.poll() is None:
+            stop(self._process)
+
+    def check(self) -> None:
+        """Raises `Crash` if it wrote no run; else its log is removed.
+
+        All requests of a run may have failed: that is a result, which the gate judges.
+        """
+        if (self._start.folder / RESULT_NAME).is_file():
+            self._log.unlink()
+            return
+        code = self._process.returncode
+        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+        words = f"{ending}: {last_line(self._log) or 'it said nothing'}"
+        raise Crash(self._start.name, f"start {self._start.folder.name} ended with {words}")
+
+
+def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
+    """Run one start to its end.
+
+    Raises:
+        Crash: it wrote no run.
+        OutOfTime: it was still running at `deadline`, and was stopped.
+        KeyboardInterrupt: it was stopped.
+    """
+    with affinity(cpus):
+        running = RunningStart(start)
+    try:
+        running.wait(deadline)
+    finally:
+        with interrupts_held():
+            running.stop()
+    running.check()
+
+
+def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadline: float) -> None:
+    """Run starts that are alive together: they load at the same time, then take turns on `cpus`.
+
+    Raises: as `run_alone`, for the first of the starts in their order.
+    """
+    pair = uuid.uuid4().hex
+    turns = [TurnPipe(pair) for _ in starts]
+    running: list[RunningStart] = []
+    # Reading a turn blocks; a process that is stopped ends it.
+    watchdog = threading.Timer(
+        max(deadline - time.monotonic(), 0.0), lambda: [one.stop() for one in running]
+    )
+    try:
+        for start, turn in zip(starts, turns, strict=True):
+            running.append(RunningStart(start, turn.environment, turn.descriptors))
+            turn.started()
+        watchdog.start()
+        for one, turn in zip(running, turns, strict=True):
+            if not turn.ready():
+                one.wait(deadline)
+                one.check()
+        for one in running:
+            pin(one.pid, cpus)
+        give_turns(turns)
+        for one in running:
+            one.wait(deadline)
+    except Crash:
+        if time.monotonic() < deadline:
+            raise
+    finally:
+        watchdog.cancel()
+        with interrupts_held():
+            for turn in turns:
+                turn.close()
+            for one in running:
+                one.stop()
+    if time.monotonic() >= deadline:
+        raise OutOfTime
+    for one in running:
+        one.check()
+
+
+def environment_of(inherit_sources: bool) -> dict[str, str]:
+    """The environment, without what would put the sources of this installation into another one."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if inherit_sources or key not in NOT_INHERITED
+    }
+
+
+def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) -> bool:
+    """Whether `command --help` names the option: an older version may not know it."""
+    environment = {**environment_of(inherit_sources), "COLUMNS": "200"}
+    try:
+        done = subprocess.run(
+            [*command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=HELP_SECONDS,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return option in done.stdout
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]

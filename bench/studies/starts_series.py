@@ -1,0 +1,325 @@
+"""Series of paired starts in ABBA order, until the verdict is settled or the budget ends; resumable.
+
+ABBA: the first pair starts with the base, the second with the new build, and so on, so that a machine that
+drifts steadily favours neither. Leading passes of a start are discarded until two in succession agree. A
+finished comparison is written as `comparison.json`, `.html` and `.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.atomic_io import write_atomically
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from ..gate.compare import Comparison, judge_starts
+from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
+from ..gate.measured import value_of_start
+from ..page.page import Page, to_html, to_markdown
+from ..page.templates import page_of
+from ..record.result import RESULT_NAME, RunData, plain, to_json
+from ..report.comparison import comparison_page, verdict_of
+from .start import (
+    Crash,
+    OutOfTime,
+    Start,
+    cpus_of_pair,
+    has_option,
+    parse_cpus,
+    run_alone,
+    run_in_turns,
+)
+from .starts_plan import Build, StartsPlan, check_options
+
+AGREEMENT = 0.03
+# At most this fraction of the passes is discarded.
+MAX_DISCARDED = 0.5
+
+
+def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
+    """How many leading passes are discarded: those before the first two whose CPU time, or wall time where
+    that is unknown, differs by at most 3 %; never more than half of the passes."""
+    most = int(len(passes) * MAX_DISCARDED)
+    for number in range(most):
+        times = [one.get("cpu_seconds") or one["duration"] for one in passes[number : number + 2]]
+        if max(times) <= min(times) * (1 + AGREEMENT):
+            return number
+    return most
+
+
+def warm(start: RunData) -> RunData:
+    """The start without its cold passes, in its record and in its table of requests."""
+    record = start.result["llmopt"]
+    cold = num_cold(record["runs"])
+    if not cold:
+        return start
+    ours = {**record, "runs": record["runs"][cold:], "num_cold_passes": cold}
+    table = start.requests
+    if table is not None:
+        kept = [row for row, number in enumerate(table["run"]) if number >= cold]
+        table = {key: [column[row] for row in kept] for key, column in table.items()}
+        table["run"] = [number - cold for number in table["run"]]
+    return replace(start, result={**start.result, "llmopt": ours}, requests=table)
+
+
+# The first pair also writes reports.
+PACE_PAIR = 2
+URL_NOTE = (
+    "a URL names a server that is already running, so only the client starts anew: effects of a start of the "
+    "server (memory layout, clocks, compilation) are not seen"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished comparison: its starts pair by pair, and the verdict."""
+
+    plan: StartsPlan
+    base: tuple[RunData, ...]
+    new: tuple[RunData, ...]
+    comparison: Comparison
+    stopped_because: str
+
+
+@dataclass(slots=True)
+class PairedSeries:
+    """The starts of a comparison in its folder: those that exist already are not run again.
+
+    Raises:
+        BadInput: a plan that cannot be carried out, or a base that crashes.
+        KeyboardInterrupt: from `run`; what was finished is in the folder.
+    """
+
+    plan: StartsPlan
+    folder: Path
+    progress: Progress = field(default_factory=Silent)
+    base: list[RunData] = field(default_factory=list)
+    new: list[RunData] = field(default_factory=list)
+    _is_current: bool = False
+
+    def __post_init__(self) -> None:
+        check_options((self.plan.base, self.plan.new), self.plan.options)
+        self.plan.gate()
+        self.plan.quality()
+        if self.plan.pin_cpus not in ("auto", "none"):
+            parse_cpus(self.plan.pin_cpus)
+
+    def run(self) -> Finished:
+        """Run pairs until the verdict is settled, the budget ends, or the new build crashes."""
+        budget = self.plan.budget
+        deadline = time.monotonic() + 60 * budget.max_minutes
+        self.progress.start("starts", 2 * budget.max_pairs, "starts")
+        # The client of a server is this installation.
+        builds = self.plan.base, self.plan.new
+        self._is_current = self.plan.has_server or all(map(is_current, builds))
+        try:
+            for pair in range(1, budget.max_pairs + 1):
+                self._run_pair(pair, deadline)
+                comparison = self._judge(final=pair >= self.plan.max_pairs)
+                self.progress.status(f"{comparison.outcome.value} so far")
+                if comparison.settled:
+                    return self._finished(comparison, self._why_settled(comparison))
+        except Crash as crash:
+            return self._crashed(crash)
+        except OutOfTime:
+            if not self.new:
+                raise BadInput(
+                    f"no pair of starts was finished within --max-minutes {budget.max_minutes:g}: allow "
+                    "more, or make the passes shorter"
+                ) from None
+        return self._finished(self._judge(final=True), f"--max-minutes {budget.max_minutes:g}")
+
+    def _why_settled(self, comparison: Comparison) -> str:
+        budget = self.plan.budget
+        if comparison.outcome is not GateOutcome.NO_VERDICT:
+            return "the verdict is settled"
+        if len(self.new) < self.plan.max_pairs:
+            return "more starts would not settle it"
+        is_out_of_starts = len(self.new) >= budget.max_pairs
+        limit = (
+            ("starts", budget.max_starts) if is_out_of_starts else ("minutes", budget.max_minutes)
+        )
+        return f"--max-{limit[0]} {limit[1]:g}"
+
+    def _run_pair(self, pair: int, deadline: float) -> None:
+        """Pair `pair`, from 1; both starts of it on the same CPUs."""
+        builds = [self.plan.base, self.plan.new]
+        order = builds if pair % 2 else builds[::-1]
+        began = time.monotonic()
+        missing = [build for build in order if not self._has_run(build, pair)]
+        if missing:
+            self._run_missing(missing, pair, deadline)
+        for build, starts in zip(builds, (self.base, self.new), strict=True):
+            starts.append(warm(RunData.read(self._folder_of(build, pair))))
+        self.progress.advance(2)
+        now = time.monotonic()
+        if self.plan.num_pairs is None and pair >= PACE_PAIR and len(missing) == len(builds):
+            self.plan = self.plan.paced(now - began, deadline - now, pair)
+            self.plan.write(self.folder)
+
+    def _run_missing(self, builds: Sequence[Build], pair: int, deadline: float) -> None:
+        """The starts of a pair that have no run yet, in turns if both are to be made."""
+        plan = self.plan
+        cpus = cpus_of_pair(plan.pin_cpus, plan.all_options, has_server=plan.has_server)
+        starts = [self._start(build, pair) for build in builds]
+        try:
+            if plan.interleave and self._is_current and len(starts) > 1:
+                run_in_turns(starts, cpus=cpus, deadline=deadline)
+                return
+            for start in starts:
+                run_alone(start, cpus=cpus, deadline=deadline)
+        except Crash as crash:
+            if crash.name == plan.base.name:
+                raise BadInput(
+                    f"{plan.base.name} ({plan.base.spec}): {crash}: nothing can be compared with it"
+                ) from None
+            raise
+
+    def _start(self, build: Build, number: int) -> Start:
+        folder = self._folder_of(build, number)
+        command = self.plan.command(build, number, folder, is_current=self._is_current)
+        is_here = self.plan.has_server or not build.is_environment
+        return Start(build.name, command, folder, inherit_sources=is_here)
+
+    def _crashed(self, crash: Crash) -> Finished:
+        """The new build crashes where the base runs: that is a regression."""
+        base, new = self.plan.base.name, self.plan.new.name
+        pairs = len(self.new)
+        reason = f"the new build crashes and the base does not: {crash}"
+        blank = Comparison(GateOutcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs)
+        if not self.new:
+            return Finished(self.plan, (), (), blank, "the new build crashed")
+        judged = replace(self._judge(final=True), outcome=GateOutcome.REGRESSION, reasons=(reason,))
+        return self._finished(judged, "the new build crashed")
+
+    def _judge(self, *, final: bool) -> Comparison:
+        limits, notes = known_limits(self.plan.gate(), self.base, self.new)
+        if self.plan.base.is_url:
+            notes = (*notes, URL_NOTE)
+        comparison = judge_starts(
+            self.base,
+            self.new,
+            limits=limits,
+            quality=self.plan.quality(),
+            max_pairs=self.plan.max_pairs,
+            final=final,
+        )
+        comparison = replace(comparison, notes=(*comparison.notes, *notes))
+        if limits:
+            return comparison
+        reason = "no limit has a value in both builds"
+        return replace(
+            comparison, outcome=GateOutcome.NO_VERDICT, reasons=(reason, *notes), settled=True
+        )
+
+    def _finished(self, comparison: Comparison, reason: str) -> Finished:
+        return Finished(self.plan, tuple(self.base), tuple(self.new), comparison, reason)
+
+    def _folder_of(self, build: Build, number: int) -> Path:
+        return self.folder / f"{number:03}-{build.name}"
+
+    def _has_run(self, build: Build, number: int) -> bool:
+        return (self._folder_of(build, number) / RESULT_NAME).is_file()
+
+
+def is_current(build: Build) -> bool:
+    """Whether the version of a build can leave the report away, and take turns: both came together."""
+    return has_option(build.command(()), "--no-report", inherit_sources=not build.is_environment)
+
+
+def known_limits(
+    limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
+) -> tuple[tuple[Limit, ...], tuple[str, ...]]:
+    """(limits that can be judged, a note for each metric without a value).
+
+    An older version does not record every metric of today, and not every machine counts instructions. Such a
+    metric is left out by name, so that a change is judged by the others.
+    """
+    kept: list[Limit] = []
+    notes: list[str] = []
+    for limit in limits:
+        key = limit.quantity.key
+        lacking = [
+            start.name
+            for start in (base[-1], new[-1])
+            if isinstance(limit.quantity, Measured) and value_of_start(start, key) is None
+        ]
+        if lacking:
+            notes.append(
+                f"{limit.quantity.label} is not judged: no value in {' and '.join(lacking)} (an older "
+                "version does not record it, or this machine does not)"
+            )
+        else:
+            kept.append(limit)
+    return tuple(kept), tuple(dict.fromkeys(notes))
+
+
+SHOWN = ("duration", "cpu_seconds", "waiting_seconds", "output_throughput", "median_tpot_ms")
+
+
+def record_of(finished: Finished) -> dict[str, Any]:
+    """`comparison.json`: the verdict, the plan, and each start's values."""
+    starts = {
+        name: [{key: value_of_start(one, key) for key in SHOWN} for one in side]
+        for name, side in (("base", finished.base), ("new", finished.new))
+    }
+    return plain(
+        {
+            **finished.comparison.as_dict(),
+            "stopped_because": finished.stopped_because,
+            "plan": asdict(finished.plan),
+            "starts": starts,
+        }
+    )
+
+
+def write_comparison(finished: Finished, folder: Path) -> None:
+    """Write the files; without a finished pair there is no page of two runs to show."""
+    write_atomically(folder / "comparison.json", to_json(record_of(finished)))
+    write_atomically(folder / "comparison.html", to_html(starts_page(finished)))
+    write_atomically(
+        folder / "comparison.md", to_markdown(starts_page(finished, with_figures=False))
+    )
+
+
+def starts_page(finished: Finished, *, with_figures: bool = True) -> Page:
+    """The comparison page of all starts, with a section on each of them."""
+    if not finished.new:
+        return page_of(
+            "studies/starts_crashed.jinja",
+            plan=finished.plan,
+            verdict=verdict_of(finished.comparison),
+        )
+    pairs = enumerate(zip(finished.base, finished.new, strict=True), 1)
+    return comparison_page(
+        pooled(finished.base),
+        pooled(finished.new),
+        finished.comparison,
+        with_figures=with_figures,
+        template="studies/starts.jinja",
+        finished=finished,
+        order=[
+            (pair, one) for pair, sides in pairs for one in (sides if pair % 2 else sides[::-1])
+        ],
+        shown=[MEASURED[key] for key in SHOWN],
+        value_of_start=value_of_start,
+    )
+
+
+def pooled(starts: Sequence[RunData]) -> RunData:
+    """The passes of all starts as one run, for figures and dashboards; the rest is the first start's."""
+    first = starts[0]
+    runs = [one for start in starts for one in start.result["llmopt"]["runs"]]
+    ours = {**first.result["llmopt"], "runs": runs, "num_runs": len(runs)}
+    tables = [start.requests for start in starts]
+    requests: dict[str, list[Any]] | None = None
+    if all(table is not None for table in tables):
+        columns = first.requests or {}
+        requests = {
+            key: [cell for table in tables for cell in (table or {})[key]] for key in columns
+        }
+    return RunData({**first.result, "llmopt": ours}, requests)

@@ -1,0 +1,126 @@
+"""Task requests over HTTP against those on the engine, and chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
+from llmopt.bench.load.json_http import NoPromptLogprobs
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.session.task_backends import EngineBackend, ServedBackend
+from llmopt.bench.session.tasks import TaskScorer, check_template, protocol_words
+from llmopt.quant.base.errors import BadInput
+from llmopt.recipes import DATA
+
+from tests.support.live_server import RunningServer, make_engine, running
+
+STORIES = [story.strip() for story in (DATA / "evaluation.txt").read_text().split("\n\n")]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(make_engine(), chat_template=TEMPLATE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def local() -> TaskScorer:
+    return TaskScorer(EngineBackend(make_engine()))
+
+
+def over_http(server: RunningServer, backend: str = "openai") -> ServedBackend:
+    options = checked(BenchOptions, {"base_url": server.url, "tokenizer": "stories3M"}, "option")
+    address = Address.parse(server.url, backend=backend)
+    served = find_served(options, address)
+    return ServedBackend(
+        address.json_client(30), address, served, backend=BACKENDS[backend], concurrency=4
+    )
+
+
+def test_loglikelihoods_equal_those_on_the_engine(server: RunningServer, local: TaskScorer) -> None:
+    remote = TaskScorer(over_http(server))
+    pairs = [(story[:120], story[120:160]) for story in STORIES[:4]]
+    pairs += [("Once upon a", " time"), ("", STORIES[0][:60])]
+    expected, found = local.loglikelihoods(pairs), remote.loglikelihoods(pairs)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert {greedy for _, greedy in found} == {True, False}
+    for (logprob, _), (wanted, _) in zip(found, expected, strict=True):
+        assert logprob == pytest.approx(wanted, abs=1e-3)
+    texts = STORIES[:2]
+    assert remote.rolling_loglikelihoods(texts) == pytest.approx(
+        local.rolling_loglikelihoods(texts), rel=1e-5
+    )
+    # Windows leave room for the last target and for a generated token.
+    assert remote.max_inputs == 510
+    assert remote.rolling_loglikelihoods([" ".join(STORIES[:6])])[0] < -500
+
+
+def test_generation_equals_that_on_the_engine(server: RunningServer, local: TaskScorer) -> None:
+    remote = TaskScorer(over_http(server))
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("Once upon a time", {"max_gen_toks": 24}),
+        ("Tom and his dog", {"until": [".", "\n"], "max_gen_toks": 60}),
+        (" ".join(STORIES[:6]), {"until": ".", "max_gen_toks": 60}),
+        ("Lily", {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_gen_toks": 12}),
+    ]
+    expected = local.generate(requests)
+    assert remote.generate(requests) == expected and sum(map(bool, expected)) == 3
+
+
+def test_conversations_are_rendered_here_or_there(server: RunningServer) -> None:
+    remote, chat = over_http(server), over_http(server, "openai-chat")
+    remote.tokenizer.chat_template = TEMPLATE
+    messages = [
+        {"role": "user", "content": "Who is Lily?"},
+        {"role": "assistant", "content": "A girl."},
+        {"role": "user", "content": "And Tom?"},
+    ]
+    rendered = TaskScorer(remote).apply_chat_template(messages)
+    assert rendered.endswith("<user>And Tom?\n<assistant>") and "<assistant>A girl." in rendered
+    scorer = TaskScorer(chat)
+    sent = scorer.apply_chat_template(messages)
+    assert json.loads(sent) == messages and scorer.chat_template is None
+    wanted = {"max_gen_toks": 16, "until": ["zebra"]}
+    (here,) = TaskScorer(remote).generate([(rendered, wanted)])
+    (there,) = scorer.generate([(sent, wanted)])
+    assert here and here.strip() == there.strip()
+    with pytest.raises(BadInput, match="chats have no log-probabilities"):
+        scorer.loglikelihoods([("a", " b")])
+
+
+def test_templates_are_checked_before_anything_is_measured(server: RunningServer) -> None:
+    plain = checked(BenchOptions, {"tasks": "t"}, "option")
+    asked = checked(
+        BenchOptions,
+        {"tasks": "t", "apply_chat_template": True, "num_fewshot": 3, "system_instruction": "Hi"},
+        "option",
+    )
+    remote, chat = over_http(server), over_http(server, "openai-chat")
+    with pytest.raises(BadInput, match="has no chat template"):
+        check_template(asked, remote)
+    with pytest.raises(BadInput, match="add --apply-chat-template"):
+        check_template(plain, chat)
+    check_template(plain, remote)
+    check_template(asked, chat)
+    assert "no chat template; the task's own shots" in protocol_words(plain, remote)
+    words = protocol_words(asked, chat)
+    assert "the server applies its chat template; shots as turns" in words
+    assert "3 shots; system instruction 'Hi'" in words
+
+
+def test_a_server_without_prompt_scores_is_named(server: RunningServer) -> None:
+    remote = over_http(server)
+    served = ServedModel("no-such-model", "stories3M", remote.tokenizer, 512)
+    address = Address.parse(server.url)
+    broken = ServedBackend(
+        address.json_client(30), address, served, backend="openai", concurrency=4
+    )
+    with pytest.raises(NoPromptLogprobs, match="no model 'no-such-model'"):
+        TaskScorer(broken).loglikelihoods([("Once", " upon")])
