@@ -89,7 +89,6 @@ class ModelRunner:
         self._dtype = dtype
         self.eos_token_ids = eos_token_ids
         self._sampler = Sampler()
-        self._proposer = proposer
         self._graphs, self._token_graphs = graphs, token_graphs
         self.evictor = evictor
         self.encoders = encoders
@@ -98,6 +97,10 @@ class ModelRunner:
             self._speculation = SpeculativeDecoding(
                 proposer, self._sampler, eos_token_ids, by_rejection=by_rejection
             )
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return None if self._speculation is None else self._speculation.proposer
 
     @property
     def _aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -111,8 +114,9 @@ class ModelRunner:
     def capture_graphs(self) -> None:
         """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
         capture_all(self._graphs, self._token_graphs, self._aux_hidden_state_layers)
-        if isinstance(self._proposer, DraftModel | EagleProposer):
-            self._proposer.capture_all()
+        proposer = self._proposer
+        if isinstance(proposer, DraftModel | EagleProposer):
+            proposer.capture_all()
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
         """Run one step without output placeholders."""
@@ -120,7 +124,7 @@ class ModelRunner:
 
     def reads_placeholders(self, plan: StepPlan) -> bool:
         """Whether the host reads tokens for which the plan has output placeholders."""
-        drafts = self._proposer is not None
+        drafts = self._speculation is not None
         if isinstance(plan.rows, DecodeRows):
             return plan.rows.has_placeholders and (drafts or plan.rows.batch.reads_tokens)
         return any(

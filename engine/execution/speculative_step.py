@@ -127,7 +127,7 @@ class SpeculativeDecoding:
         *,
         by_rejection: bool,
     ) -> None:
-        self._proposer, self._eos_token_ids = proposer, eos_token_ids
+        self.proposer, self._eos_token_ids = proposer, eos_token_ids
         rule = RejectionVerification if by_rejection else CoupledVerification
         self._verification: Verification = rule(sampler, eos_token_ids)
 
@@ -136,7 +136,7 @@ class SpeculativeDecoding:
         self, rows: Sequence[ScheduledRow], cache: KvCache, compute: Compute, timer: StepTimer
     ) -> StepResult:
         """Run a step: propose, compute, verify, compact KV slots, and update the proposer."""
-        proposer = self._proposer
+        proposer = self.proposer
         with timer("draft"):
             generating = [row for row in rows if row.pooling is None]
             drafts = proposer.propose(generating, self._sampling_row) if generating else {}

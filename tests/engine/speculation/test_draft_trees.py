@@ -206,7 +206,7 @@ def generate(
 ) -> tuple[list[list[tuple[int, ...]]], LLM]:
     llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation, **options)
     if oracle is not None:
-        llm.engine.runner._proposer = oracle
+        llm.engine.runner._speculation.proposer = oracle
     results = llm.generate(PROMPTS, params)
     llm.engine.scheduler.check_integrity()
     assert llm.engine.stats.kv_blocks_used == 0
@@ -263,7 +263,9 @@ def test_the_cache_after_a_tree_is_the_cache_without(heads: Path) -> None:
             )
             prompt = llm.engine.encode(PROMPTS[0])
             if speculation is not None:
-                llm.engine.runner._proposer = Oracle([[*prompt, *expected[0][0]]], width=3)
+                llm.engine.runner._speculation.proposer = Oracle(
+                    [[*prompt, *expected[0][0]]], width=3
+                )
             (result,) = llm.generate([prompt], params)
             expected.append([tuple(result.token_ids)])
             layers = llm.engine.runner.cache.layers

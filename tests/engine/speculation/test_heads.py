@@ -401,7 +401,7 @@ def test_attention_is_chosen_for_the_cache_that_it_reads(
         chosen.append(query[4])
         return attention_kernels(*query)
 
-    for module in ("speculation.eagle_head", "model.decoder.decoder"):
+    for module in ("speculation.eagle", "model.decoder.decoder"):
         monkeypatch.setattr(f"llmopt.engine.{module}.attention_kernels", watched)
     folder = write_eagle(tmp_path) if method == "eagle" else MODELS / "stories260K"
     options: dict[str, Any] = {"speculation": SpeculationConfig(method, folder), "num_blocks": 9}
