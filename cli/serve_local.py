@@ -9,8 +9,7 @@ import typer
 
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
-from .config_file import with_config
-from .options.command import From, Words, with_options
+from .options.command import From, Words, with_config, with_options
 from .options.serving import (
     HandoverOptions,
     MediaOptions,
