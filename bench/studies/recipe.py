@@ -18,7 +18,6 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
 from ...quant.calibration.sources import check_source
-from ...quant.convert.verify import VerifyReport
 from ...quant.methods.options import check_group_size
 from ...quant.methods.registry import AUTO, METHODS, check_method, formats_asked
 from ...quant.model.checkpoint import read_json
@@ -33,6 +32,8 @@ from ..record.result import RunData
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
+
+    from ...quant.convert.verify import VerifyReport  # loads torch, which a dry run does not need
 
 
 BASE_NAME = "original"
