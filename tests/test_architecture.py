@@ -108,6 +108,24 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert {path.parent for path in source_files()} == packages
 
 
+def test_a_scheme_answers_for_itself() -> None:
+    """Outside of its folder a quantization kind is asked, not named."""
+    checks = structure.scheme_checks(
+        m for n, m in MODULES.items() if not n.startswith("quant.kinds")
+    )
+    assert sum(checks.values()) <= 15, checks
+
+
+def test_few_modules_read_a_model_type() -> None:
+    """What depends on it is said by the family's file (`quant/families`)."""
+    readers = structure.naming(MODULES.values(), "model_type")
+    assert len(readers) <= 12, readers
+
+
+def test_docstrings_name_their_subject() -> None:
+    assert list(structure.riddles(MODULES.values())) == []
+
+
 def tracked_files() -> list[Path]:
     listing = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False

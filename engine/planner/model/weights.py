@@ -20,7 +20,6 @@ from ....quant.base.atomic_io import Entry, file_bytes
 from ....quant.base.errors import BadInput
 from ....quant.families.shapes import ModelShape, Role, Tensor
 from ....quant.kinds.ggml.scheme import GgufScheme
-from ....quant.kinds.registry import SCHEMES
 
 UNQUANTIZED_BYTES = 2
 GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
@@ -225,6 +224,9 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
+    # Here, because a plain model needs none of its eighteen files.
+    from ....quant.kinds.registry import SCHEMES
+
     for kind in SCHEMES:
         scheme = kind.from_config(stored) if method in kind.format_names else None
         if scheme is not None:
