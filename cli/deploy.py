@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..engine.deploy.deployment import DeployChoices, ServerDeployment
     from ..engine.deploy.stored_quantization import StoredQuantization
-    from ..engine.planner.plan.plan import DeploymentPlan
+    from ..engine.planner.plan import DeploymentPlan
 
 
 @with_options
@@ -32,7 +32,7 @@ def deploy(
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
-    from ..engine.planner.model.catalog import find_model
+    from ..engine.planner.catalog import find_model
     from ..quant.base.atomic_io import check_output, write_atomically
     from .output.console import emit_json, people
 
@@ -68,7 +68,7 @@ def _plan(
 ) -> DeploymentPlan:
     """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
     from ..engine.config.plan_request import PlanRequest
-    from ..engine.planner.plan.plan_request import plan_for
+    from ..engine.planner.plan_request import plan_for
 
     asked = values_of(planned)
     like, gpu = asked.pop("like"), asked.pop("gpu")

@@ -11,7 +11,7 @@ from .options.command import From, Words, with_options
 from .options.planning import PlanOutputOptions
 
 if TYPE_CHECKING:
-    from ..engine.planner.plan.plan import DeploymentPlan
+    from ..engine.planner.plan import DeploymentPlan
 
 
 @with_options
@@ -20,8 +20,8 @@ def kv_plan(
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
-    from ..engine.planner.plan.plan_json import plan_as_dict
-    from ..engine.planner.plan.plan_request import plan_for
+    from ..engine.planner.plan_json import plan_as_dict
+    from ..engine.planner.plan_request import plan_for
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
     from .output.plan_tables import show_engines, show_explanation, show_plan

@@ -84,8 +84,8 @@ def _serve(
     serving: ServingOptions,
 ) -> None:
     """Validate all options before the model loads, then serve."""
-    from ..engine.server.access.observe import configure_logging
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
+    from ..engine.server.requests.observe import configure_logging
 
     for_app = app_options(serving)
     listener = bind(serving.host, serving.port)
@@ -113,7 +113,7 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
     """Write a line on stderr for people, or an event of the JSON log."""
     import logging
 
-    from ..engine.server.access.observe import LogEvent
+    from ..engine.server.requests.observe import LogEvent
     from .output.console import people
 
     if options.log_format == "json":

@@ -38,10 +38,10 @@ def server_options(
     Raises:
         BadInput: what is wrong with one of them.
     """
-    from ..engine.server.access.keys import KeyRing
-    from ..engine.server.access.reload import open_context
-    from ..engine.server.access.tracing import check_tracing
     from ..engine.server.protocol.server_options import LogFormat
+    from ..engine.server.requests.keys import KeyRing
+    from ..engine.server.requests.reload import open_context
+    from ..engine.server.requests.tracing import check_tracing
     from ..quant.base.errors import BadInput
 
     form = next((name for name in get_args(LogFormat) if name == operation.log_format), None)

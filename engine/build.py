@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..quant.load_processor import load_tokenizer
+from ..quant.model.checkpoint import read_json
 from ..quant.models import resolve_model
 from ..quant.open import open_checkpoint
 from .base.device import choose_device, choose_dtype, enter_device
-from .base.end_tokens import end_token_ids
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
@@ -45,11 +45,10 @@ from .kernels.linear.native_linear import native_linear
 from .model.adapter.open import CausalModel
 from .model.decoder.decoder import Decoder
 from .model.layers.projection import LEAST_RANK
+from .model.layers.spec import KvLayout
 from .model.layers.state import StateCache, state_bytes_per_sequence
-from .model.spec import KvLayout
-from .multimodal.image_rules import ImageRules
-from .multimodal.open import ImageSupport, open_images
-from .planner.device.cache_size import (
+from .multimodal.open import ImageRules, ImageSupport, open_images
+from .planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -442,3 +441,13 @@ def _profile(
     # The graphs' pool, with its split-KV buffers, beside what the eager steps have taken.
     runner.capture_graphs()
     loaded.images.profile_run(limits.max_num_batched_tokens)
+
+
+def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    """EOS token ids: of the generation config, else the model config, and of the tokenizer."""
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    listed = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = set(listed) if isinstance(listed, list) else {listed}
+    ids.add(tokenizer.eos_token_id)
+    return frozenset(token for token in ids if token is not None)

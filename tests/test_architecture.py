@@ -19,11 +19,9 @@ TORCH_FREE = (
     "engine.base.sampling_params",
     "engine.base.units",
     "engine.scheduling.detokenizer",
-    "engine.planner.device",
-    "engine.planner.model",
-    "engine.planner.plan",
-    "engine.planner.probe.answers",
-    "engine.planner.probe.answers",
+    "engine.planner",
+    "engine.probe.answers",
+    "engine.probe.facts",
     "cli",
 )
 MODULES = structure.read_modules()

@@ -3,7 +3,7 @@
 `python -m tools.gpu_cost` prints a table; `--compile` first compiles the kernels of the cases, or `--rows`
 reads them from a file of `tools.gpu_matrix`, and keeps what the model needs of them in
 docs/measured/gpu-cost.json under `after`; `before` holds the same of an earlier commit, 8-bit weights aside.
-Nothing here was measured on a GPU: the constants of engine/planner/device/speed.py are assumed, or fit
+Nothing here was measured on a GPU: the constants of engine/planner/speed.py are assumed, or fit
 published runs, and the queue below was chosen after the first outputs had been seen.
 
 A kernel that streams tiles takes, for each, the longest of three: the time of its bytes; the instructions of
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from llmopt.engine.kernels.common.devices import split_runs
-from llmopt.engine.planner.device import speed as costs
-from llmopt.engine.planner.device.devices import Device, find_device
+from llmopt.engine.planner import speed as costs
+from llmopt.engine.planner.devices import Device, find_device
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = ROOT / "docs" / "measured" / "gpu-cost.json"

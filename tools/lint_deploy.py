@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 from llmopt.engine.deploy.deploy_files import PROGRAM, deploy_files
 from llmopt.engine.deploy.deployment import DeployChoices, deployment_for
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES_TEST = ROOT / "tests/engine/deploy/rules-test.yml"

@@ -1,7 +1,7 @@
 """Write the probe's answers for the bundled models: `python tools/probe_table.py [NAME... | all | check]`.
 
 Planning a bundled model must import no torch, so what the probe says of those without a table rule is kept in
-`engine/planner/probe/bundled.json`, by config hash. What is there stays, but for the models that are named.
+`engine/probe/bundled.json`, by config hash. What is there stays, but for the models that are named.
 With `check` nothing is written: the models that have a rule are probed as well, and held against it.
 """
 
@@ -12,16 +12,16 @@ import sys
 import time
 from pathlib import Path
 
-from llmopt.engine.planner.model.catalog import table_configs
-from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.probe.answers import config_hash
-from llmopt.engine.planner.probe.oracle import probe
+from llmopt.engine.planner.catalog import table_configs
+from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.probed_shape import ProbedShape
+from llmopt.engine.probe.answers import config_hash
+from llmopt.engine.probe.oracle import probe
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape
 from llmopt.quant.families.shapes import ModelShape
 
-BUNDLED = Path(__file__).parents[1] / "engine" / "planner" / "probe" / "bundled.json"
+BUNDLED = Path(__file__).parents[1] / "engine" / "probe" / "bundled.json"
 
 
 LENGTHS = (4, 512, 20_000)

@@ -88,7 +88,7 @@ def rows() -> None:
 
 def sampling() -> None:
     """Launch the sampling kernels on logits of a large vocabulary."""
-    from llmopt.engine.kernels import triton_sampling as kernels
+    from llmopt.engine.sampling import triton_sampling as kernels
 
     scores, rows = torch.zeros(4, 128256), torch.arange(4)
     floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.planner.device.speed import (
+from ...engine.planner.speed import (
     attainable_flops,
     decode_step_bytes,
     decode_step_flops,

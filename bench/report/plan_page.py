@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...engine.base.units import format_gib, format_tokens
-from ...engine.planner.device.speed import StepTime, attainable_flops
-from ...engine.planner.plan.explain import explain
-from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
+from ...engine.planner.explain import explain
+from ...engine.planner.plan import DeploymentPlan, DevicePlan
+from ...engine.planner.speed import StepTime, attainable_flops
 from ..page.page import Figure, Page, ReportVerdict, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
 from ..page.templates import page_of

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ...engine.planner.model.catalog import find_model
-from ...engine.planner.model.kv_dtypes import OF_ENGINE
-from ...engine.planner.plan.plan_json import WrittenPlan, read_plan
+from ...engine.planner.catalog import find_model
+from ...engine.planner.kv_dtypes import OF_ENGINE
+from ...engine.planner.plan_json import WrittenPlan, read_plan
 from ..metrics.trace import LoadPass
 
 if TYPE_CHECKING:

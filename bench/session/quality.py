@@ -100,10 +100,7 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
     """
     from ...engine.base.device import choose_device, choose_dtype
     from ...engine.engine import Engine
-    from ...engine.planner.device.cache_size import (
-        DEFAULT_BLOCK_SIZE,
-        DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    )
+    from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     device = choose_device(options.device)
     block_size = options.block_size or DEFAULT_BLOCK_SIZE[device.type]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...engine.planner.model.catalog import find_model
-from ...engine.planner.model.kv_dtypes import OF_ENGINE
-from ...engine.planner.plan.plan_json import WrittenPlan, plan_as_dict, read_plan
-from ...engine.planner.plan.plan_request import PlanRequest, plan_for
+from ...engine.planner.catalog import find_model
+from ...engine.planner.kv_dtypes import OF_ENGINE
+from ...engine.planner.plan_json import WrittenPlan, plan_as_dict, read_plan
+from ...engine.planner.plan_request import PlanRequest, plan_for
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent

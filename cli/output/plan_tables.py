@@ -10,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ...engine.base.units import format_gib, format_tokens
-from ...engine.planner.model.kv_dtypes import kv_dtype
-from ...engine.planner.model.probed_shape import ProbedShape, cache_line
-from ...engine.planner.probe.facts import PARTS
+from ...engine.planner.kv_dtypes import kv_dtype
+from ...engine.planner.probed_shape import ProbedShape, cache_line
+from ...engine.probe.facts import PARTS
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from ...engine.planner.device.speed import StepTime
-    from ...engine.planner.plan.images import ImageLoad
-    from ...engine.planner.plan.plan import DeploymentPlan, DevicePlan
+    from ...engine.planner.images import ImageLoad
+    from ...engine.planner.plan import DeploymentPlan, DevicePlan
+    from ...engine.planner.speed import StepTime
     from ...quant.families.shapes import ModelShape
 
 WIDE = 110
@@ -77,7 +77,7 @@ def show_engines(answer: dict[str, Any], console: Console) -> None:
 
 def show_explanation(plan: DeploymentPlan, console: Console) -> None:
     """Each formula, the numbers in it, and the result."""
-    from ...engine.planner.plan.explain import explain
+    from ...engine.planner.explain import explain
 
     for formula in explain(plan):
         console.print(Text(formula.name, style="bold"))

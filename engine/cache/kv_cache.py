@@ -23,9 +23,9 @@ from ..kernels.attention.paged_tensor import (
 )
 from ..kernels.common.devices import refuses_fp8
 from ..model.layers.attention import LayerCache
+from ..model.layers.spec import KvLayout
 from ..model.layers.state import StateCache
-from ..model.spec import KvLayout
-from ..planner.device.cache_size import CacheRequest, KvCacheBudget, size_cache
+from ..planner.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
 

@@ -15,7 +15,7 @@ _MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Spe
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What to plan: a model, its workload and its hardware; None if not set. Nothing is parsed yet."""
+    """A model, its workload and its hardware, not parsed yet; None if not set."""
 
     PANEL: ClassVar = "Engine"
 

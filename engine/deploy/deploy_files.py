@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from .deployment import GIB, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, ServerDeployment
-from .served_engine import PORT
+from .deployment import GIB, PORT, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, ServerDeployment
 
 TEMPLATES = Path(__file__).with_name("templates")
 DASHBOARD = TEMPLATES / "compose/dashboard.json"

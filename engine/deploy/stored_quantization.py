@@ -19,8 +19,8 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
-from ..planner.device.devices import Device
-from ..planner.model.catalog import PlannedModel
+from ..planner.catalog import PlannedModel
+from ..planner.devices import Device
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 MIXED = "MIXED_PRECISION"

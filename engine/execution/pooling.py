@@ -1,17 +1,222 @@
-"""Pooling of prompts: shares of each step's hidden states, joined to a vector."""
+"""Pooling of prompts, and embeddings and reranker scores from pooled vectors, as a checkpoint says.
+
+Shares of each step's hidden states are joined to a vector. An embedding is pooled as a sentence-transformers
+checkpoint says. A score comes from a classification head, or from the logits of "yes" and "no"
+(Qwen3-Reranker).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ...quant.base.errors import BadInput
+from ...quant.families.config import is_classifier
+from ...quant.families.registry import type_of
+from ...quant.model.checkpoint import read_json
+from ...quant.open import open_checkpoint
+from ..base.sampling_params import PoolingParams
 from ..scheduling.outputs import RequestOutput
 from ..scheduling.request import Request
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 from .step import StepLayout, StepResult
+
+_FLAGS = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
+_MODES = {"lasttoken": "last"}
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Pooling, normalization, and the lengths to which vectors may be cut.
+
+    Attributes:
+        dimensions: the lengths that a Matryoshka model was trained for; empty where the config names none.
+
+    Raises:
+        BadInput: an unsupported mode.
+    """
+
+    params: PoolingParams
+    normalize: bool
+    dimensions: tuple[int, ...] = ()
+
+    def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> Vector:
+        """The embedding, float32, of a pooled vector; cut to its first `dimensions`, it is normalized again
+        (Matryoshka representations, arXiv:2205.13147).
+
+        Raises:
+            BadInput: more dimensions than the vector has, or a number that the model was not trained for.
+        """
+        vector = np.asarray(pooled, dtype=np.float32)
+        if dimensions is not None:
+            if dimensions > len(vector):
+                raise BadInput(f"dimensions = {dimensions}: this model has {len(vector)}")
+            if self.dimensions and dimensions not in (len(vector), *self.dimensions):
+                trained = ", ".join(map(str, self.dimensions))
+                raise BadInput(f"dimensions = {dimensions}: this model was trained for {trained}")
+            vector = vector[:dimensions]
+        return normalized(vector) if self.normalize else vector
+
+
+def normalized(vector: Vector) -> Vector:
+    """The vector at length 1; zero stays zero."""
+    return vector / np.maximum(np.linalg.norm(vector), np.float32(1e-12))
+
+
+def read_pooling(folder: Path) -> Pooling | None:
+    """The pooling of a checkpoint; None if it is not an embedding model.
+
+    Raises:
+        BadInput: an unsupported pooling mode or module.
+    """
+    modules = read_modules(folder)
+    default = folder / "1_Pooling"
+    if not modules:
+        has_default = (default / "config.json").is_file()
+        return _pooling(folder, default, normalize=False) if has_default else None
+    if strange := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
+        raise BadInput(f"{folder / 'modules.json'}: module {min(strange)!r} is not supported")
+    if "Pooling" not in modules:
+        return None
+    return _pooling(folder, modules["Pooling"], normalize="Normalize" in modules)
+
+
+def read_modules(folder: Path) -> dict[str, Path]:
+    """The folders of a sentence-transformers checkpoint's modules by their class; empty without modules.json.
+
+    Raises:
+        BadInput: modules.json is not a list of modules.
+    """
+    listing = folder / "modules.json"
+    if not listing.is_file():
+        return {}
+    try:
+        modules: Any = json.loads(listing.read_text(encoding="utf-8"))
+        return {
+            str(module["type"]).rpartition(".")[2]: folder / module["path"] for module in modules
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{listing} is not a list of modules: {error}") from error
+
+
+def _pooling(folder: Path, module: Path, *, normalize: bool) -> Pooling:
+    """Newer configs name the mode, older ones have a flag per mode."""
+    config = read_json(module / "config.json")
+    flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    modes = config.get("pooling_mode") or [_FLAGS.get(name, name) for name in flags]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1:
+        raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'}: need one way")
+    trained = read_json(folder / "config.json").get("matryoshka_dimensions") or ()
+    params = PoolingParams(_MODES.get(modes[0], modes[0]))
+    return Pooling(params, normalize, tuple(int(size) for size in trained))
+
+
+QWEN3_RERANKER_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""The prompt of Qwen3-Reranker's model card, for its checkpoints without a template of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The relevance of a document to a query, from one prompt with both.
+
+    Attributes:
+        pooling: what is computed of the prompt: its last state, or logits of one token or two.
+        head: of a sequence classifier, float32 [hidden]; None: the score is the first logit, less the second.
+        bias: added to the head's output.
+        is_probability: whether scores are put through a sigmoid where the request does not say.
+        template: prompt with {query} and {document} in it; None: the tokenizer joins the pair.
+    """
+
+    pooling: PoolingParams
+    head: Vector | None = None
+    bias: float = 0.0
+    is_probability: bool = True
+    template: str | None = None
+
+    def score(self, pooled: Sequence[float], use_activation: bool | None = None) -> float:
+        """The score of a pooled prompt."""
+        if self.head is None:
+            logit = pooled[0] - (pooled[1] if len(pooled) > 1 else 0.0)
+        else:
+            logit = float(self.head @ np.asarray(pooled, dtype=np.float32)) + self.bias
+        as_probability = self.is_probability if use_activation is None else use_activation
+        return 0.5 * (1.0 + math.tanh(logit / 2)) if as_probability else logit
+
+
+def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer | None:
+    """The scorer of a reranker's checkpoint with this config; None if it is none.
+
+    Raises:
+        BadInput: a classifier of several labels, or a config that contradicts itself.
+    """
+    if is_classifier(config):
+        return _classifier(folder, config)
+    modules = read_modules(folder)
+    token_ids = _classifier_tokens(config, tokenizer)
+    if "LogitScore" in modules:
+        named = read_json(modules["LogitScore"] / "config.json")
+        ids = (named.get("true_token_id"), named.get("false_token_id"))
+        token_ids = tuple(int(token) for token in ids if token is not None)
+    if not token_ids:
+        return None
+    is_qwen = type_of(config) == "qwen3" and len(token_ids) == 2
+    return Scorer(
+        PoolingParams("last", token_ids),
+        is_probability=_wants_sigmoid(folder, config),
+        template=QWEN3_RERANKER_TEMPLATE if is_qwen else None,
+    )
+
+
+def _classifier(folder: Path, config: dict[str, Any]) -> Scorer:
+    checkpoint = open_checkpoint(folder)
+    head = checkpoint.tensor("score.weight").float()
+    if head.shape[0] != 1:
+        raise BadInput(f"{folder} classifies by {head.shape[0]} labels: a score needs a head of 1")
+    if head.shape[1] != config.get("hidden_size"):
+        raise BadInput(f"{folder}: score.weight takes {head.shape[1]} inputs, not hidden_size")
+    bias = float(checkpoint.tensor("score.bias")) if "score.bias" in checkpoint.shard_of else 0.0
+    sigmoid = _wants_sigmoid(folder, config)
+    return Scorer(PoolingParams("last"), head[0].numpy(), bias, sigmoid)
+
+
+def _classifier_tokens(config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """vLLM's `classifier_from_token`: the words for no and for yes; their ids, yes first."""
+    words = config.get("classifier_from_token") or ()
+    ids = [tokenizer.convert_tokens_to_ids(word) for word in reversed(words)]
+    if any(not isinstance(token, int) for token in ids) or len(ids) > 2:
+        raise BadInput(f"config.json: classifier_from_token: {words} are not two tokens")
+    return tuple(ids)
+
+
+def _wants_sigmoid(folder: Path, config: dict[str, Any]) -> bool:
+    """sentence-transformers' activation; a sigmoid where the checkpoint names none, as in vLLM."""
+    path = folder / "config_sentence_transformers.json"
+    named = read_json(path).get("activation_fn") if path.is_file() else None
+    named = named or (config.get("sentence_transformers") or {}).get("activation_fn")
+    return named is None or str(named).endswith("Sigmoid")
+
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 

@@ -21,7 +21,7 @@ from ...quant.base.errors import BadInput
 from ..base.host import available_memory_bytes
 from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib
-from ..planner.device.cache_size import DEFAULT_UTILIZATION, KvCacheBudget
+from ..planner.cache_size import DEFAULT_UTILIZATION, KvCacheBudget
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.request import TokenView
 from ..scheduling.scheduler_config import SchedulerConfig

@@ -11,8 +11,8 @@ import torch
 
 from ..base.device import to_device
 from ..base.logits import packed_mask
-from ..kernels import triton_sampling as kernels
 from ..scheduling.request import TokenView
+from . import triton_sampling as kernels
 from .rowwise import SamplingRow, adjust, allowed
 
 

@@ -12,11 +12,6 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
-from .access.keys import KeyRing, warn_if_readable
-from .access.middleware import HeadMiddleware, RequestMiddleware
-from .access.observe import ObservingMiddleware
-from .access.reload import Reloadable, Reloader
-from .access.tracing import Tracing
 from .endpoints.capabilities import Constrainer, PromptImages, pooling_tasks
 from .endpoints.completions import chat_router, completions_router
 from .endpoints.messages import messages_router
@@ -27,10 +22,15 @@ from .endpoints.pooled import embeddings_router, scores_router
 from .endpoints.responses import responses_router
 from .endpoints.service import Service
 from .endpoints.tokenization import Tokenization
-from .loop.loop import EngineLoop
 from .parsing.formats import reasoning_format, tool_format
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
+from .requests.keys import KeyRing, warn_if_readable
+from .requests.loop import EngineLoop
+from .requests.middleware import HeadMiddleware, RequestMiddleware
+from .requests.observe import ObservingMiddleware
+from .requests.reload import Reloadable, Reloader
+from .requests.tracing import Tracing
 
 EXPOSED_HEADERS = (
     "x-request-id",

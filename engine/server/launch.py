@@ -23,10 +23,10 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...quant.base.errors import BadInput, Failure
-from .access.observe import configure_logging
-from .access.reload import open_context, reloadable_context
-from .loop.loop import EngineLoop
 from .protocol.server_options import ServerOptions, TlsOptions
+from .requests.loop import EngineLoop
+from .requests.observe import configure_logging
+from .requests.reload import open_context, reloadable_context
 
 _CLOSING = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
 REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n" + _CLOSING

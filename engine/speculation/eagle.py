@@ -25,7 +25,7 @@ from ..model.layers.embedding import RotaryEmbedding, TokenEmbedding
 from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection, Weights
-from ..model.spec import KvLayout, ModelSpec
+from ..model.layers.spec import KvLayout, ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow

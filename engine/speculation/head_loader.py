@@ -12,13 +12,12 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 from ..model.decoder.decoder import Decoder
 from ..model.decoder.loader import LayerLoader
-from ..model.decoder.read_spec import model_spec
-from ..model.decoder.reader import CheckpointReader
+from ..model.decoder.reader import CheckpointReader, model_spec
 from ..model.layers.attention import HeadAttention, Rotation
 from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
-from ..model.spec import ModelSpec
+from ..model.layers.spec import ModelSpec
 from .eagle import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
 
 FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")

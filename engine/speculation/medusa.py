@@ -15,7 +15,7 @@ from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.projection import Projection, Weights
-from ..model.spec import KvLayout
+from ..model.layers.spec import KvLayout
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from .head_loader import HeadsCheckpoint

@@ -17,7 +17,7 @@ OPTIONAL = {
     "swap": ("engine/scheduling/swap_space.py",),
     "state slots": ("engine/scheduling/state_pool.py", "engine/model/layers/state.py"),
     "images": ("engine/base/image_input.py", "engine/multimodal/"),
-    "pooling": ("engine/execution/pooling.py", "engine/execution/embeddings.py"),
+    "pooling": ("engine/execution/pooling.py",),
     "grammar": ("engine/sampling/grammar.py", "engine/sampling/structural_tag.py"),
     "speculation": (
         "engine/speculation/",

@@ -9,7 +9,7 @@ import yaml
 from llmopt.engine.deploy.deploy_files import deploy_files
 from llmopt.engine.deploy.deployment import DeployChoices, ServerDeployment, deployment_for
 from llmopt.engine.deploy.stored_quantization import StoredQuantization
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 
 OURS: dict[str, Any] = {"engine": "llmopt", "image": "registry.example/llmopt:1"}
 OTHERS: dict[str, Any] = {"key_secret": None}

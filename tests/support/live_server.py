@@ -18,11 +18,11 @@ from fastapi import FastAPI
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
-from llmopt.engine.server.access.reload import open_context, reloadable_context
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, bounded_connections
-from llmopt.engine.server.loop.loop import EngineLoop
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.loop import EngineLoop
+from llmopt.engine.server.requests.reload import open_context, reloadable_context
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.engine.kernels.common.devices import split_runs
-from llmopt.engine.planner.device.devices import find_device
+from llmopt.engine.planner.devices import find_device
 
 from tools import gpu_cost
 from tools.gpu_matrix import ARCHITECTURES, SMOKE, faults, invariance

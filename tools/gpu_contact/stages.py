@@ -17,7 +17,7 @@ from llmopt.engine.doctor.kernel_table import measure, stored, table
 from llmopt.engine.doctor.self_test import tested
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.planner.device.speed import decode_step_bytes
+from llmopt.engine.planner.speed import decode_step_bytes
 
 from ..gpu_figures.ours import Ours
 from ..gpu_figures.sections import KV_BYTES, Model, World

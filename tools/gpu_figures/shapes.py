@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from llmopt.engine.doctor.self_test import ONE_LAUNCH, WHOLE, Sizes
-from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.fp8.kind import round_to_fp8

@@ -9,13 +9,13 @@ from typing import Any
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.device.speed import (
+from llmopt.engine.planner.speed import (
     decode_step_bytes,
     decode_step_flops,
     prefill_flops,
     streamed_weight_bytes,
 )
-from llmopt.engine.planner.model.weights import UNQUANTIZED_BYTES
+from llmopt.engine.planner.weights import UNQUANTIZED_BYTES
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
 from llmopt.quant.open import open_checkpoint

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmopt.engine.planner.model.catalog import shape_of
-from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.probe.measure import cache_after, cache_bytes
+from llmopt.engine.planner.catalog import shape_of
+from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.probed_shape import ProbedShape
+from llmopt.engine.probe.measure import cache_after, cache_bytes
 from llmopt.quant.base.errors import BadInput
 
 from .case import Case, Verdict

@@ -154,7 +154,7 @@ class _Grouped(_Wrapper):
 
     _wrapper: Any
     _partial: torch.Tensor
-    """What a graph reads: the workspace may have grown since."""
+    """The workspace that a graph reads; the one in use may have grown since."""
 
     @property
     def _rule(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ STEP_BYTES, STEP_CALLS, SAMPLES = 2**25, 128, 5
 MOST_SECONDS = 0.5
 """No further samples after this time: beside busy processes a step may take seconds."""
 CLEARLY_FASTER = 1.1
-"""What fewer threads must gain: prefill and later steps use every core that is free."""
+"""Least speedup for which fewer threads are taken: prefill and later steps use every core that is free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ DECODE_SLOTS = 4
 RESERVED = 1024
 """Shared memory that the GPU keeps of each program."""
 SPLIT_RUNS = 2
-"""What a program takes beside its runs, in runs: the first loads, and its part of the reduction."""
+"""Cost of a program beside its runs, in runs: the first loads, and its part of the reduction."""
 
 
 def split_runs(num_tiles: int, num_runs: int, slots: int) -> int:

@@ -296,7 +296,7 @@ class TritonNorm:
 BLOCK = 1024
 SWIGLU_ALPHA = tl.constexpr(1.702)
 SWIGLU_LIMIT = tl.constexpr(7.0)
-"""Of gpt-oss: gate and up are clamped to the limit."""
+"""gpt-oss clamps gate and up to this."""
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def _argument(value: torch.Tensor | float | None) -> float | None:
 
 
 UNIT = 0.25
-"""Of which the coordinates of E8P are odd multiples."""
+"""The coordinates of E8P are odd multiples of this."""
 _OUTPUTS, _VECTORS, _GROUPS = 16, 4, 4  # of codes that are decoded at once; in a block of inputs
 _SIGN_PLACES = (2, 1, 3, 0, 6, 5, 7)  # in the kernel, by channel
 _SHIFT_PLACE = 4

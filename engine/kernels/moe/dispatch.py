@@ -1,19 +1,29 @@
-"""Dispatch of mixture-of-experts kernels: grouped GEMM, or a loop over experts."""
+"""Dispatch of mixture-of-experts kernels: grouped GEMM, or a loop over experts.
+
+On CPU one call of the C kernel in `experts.c`, bound by ctypes, computes all experts.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
 
+from ....quant.native.build import Native, native
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
+from ..common.graphs import launch
+from ..elementwise.native_layer import CHANNELS, NativeGate
 from ..linear.library_linear import NAME as DEEP_GEMM
 from ..linear.library_linear import refuses_dtype
+from ..linear.native_linear import CallStruct, PackedLinear, packed_of
 from .experts import (
     Expert,
+    ExpertLinear,
     ExpertsKernel,
     LoopedExperts,
     Route,
@@ -23,7 +33,133 @@ from .experts import (
     route_torch,
     router_logits_torch,
 )
-from .native_experts import group_native, native_experts
+
+
+class _Linear(ctypes.Structure):
+    """`ExpertLinear` of `experts.c`."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("like", CallStruct),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """`ExpertsCall` of `experts.c`."""
+
+    _fields_ = [
+        *[(name, _Linear) for name in ("gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("x", "routing_weights", "ids", "out")],
+        *[
+            (name, ctypes.c_int64)
+            for name in (
+                *("tokens", "top_k", "first", "count"),
+                *("on_inputs", "is_bf16", "activation", "threads"),
+            )
+        ],
+    ]
+
+
+def native_experts() -> Native:
+    """The compiled kernel, or the reason why there is none."""
+    return native(Path(__file__).with_name("experts.c"))
+
+
+class _Stack:
+    """The same linear of every expert: arrays of their weights and biases."""
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        self.linears = list(linears)
+        self.in_features = linears[0].weight_struct.in_features
+        pointers = ctypes.c_void_p * len(linears)
+        self._weights = pointers(*(ctypes.addressof(each.weight_struct) for each in linears))
+        biases = [each.bias for each in linears if each.bias is not None]
+        self._biases = pointers(*(bias.data_ptr() for bias in biases)) if biases else None
+
+    def struct(self, x: torch.Tensor) -> _Linear:
+        """The C struct of a call with inputs like `x`."""
+        like = self.linears[0].call_like(x)
+        biases = None if self._biases is None else ctypes.addressof(self._biases)
+        return _Linear(ctypes.addressof(self._weights), biases, like)
+
+
+class NativeExperts:
+    """Experts in one C call: tokens sorted by expert, two grouped GEMMs and the gate between them.
+
+    The results are those of the loop over experts, bit for bit, and batch-invariant as they are.
+    """
+
+    is_capturable = True
+
+    def __init__(
+        self, gate_up: _Stack, down: _Stack, activation: int, first: int, on_inputs: bool
+    ) -> None:
+        library = native_experts().library
+        assert library is not None
+        self._run = library.llmopt_experts
+        self._gate_up, self._down = gate_up, down
+        self._activation, self._first, self._on_inputs = activation, first, on_inputs
+        linears = (*gate_up.linears, *down.linears)
+        self.weight_bytes = sum(linear.weight_bytes for linear in linears)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens, top_k = experts.shape
+        weights, experts = weights.to(x.dtype).contiguous(), experts.contiguous()
+        out = x.new_empty(x.shape)
+        if self._on_inputs:
+            x = (x[:, None, :] * weights[:, :, None]).flatten(0, 1)
+        x = x.contiguous()
+        call = _Call(
+            self._gate_up.struct(x),
+            self._down.struct(x),
+            x.data_ptr(),
+            weights.data_ptr(),
+            experts.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            top_k,
+            self._first,
+            len(self._gate_up.linears),
+            self._on_inputs,
+            x.dtype is torch.bfloat16,
+            self._activation,
+            torch.get_num_threads(),
+        )
+        if tokens and launch(self._run, call):
+            raise MemoryError(f"no memory for the experts of {tokens} tokens")
+        return out if added is None else out + added
+
+
+def group_native(experts: Sequence[Expert], first: int, on_inputs: bool) -> NativeExperts | None:
+    """The experts in one call; None: they differ too much, or have weights that are not packed.
+
+    Args:
+        first: id of the first of these experts.
+    """
+    combine = experts[0].combine
+    gate_up = _stacked([expert.gate_up for expert in experts])
+    down = _stacked([expert.down for expert in experts])
+    if not isinstance(combine, NativeGate) or gate_up is None or down is None:
+        return None
+    if gate_up.in_features % CHANNELS:
+        return None
+    return NativeExperts(gate_up, down, combine.activation, first, on_inputs)
+
+
+def _stacked(linears: Sequence[ExpertLinear]) -> _Stack | None:
+    packed = [packed_of(linear.kernel) for linear in linears if linear.bias is None]
+    alike = [linear for linear in packed if linear is not None]
+    if len(alike) < len(linears) or len({linear.grouping for linear in alike}) > 1:
+        return None
+    return _Stack(alike)
+
 
 LOOP = "loop"
 """The candidate that computes experts one after the other."""

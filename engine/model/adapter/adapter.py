@@ -21,8 +21,8 @@ from ...kernels.attention.batch import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
+from ..layers.spec import ImageSpec, KvLayout
 from ..layers.state import StateBatch, StateLayout
-from ..spec import ImageSpec, KvLayout
 from .linears import (
     CurrentAdapters,
     adapter_sites,
@@ -48,9 +48,9 @@ class TransformersModel:
     """
 
     window = None
-    """None: sliding windows are internal to the modules, so no blocks are evicted."""
+    """Sliding windows are internal to the modules, so no blocks are evicted."""
     hidden_size: int | None = None
-    """None: `forward` returns logits."""
+    """With None `forward` returns logits."""
     is_capturable = False
     captures_any_step = False
     """False: the modules may have data-dependent control flow."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layers.attention import LayerCache
+from ..layers.spec import KvLayout
 from ..layers.state import StateLayout
-from ..spec import KvLayout
 
 
 class Key(NamedTuple):

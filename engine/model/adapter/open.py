@@ -17,13 +17,12 @@ from ...config.compatibility import refuse
 from ...scheduling.block_pool import Window
 from ..decoder.decoder import Decoder
 from ..decoder.loader import load_weights
-from ..decoder.read_spec import model_spec
-from ..decoder.reader import decoder_base
+from ..decoder.reader import decoder_base, model_spec
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
+from ..layers.spec import ENDLESS, ImageSpec, KvLayout, streaming_spec
 from ..layers.state import StateLayout
-from ..spec import ENDLESS, ImageSpec, KvLayout, streaming_spec
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from ...kernels.attention.batch import AttentionRule
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.embedding import EmbeddedRows
-from ..spec import KvLayout
+from ..layers.spec import KvLayout
 from .text_model import text_decoder, token_arguments
 
 _MASK_ATTRIBUTE = "llmopt_mask"

@@ -20,11 +20,11 @@ from transformers import DynamicCache
 
 from ....quant.model.auto import read_config
 from ...kernels.attention.batch import AttentionBatch
-from ...planner.probe.measure import measure_cache
-from ...planner.probe.oracle import build_on_meta
+from ...probe.measure import measure_cache
+from ...probe.oracle import build_on_meta
 from ..layers.attention import LayerCache, StepInputs
+from ..layers.spec import KvLayout
 from ..layers.state import StateLayout
-from ..spec import KvLayout
 from .cached_tensors import (
     CachedTensors,
     Place,
@@ -237,7 +237,7 @@ def _is_empty(value: Any) -> bool:
 
 
 _CACHES = ("past_key_values", "cache_params", "state")
-"""What models call the cache that they take and return."""
+"""Names by which models take and return their cache."""
 
 
 class SequentialForward:

@@ -25,8 +25,8 @@ from ..layers.embedding import RotaryEmbedding, TokenEmbedding
 from ..layers.lora import AdapterBank
 from ..layers.norm import Norm
 from ..layers.projection import LinearSite, Projection
+from ..layers.spec import ImageSpec, KvLayout, ModelSpec
 from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
-from ..spec import ImageSpec, KvLayout, ModelSpec
 from .layer import Layer
 
 

@@ -20,7 +20,7 @@ from ..layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp, Router, gating
 from ..layers.norm import Norm
 from ..layers.parallel import Shard
 from ..layers.projection import Projection
-from ..spec import ModelSpec
+from ..layers.spec import ModelSpec
 from .reader import CheckpointReader
 
 

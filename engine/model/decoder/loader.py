@@ -23,7 +23,7 @@ from ..layers.mlp import (
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
-from ..spec import ModelSpec
+from ..layers.spec import ModelSpec
 from .decoder import DecoderWeights
 from .expert_loader import load_mixture
 from .layer import (

@@ -29,7 +29,7 @@ from ..layers.mlp import ACTIVATIONS
 from ..layers.norm import Norm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import Projection
-from ..spec import ModelSpec
+from ..layers.spec import ModelSpec
 from .reader import CheckpointReader
 
 

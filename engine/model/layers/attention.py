@@ -22,10 +22,10 @@ from ...kernels.elementwise.reference import (
     apply_rotary_emb,
     interleaved_to_halves,
 )
-from ..spec import KvLayout
 from .embedding import EmbeddedRows
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection, Weights
+from .spec import KvLayout
 from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
 
 KvScales = tuple[torch.Tensor, torch.Tensor]
@@ -70,7 +70,7 @@ class LayerCache:
 
 
 NO_CACHE = LayerCache.empty(KvLayout(1, 0, 0), 1, 1, torch.device("cpu"), torch.float32)
-"""Of a layer without keys and values."""
+"""The cache of a layer without keys and values."""
 
 
 @dataclass(frozen=True, slots=True)

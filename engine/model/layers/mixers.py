@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ...kernels.elementwise.activations import ActivationQuant, Rows
-from ...kernels.recurrence import (
+from ...kernels.elementwise.recurrence import (
     causal_conv,
     causal_conv_step,
     delta_rule,

@@ -29,7 +29,7 @@ from ....quant.kinds.trellis.viterbi import TILE
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ...config.compatibility import refuse
 from ...kernels.common.graphs import call_or_capture
-from ..spec import ModelSpec
+from .spec import ModelSpec
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of rendezvous and collectives, after which a peer counts as dead."""

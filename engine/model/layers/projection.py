@@ -39,7 +39,7 @@ from ...kernels.linear.linear import (
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
 
 NO_SLOT = 0
-"""Of rows without an adapter; slots are numbered from 1."""
+"""The slot of rows without an adapter; slots are numbered from 1."""
 LEAST_RANK = 16
 """Rank of the slots where adapters may be loaded later (vLLM's default for `max_lora_rank`)."""
 

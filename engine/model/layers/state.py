@@ -49,7 +49,7 @@ class StateBatch:
 
 
 NO_STATES = StateBatch()
-"""Of a model without constant state."""
+"""The batch of a model without constant state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class StepStates:
 
 
 NO_STEP_STATES = StepStates((), (), None, torch.empty(0, dtype=torch.int64), torch.empty(0) > 0)
-"""Of a model without constant state."""
+"""The states of a step of a model without constant state."""
 
 
 def state_bytes_per_sequence(layouts: Sequence[StateLayout]) -> int:

@@ -17,7 +17,7 @@ from ....quant.base.errors import BadInput
 from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams
 from ...engine import Engine
-from ...execution.embeddings import Pooling, Scorer, read_pooling, read_scorer
+from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import MediaLimits, decode_image, is_data_url, sent_bytes
 from ..protocol.errors import ApiError
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint

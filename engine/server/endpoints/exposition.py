@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector
 
 from ...engine import Engine
 from ...scheduling.outputs import EngineStats
-from ..access.keys import KeyRing
-from ..loop.loop import EngineLoop
-from ..loop.metric_names import VLLM_NAMES
-from ..loop.metrics import Histogram, ServerMetrics
+from ..requests.keys import KeyRing
+from ..requests.loop import EngineLoop
+from ..requests.metric_names import VLLM_NAMES
+from ..requests.metrics import Histogram, ServerMetrics
 
 HELP = {
     "time_to_first_token_seconds": "Time from the arrival of a request to its first token.",

@@ -19,7 +19,7 @@ from ....quant.families.config import has_table_rule, model_shape
 from ....quant.families.registry import type_of
 from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
-from ...execution.embeddings import read_pooling
+from ...execution.pooling import read_pooling
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
 from ..parsing.parser import OutputFormat

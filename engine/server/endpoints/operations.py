@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....quant.adapters.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...engine import Engine
-from ..access.keys import KeyRing
-from ..access.request_record import tenant_of
-from ..loop.loop import EngineLoop
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable
 from ..protocol.generation_protocol import TokenId
 from ..protocol.server_options import ServerOptions
+from ..requests.keys import KeyRing
+from ..requests.loop import EngineLoop
+from ..requests.request_record import tenant_of
 from .conversation import render
 from .exposition import Exposition
 from .service import Service

@@ -18,9 +18,9 @@ from fastapi.responses import Response, StreamingResponse
 from ...config.adapters import adapter_name
 from ...engine import Engine
 from ...scheduling.request import Request, RequestStatus
-from ..loop.loop import EngineLoop
-from ..loop.metrics import Histogram, ServerMetrics
 from ..protocol.errors import ApiError, Unavailable
+from ..requests.loop import EngineLoop
+from ..requests.metrics import Histogram, ServerMetrics
 from .exposition import speed_features
 
 INTERVAL_SECONDS = 0.25

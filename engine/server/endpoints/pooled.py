@@ -15,9 +15,8 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from ...base.sampling_params import PoolingParams, SamplingParams
-from ...execution.embeddings import Vector, normalized
+from ...execution.pooling import Vector, normalized
 from ...scheduling.outputs import RequestOutput
-from ..loop.stream import OutputStream
 from ..protocol.errors import ApiError
 from ..protocol.pooling_protocol import (
     EmbeddingRequest,
@@ -25,6 +24,7 @@ from ..protocol.pooling_protocol import (
     RerankRequest,
     ScoreRequest,
 )
+from ..requests.stream import OutputStream
 from .service import CLIENT_GONE, ResponseContext, Service, unless_disconnected
 
 _NOTHING = SamplingParams(max_tokens=1)

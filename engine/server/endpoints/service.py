@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
-from ..access.request_record import record_of, tenant_of
-from ..loop.loop import EngineLoop
-from ..loop.stream import Job, OutputStream, Phases
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.pooling_protocol import PoolingRequest
 from ..protocol.server_options import ScriptedText
+from ..requests.loop import EngineLoop
+from ..requests.request_record import record_of, tenant_of
+from ..requests.stream import Job, OutputStream, Phases
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .calls import MAX_HEADER, CallReader
+from .calls import MAX_HEADER, SPACE, CallReader, TextSource, Waiting
 from .events import Event, Reasoning, Text
 from .formats import HARMONY, SEPARATORS, ReasoningFormat, ToolFormat
-from .source import SPACE, TextSource, Waiting
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -21,7 +21,7 @@ from llmopt.bench.session.engine_session import EngineSession
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step import Phase
 from llmopt.engine.execution.step_loop import StepTrace
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import native_attention
 
 RECORDS = native_attention().reason is None
 OPTIONS = BenchOptions(

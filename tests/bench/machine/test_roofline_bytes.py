@@ -14,7 +14,7 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import load_engine
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
-from llmopt.engine.planner.device.speed import decode_step_bytes
+from llmopt.engine.planner.speed import decode_step_bytes
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

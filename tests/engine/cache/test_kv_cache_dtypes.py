@@ -14,7 +14,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
-from llmopt.engine.model.spec import KvLayout
+from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.native.processor import VARIABLE

@@ -14,7 +14,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
 from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.server.endpoints.page import snapshot
-from llmopt.engine.server.loop.metrics import ServerMetrics
+from llmopt.engine.server.requests.metrics import ServerMetrics
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,7 +12,7 @@ import pytest
 from llmopt.cli.main import main
 from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
 from llmopt.engine.deploy.engine_commands import VLLM
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
 from ...support.deployments import OTHERS, OURS, deployment, documents, small

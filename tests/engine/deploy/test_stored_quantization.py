@@ -14,7 +14,7 @@ from llmopt.engine.deploy.stored_quantization import (
     StoredQuantization,
     stored_quantization_of,
 )
-from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.modelopt import ALGORITHMS, MIXED, ModelOptFormat, hf_quant_config

@@ -18,8 +18,8 @@ from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
-from llmopt.engine.server.loop.loop import EngineLoop
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.loop import EngineLoop
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
@@ -255,7 +255,7 @@ def test_the_servers_thread_has_the_device_of_its_engine(
     """A new thread begins with cuda:0; the server's steps run on one of its own."""
     card = Card(count=2)
     # Torch's dispatch modes are a thread's own, so that this one has no pretended operations.
-    monkeypatch.setattr("llmopt.engine.server.loop.loop._warm_up", lambda engine: None)
+    monkeypatch.setattr("llmopt.engine.server.requests.loop._warm_up", lambda engine: None)
 
     async def device_of_thread(engine: Engine) -> int:
         loop = EngineLoop(engine, ServerOptions())

@@ -11,8 +11,7 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import decode_graphs
 from llmopt.engine.execution.graph_setting import EagerGraph, Graph
-from llmopt.engine.kernels.attention.dispatch import AttentionKernels
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import AttentionKernels, native_attention
 from llmopt.engine.kernels.common.graphs import CpuGraph, GraphMemoryPool, NotCapturable
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 

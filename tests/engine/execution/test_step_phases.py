@@ -22,7 +22,7 @@ from llmopt.engine.execution.step_loop import (
     StepTrace,
     ThreadedLoop,
 )
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import native_attention
 
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "step_profile.py"
 RECORDS = native_attention().reason is None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from llmopt.engine.kernels.attention.batch import AttentionRule
-from llmopt.engine.kernels.attention.native_attention import attend_native
+from llmopt.engine.kernels.attention.dispatch import attend_native
 from llmopt.engine.kernels.elementwise.activations import ActivationQuant
 from llmopt.engine.kernels.elementwise.native_layer import (
     ACTIVATIONS,

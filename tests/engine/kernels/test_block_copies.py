@@ -13,7 +13,7 @@ from llmopt.engine.kernels.attention.paged_tensor import (
     TorchBlockCopies,
 )
 from llmopt.engine.kernels.common.devices import VARIABLE
-from llmopt.engine.model.spec import KvLayout
+from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 
 from tools.launches import counting

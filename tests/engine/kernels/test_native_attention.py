@@ -10,8 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
+from llmopt.engine.kernels.attention.dispatch import (
+    PAGED_ATTENTION,
+    AttentionKernelQuery,
+    attend_native,
+    native_attention,
+)
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.scheduling.draft_length import Tree
 from llmopt.quant.native.processor import VARIABLE

@@ -8,9 +8,13 @@ import pytest
 import torch
 from llmopt.engine.kernels.common.graphs import CpuGraph, GraphMemoryPool
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
-from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from llmopt.engine.kernels.moe.dispatch import (
+    EXPERTS,
+    ExpertsKernelQuery,
+    NativeExperts,
+    native_experts,
+)
 from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts, RoutingRule, route_torch
-from llmopt.engine.kernels.moe.native_experts import NativeExperts, native_experts
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme

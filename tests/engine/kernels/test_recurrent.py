@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from llmopt.engine.kernels.attention.batch import AttentionBatch, DecodeGroup, SequenceSpan
-from llmopt.engine.kernels.recurrence import (
+from llmopt.engine.kernels.elementwise.recurrence import (
     causal_conv,
     causal_conv_step,
     delta_rule,

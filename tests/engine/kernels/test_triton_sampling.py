@@ -70,7 +70,7 @@ def test_what_stays_of_a_row(
     vocab: int, steps: float | None, suppressed_ids: float, filters: list[Any], seed: int
 ) -> None:
     """The tokens that a stable sort leaves, ties included; where rounding decides, either."""
-    from llmopt.engine.kernels.triton_sampling import thresholds
+    from llmopt.engine.sampling.triton_sampling import thresholds
 
     logits = scores(len(filters), vocab, seed)
     if steps is not None:
@@ -101,7 +101,7 @@ def test_what_stays_of_a_row(
 
 def test_the_noise_is_philox() -> None:
     """Against the published algorithm in whole numbers."""
-    from llmopt.engine.kernels.triton_sampling import exponential
+    from llmopt.engine.sampling.triton_sampling import exponential
 
     keys = [(5, 9), (-(2**62) + 3, 70000), (5, 10)]
     got = exponential(torch.tensor(keys, device=ON), 50, 2).cpu()
@@ -187,7 +187,7 @@ def test_samples_follow_the_distribution(
     batched: SamplingKernel, filters: tuple[float, float, float, int]
 ) -> None:
     """Chi-squared over 200 draws at different positions; 29.6 is the 99.9 % point for ten degrees."""
-    from llmopt.engine.kernels import triton_sampling as kernels
+    from llmopt.engine.sampling import triton_sampling as kernels
 
     logits, count = scores(1, 11, seed=4) / 4, 200
     floats = torch.tensor([filters[:3]], device=ON)

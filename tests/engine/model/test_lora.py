@@ -16,7 +16,7 @@ from llmopt.engine.config.adapters import parse_adapters
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import native_attention
 from llmopt.engine.model.layers.projection import SlotMask, SlottedWeights
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme

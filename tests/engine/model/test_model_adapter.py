@@ -12,7 +12,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
 from llmopt.engine.model.layers.state import state_bytes_per_sequence
-from llmopt.engine.planner.device.cache_size import size_states
+from llmopt.engine.planner.cache_size import size_states
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 

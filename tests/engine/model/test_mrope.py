@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llmopt.engine.model.decoder.read_spec import model_spec
+from llmopt.engine.model.decoder.reader import model_spec
 from llmopt.engine.model.layers.embedding import RotaryEmbedding
 from llmopt.engine.scheduling.request import RopePositions
 from llmopt.quant.base.errors import BadInput

@@ -12,8 +12,7 @@ import transformers
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.decoder.read_spec import model_spec
-from llmopt.engine.model.decoder.reader import decoder_base
+from llmopt.engine.model.decoder.reader import decoder_base, model_spec
 from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS

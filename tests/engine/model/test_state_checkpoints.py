@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.decoder.read_spec import model_spec
+from llmopt.engine.model.decoder.reader import model_spec
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint

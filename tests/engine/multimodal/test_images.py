@@ -17,7 +17,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.llm import LLM
 from llmopt.engine.multimodal.encoder import VisionEncoder
 from llmopt.engine.multimodal.open import open_images
-from llmopt.engine.server.loop.loop import RecoveringSteps
+from llmopt.engine.server.requests.loop import RecoveringSteps
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.quant.families.config import has_table_rule, model_shape
 from llmopt.quant.families.registry import all_families
 from transformers import AutoConfig, AutoModelForCausalLM

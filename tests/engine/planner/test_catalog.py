@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 from llmopt.engine.base.units import format_gib, format_tokens, parse_bytes, parse_tokens
-from llmopt.engine.planner.device.devices import (
-    DEFAULT_DEVICES,
-    choose_devices,
-    devices,
-    find_device,
-)
-from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.planner.device.devices import devices, find_device
+from llmopt.engine.planner.devices import devices, find_device
 
 ROWS: list[dict[str, Any]] = json.loads(
     (Path(find_device.__code__.co_filename).parent / "devices.json").read_text()

@@ -10,7 +10,7 @@ from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.planner.device.cache_size import num_blocks_for
-from llmopt.engine.planner.device.devices import Device, find_device
-from llmopt.engine.planner.device.memory import Deployment, Reserve
-from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.model.weights import BF16, recipe_for
-from llmopt.engine.planner.plan.plan import DeploymentPlan, make_plan
-from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.setup import PlannedWorkload
+from llmopt.engine.planner.cache_size import num_blocks_for
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import Device, find_device
+from llmopt.engine.planner.memory import Deployment, Reserve
+from llmopt.engine.planner.plan import DeploymentPlan, make_plan
+from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.setup import PlannedWorkload
+from llmopt.engine.planner.weights import BF16, recipe_for
 from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
@@ -265,7 +265,7 @@ def test_bad_input_is_one_line_and_code_2(
 
 def test_importing_the_planner_loads_no_torch() -> None:
     script = (
-        "import sys, llmopt.engine.planner.plan.plan, llmopt.engine.planner.device.speed;"
+        "import sys, llmopt.engine.planner.plan, llmopt.engine.planner.speed;"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

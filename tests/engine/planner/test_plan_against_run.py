@@ -15,15 +15,10 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.planner.device.cache_size import (
-    CacheRequest,
-    KvCacheBudget,
-    num_blocks_for,
-    size_cache,
-)
-from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.cache_size import CacheRequest, KvCacheBudget, num_blocks_for, size_cache
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
 

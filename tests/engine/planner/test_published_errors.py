@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.base.units import format_gib, parse_bytes
-from llmopt.engine.planner.device.devices import find_device
-from llmopt.engine.planner.device.memory import Deployment, Reserve
-from llmopt.engine.planner.device.speed import (
-    Efficiency,
-    decode_time,
-    prefill_time,
-    streamed_weight_bytes,
-)
-from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.weights import BF16, recipe_for, weight_bytes
-from llmopt.engine.planner.plan.plan import make_plan
-from llmopt.engine.planner.plan.setup import PlannedWorkload
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import find_device
+from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.memory import Deployment, Reserve
+from llmopt.engine.planner.plan import make_plan
+from llmopt.engine.planner.setup import PlannedWorkload
+from llmopt.engine.planner.speed import Efficiency, decode_time, prefill_time, streamed_weight_bytes
+from llmopt.engine.planner.weights import BF16, recipe_for, weight_bytes
 from llmopt.quant.families.shapes import ModelShape
 
 GIB = 2**30

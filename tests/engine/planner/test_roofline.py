@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.device.speed import (
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.speed import (
     attainable_flops,
     decode_step_bytes,
     decode_step_flops,
@@ -11,7 +12,6 @@ from llmopt.engine.planner.device.speed import (
     ridge,
     streamed_weight_bytes,
 )
-from llmopt.engine.planner.model.catalog import find_model
 from llmopt.quant.families.shapes import Experts, ModelShape
 
 TINY = ModelShape(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.model.catalog import find_model, model_names, table_configs
+from llmopt.engine.planner.catalog import find_model, model_names, table_configs
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import has_table_rule, model_shape
 

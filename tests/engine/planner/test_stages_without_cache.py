@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.planner.device.devices import find_device
-from llmopt.engine.planner.device.memory import Deployment, Reserve
-from llmopt.engine.planner.model.catalog import PlannedModel, shape_of, table_configs
-from llmopt.engine.planner.model.engine_rules import RULES
-from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.model.weights import BF16
-from llmopt.engine.planner.plan.explain import explain
-from llmopt.engine.planner.plan.plan import DeploymentPlan, make_plan
-from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.setup import PlannedWorkload, Setup
-from llmopt.engine.planner.probe.facts import CachedTensor, Parameters, ProbedModel
+from llmopt.engine.planner.catalog import PlannedModel, shape_of, table_configs
+from llmopt.engine.planner.devices import find_device
+from llmopt.engine.planner.engine_rules import RULES
+from llmopt.engine.planner.explain import explain
+from llmopt.engine.planner.memory import Deployment, Reserve
+from llmopt.engine.planner.plan import DeploymentPlan, make_plan
+from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.probed_shape import ProbedShape
+from llmopt.engine.planner.setup import PlannedWorkload, Setup
+from llmopt.engine.planner.weights import BF16
+from llmopt.engine.probe.facts import CachedTensor, Parameters, ProbedModel
 from llmopt.quant.families.shapes import ModelShape
 
 RESERVE = Reserve(max_num_seqs=64)

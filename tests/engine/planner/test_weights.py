@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.model.weights import (
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.weights import (
     BF16,
     GROUP_SIZES,
     RECIPES,
@@ -58,7 +58,7 @@ def test_fp8_in_square_blocks() -> None:
 
 
 def test_group_sizes_are_those_of_quantize() -> None:
-    from llmopt.quant.plan.plan import DEFAULT_GROUP_SIZES
+    from llmopt.quant.request.selection import DEFAULT_GROUP_SIZES
 
     assert GROUP_SIZES == DEFAULT_GROUP_SIZES
 

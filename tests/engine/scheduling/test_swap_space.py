@@ -10,7 +10,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.spec import KvLayout
+from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.block_pool import NULL_BLOCK
 from llmopt.engine.scheduling.step_plan import BlockCopies, StepPlan
 from llmopt.quant.base.errors import BadInput

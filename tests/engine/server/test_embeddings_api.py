@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from llmopt.engine.execution.embeddings import read_pooling
+from llmopt.engine.execution.pooling import read_pooling
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 from openai.types import CreateEmbeddingResponse

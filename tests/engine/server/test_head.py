@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
-from llmopt.engine.server.access.middleware import HeadMiddleware
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.middleware import HeadMiddleware
 
 from ...support.live_server import RunningServer, make_engine, running
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from llmopt.engine.server.access.request_record import Tenant
 from llmopt.engine.server.endpoints.responses import ResponseStore
 from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.request_record import Tenant
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llmopt.engine.execution.embeddings import QWEN3_RERANKER_TEMPLATE, read_scorer
+from llmopt.engine.execution.pooling import QWEN3_RERANKER_TEMPLATE, read_scorer
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import read_json
 from llmopt.recipes import MODELS

@@ -11,7 +11,7 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.decode_graphs import StepGraphs
 from llmopt.engine.execution.token_graphs import replay_head
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import native_attention
 from llmopt.engine.speculation.proposer import DraftTokens
 
 from ...support.heads_world import write_eagle, write_eagle3

@@ -19,7 +19,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution import workers
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.attention.dispatch import native_attention
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.scheduling.step_plan import DecodeRows
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.families import registry

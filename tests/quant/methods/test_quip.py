@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.planner.model.weights import stored_recipe
+from llmopt.engine.planner.weights import stored_recipe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.scheme import E8pScheme

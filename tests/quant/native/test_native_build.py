@@ -104,7 +104,7 @@ def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -
 
 
 KERNELS = {
-    "engine.kernels.attention.native_attention": ["native_attention"],
+    "engine.kernels.attention.dispatch": ["native_attention"],
     "engine.kernels.elementwise.native_layer": ["native_layer"],
     "engine.kernels.elementwise.native_rows": ["native_rows", "native_advance", "native_argmax"],
     "engine.kernels.linear.hadamard_linear": [
@@ -113,7 +113,7 @@ KERNELS = {
         "native_trellis_integer",
     ],
     "engine.kernels.linear.native_linear": ["native_lookup", "native_linear"],
-    "engine.kernels.moe.native_experts": ["native_experts"],
+    "engine.kernels.moe.dispatch": ["native_experts"],
     "quant.kinds.ggml.blocks": ["native_codes"],
     "quant.kinds.trellis.viterbi": ["native_viterbi"],
 }

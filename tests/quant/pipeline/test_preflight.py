@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.model.decoder.read_spec import supported_model_types
+from llmopt.engine.model.decoder.reader import supported_model_types
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.options import MethodOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods import sign_descent

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from llmopt.engine.planner.plan.explain import explain
-from llmopt.engine.planner.plan.images import parse_images
-from llmopt.engine.planner.plan.plan import DeploymentPlan
-from llmopt.engine.planner.plan.plan_json import plan_as_dict
-from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.explain import explain
+from llmopt.engine.planner.images import parse_images
+from llmopt.engine.planner.plan import DeploymentPlan
+from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
 

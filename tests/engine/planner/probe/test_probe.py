@@ -11,14 +11,14 @@ import pytest
 import torch
 from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
-from llmopt.engine.planner.model.catalog import shape_of, table_configs
-from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.model.kv_dtypes import kv_dtype
-from llmopt.engine.planner.model.probed_shape import ProbedShape
-from llmopt.engine.planner.probe import answers
-from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
-from llmopt.engine.planner.probe.measure import DataFreeMode, cache_shapes
-from llmopt.engine.planner.probe.oracle import probe
+from llmopt.engine.planner.catalog import shape_of, table_configs
+from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.kv_dtypes import kv_dtype
+from llmopt.engine.planner.probed_shape import ProbedShape
+from llmopt.engine.probe import answers
+from llmopt.engine.probe.facts import CachedTensor, ProbedModel
+from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
+from llmopt.engine.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape
 from llmopt.quant.open import open_checkpoint
@@ -107,7 +107,7 @@ def test_an_answer_is_kept_by_config_and_read_again(
     raw = {"model_type": "olmo2", **TINY}
     first = answers.probed(raw)
     (kept,) = (own_cache / "llmopt" / "probe").iterdir()
-    monkeypatch.setattr("llmopt.engine.planner.probe.oracle.probe", _must_not_run)
+    monkeypatch.setattr("llmopt.engine.probe.oracle.probe", _must_not_run)
     again = answers.probed({**raw, "_name_or_path": "elsewhere"})
     assert again.as_dict() == first.as_dict()
     kept.write_text("{")

@@ -7,13 +7,13 @@ import logging
 from pathlib import Path
 
 import pytest
-from llmopt.engine.server.access.keys import (
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.keys import (
     MAX_FILE_BYTES,
     KeyRing,
     read_key_file,
     warn_if_readable,
 )
-from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 
 SECRET = "sk-open-sesame"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from llmopt.engine.server.access import keys
-from llmopt.engine.server.access.limits import RateLimits
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests import keys
+from llmopt.engine.server.requests.limits import RateLimits
 from prometheus_client.parser import text_string_to_metric_families
 
 from ....support.live_server import RunningServer, eventually, make_engine, running, slow_steps

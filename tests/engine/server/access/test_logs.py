@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from llmopt.engine.server.access.observe import LEVELS, configure_logging
 from llmopt.engine.server.protocol.server_options import LogFormat, ServerOptions
+from llmopt.engine.server.requests.observe import LEVELS, configure_logging
 
 from ....support.live_server import RunningServer, eventually, make_engine, running
 

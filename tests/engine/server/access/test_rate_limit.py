@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.server.access.limits import RateLimits, duration
 from llmopt.engine.server.protocol.errors import TooMany
+from llmopt.engine.server.requests.limits import RateLimits, duration
 
 
 class Clock:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.server.access.keys import KeyRing
-from llmopt.engine.server.access.request_record import RequestRecord
 from llmopt.engine.server.protocol.errors import TooMany
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.keys import KeyRing
+from llmopt.engine.server.requests.request_record import RequestRecord
 
 
 def test_what_a_request_reserves_others_wait_for() -> None:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.server.access.reload import open_context
 from llmopt.engine.server.protocol.server_options import ServerOptions, TlsOptions
+from llmopt.engine.server.requests.reload import open_context
 from llmopt.quant.base.errors import BadInput
 
 from ....support.certificates import self_signed

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.scheduling.detokenizer import CompletionText
+from llmopt.engine.server.parsing.calls import TextSource
 from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
     DEEPSEEK_V3,
@@ -38,7 +39,6 @@ from llmopt.engine.server.parsing.formats import (
     reasoning_of_template,
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
-from llmopt.engine.server.parsing.source import TextSource
 
 SCHEMAS: dict[str, Any] = {
     "weather": {

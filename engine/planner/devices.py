@@ -1,0 +1,117 @@
+"""Device specifications: memory, bandwidth and dense peak FLOP/s, each with its source (`devices.json`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+from ...quant.base.errors import BadInput
+from ..base.host import available_memory_bytes
+
+# One direction of PCIe 4.0 x16, for cards without NVLink or the like.
+PCIE_BYTES_PER_SECOND = 32e9
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device. `memory_bytes` is the memory visible to a process; `bandwidth` is in bytes/s and `peaks` in
+    dense FLOP/s by data type, both None for a device known by its memory only."""
+
+    name: str
+    memory_bytes: int
+    memory_is_estimated: bool = False
+    bandwidth: float | None = None
+    peaks: Mapping[str, float] | None = None
+    link_bytes_per_second: float = PCIE_BYTES_PER_SECOND
+    kind: str = "cuda"
+    source: str = ""
+
+    def peak_flops(self, weight_bits: int | Fraction, weight_name: str) -> float | None:
+        """Peak FLOP/s of the GEMM's compute dtype: fp8 weights use fp8 tensor cores if the device has them;
+        weight-only integers compute in 16 bit."""
+        peaks = self.peaks or {}
+        if weight_bits == 32:
+            return peaks.get("float32", peaks.get("bf16", peaks.get("fp16")))
+        if weight_bits == 8 and weight_name.startswith("fp") and "fp8" in peaks:
+            return peaks["fp8"]
+        return peaks.get("bf16", peaks.get("fp16"))
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """The bundled table, in its order: the most common cards first."""
+    return tuple(_read(row) for row in _rows())
+
+
+DEFAULT_DEVICES = ("H100 SXM", "A100 80GB SXM", "H200 SXM", "B200", "MI300X", "L40S", "RTX 4090")
+
+
+def find_device(name: str) -> Device:
+    """Look up a device by name or alias, ignoring case and separators.
+
+    Raises:
+        BadInput: no such device; close matches are named.
+    """
+    named = {_key(row["name"]): row["name"] for row in _rows()}
+    named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
+    wanted = _key(name)
+    if wanted not in named:
+        close = get_close_matches(wanted, named, n=4, cutoff=0.4)
+        hint = ", ".join(dict.fromkeys(named[key] for key in close)) or ", ".join(
+            row["name"] for row in _rows()
+        )
+        raise BadInput(f"no GPU {name!r} in the table ({hint}); --gpu-memory 80GiB works for any")
+    return next(device for device in devices() if device.name == named[wanted])
+
+
+def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
+    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor), preceded by one
+    of `memory_bytes` without a known speed; `DEFAULT_DEVICES` without either.
+
+    Raises:
+        BadInput: a name that is not in the table.
+    """
+    chosen = (
+        [] if memory_bytes is None else [Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes)]
+    )
+    for name in names:
+        if name.lower() == "cpu":
+            chosen.append(_host())
+        else:
+            chosen += devices() if name.lower() == "all" else [find_device(name)]
+    return chosen or [find_device(name) for name in DEFAULT_DEVICES]
+
+
+def _host() -> Device:
+    """This machine's CPU, with the memory available now. Its speed is known only from a measured run."""
+    memory = available_memory_bytes()
+    return Device("cpu", memory, kind="cpu", source="/proc/meminfo, available now")
+
+
+@cache
+def _rows() -> list[dict]:
+    return json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+
+
+def _read(row: dict) -> Device:
+    visible = row["visible_bytes"]
+    link = row["nvlink_gb_s"]
+    return Device(
+        name=row["name"],
+        memory_bytes=visible["value"],
+        memory_is_estimated=visible.get("estimated", False),
+        bandwidth=row["bandwidth_gb_s"]["value"] * 1e9,
+        peaks={dtype: peak["value"] * 1e12 for dtype, peak in row["peaks"].items()},
+        # The table gives bidirectional bandwidth, as data sheets do.
+        link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
+        source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
+    )
+
+
+def _key(name: str) -> str:
+    return "".join(ch for ch in name.lower() if ch.isalnum())

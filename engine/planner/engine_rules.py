@@ -1,0 +1,304 @@
+"""KV-cache allocation rules per engine: how many token slots each keeps for a sequence.
+
+The unit is the token slots of one sequence, summed over the layers; a slot is `cached_elements` of the
+model wide. The rules differ in the handling of sliding windows and in their rounding:
+
+    llmopt        every layer holds the whole sequence, in blocks; if every layer has a window, the widest
+                  window and max_num_batched_tokens
+    vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
+                  more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
+                  one size, so a smaller group is padded. With pipeline stages nothing is freed
+    llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, with a
+                  separate stream per sequence
+    transformers  a windowed layer holds min(W - 1, S); no blocks
+
+Layers of a probed model differ in width and hold state; the same rules for them count bytes:
+
+    llmopt        a state once
+    vllm          one page size for all: the attention block grows until its page holds a layer's state, and
+                  the state is padded to that page; indexer keys in fp8 with a float32 scale per 128
+    llama.cpp     the state in float32
+    transformers  as measured, cached positions included
+
+vLLM's rule for states is that of `HybridAttentionMambaModelConfig` (vllm/model_executor/models/config.py)
+without prefix caching of states: one page per sequence and state layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from ..probe.facts import CachedTensor
+from ..scheduling.block_pool import Window
+from .probed_shape import ProbedShape, entry_bytes, is_indexer
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKnobs:
+    """Parameters of the cache rules besides the model: tokens of a block and of a step (vLLM's
+    max_num_batched_tokens), llama.cpp's n_ubatch, and whether vLLM frees blocks out of the window."""
+
+    block_size: int = 16
+    step_tokens: int = 8192
+    ubatch_tokens: int = 512
+    frees_windows: bool = True
+
+
+def round_up(value: int, step: int) -> int:
+    """Round up to a multiple of `step`."""
+    return -(-value // step) * step
+
+
+LLAMA_CPP_STEP = 256
+BLOCK_ALIGNMENT = 16
+
+Element = float | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """vLLM's spec of one layer: bytes of a token, and the window (0: none)."""
+
+    token_bytes: Fraction
+    window: int
+
+    def blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """Blocks of one sequence."""
+        if not self.window:
+            return ceil(num_tokens / block_size)
+        return ceil(min(self.window + step_tokens, num_tokens) / block_size) + 1
+
+
+def _llmopt_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    held = tokens
+    windows = [t.window for t in shape.growing]
+    if windows and all(windows):
+        window = Window(max(windows) + 1)
+        held = min(
+            tokens, window.max_blocks(knobs.step_tokens, knobs.block_size) * knobs.block_size
+        )
+    slots = round_up(held, knobs.block_size)
+    return _sum(shape.growing, element, lambda t: ceil(slots / t.stride)) + shape.state_bytes
+
+
+def _llama_cpp_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    def held(t: CachedTensor) -> int:
+        kept = min(tokens, t.window + 1 + knobs.ubatch_tokens) if t.window else tokens
+        return ceil(round_up(kept, LLAMA_CPP_STEP) / t.stride)
+
+    state = sum(4 * shape.state_elements(t) for t in shape.layer_tensors if t.law != "growing")
+    return _sum(shape.growing, element, held) + state
+
+
+def _transformers_probed(
+    shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs
+) -> int:
+    state = sum(t.num_bytes(tokens) for t in shape.layer_tensors if t.law != "growing")
+
+    def held(t: CachedTensor) -> int:
+        return t.entries(tokens) if shape.frees_windows else tokens // t.stride
+
+    positions = sum(t.num_bytes(tokens) for t in shape.positions)
+    return _sum(shape.growing, element, held) + state + positions
+
+
+def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    """Pages of one sequence in all groups; compressed caches and indexer keys are pools of their own."""
+    paged, apart = _by_layer(shape, element, knobs)
+    states = _state_layers(shape)
+    block = knobs.block_size
+    rest = _sum(apart, element, lambda t: round_up(ceil(tokens / t.stride), block), _vllm_entry)
+    widest = max((page.token_bytes for page in paged), default=Fraction(0))
+    if not widest:
+        return ceil(rest) + sum(states.values())
+    if states:
+        step = BLOCK_ALIGNMENT * widest
+        block = max(block, BLOCK_ALIGNMENT * ceil(max(states.values()) / step))
+    elif all(not page.window for page in paged):
+        whole = sum(page.token_bytes * count for page, count in paged.items())
+        return ceil(rest + whole * round_up(tokens, block))
+    sizes = sorted(size for size in (*paged.values(), len(states)) if size)
+    group = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
+    pages = ceil(len(states) / group)
+    for page, count in paged.items():
+        # A narrower layer keeps more tokens in a page of the same size.
+        per_page = max(1, int(block * widest / page.token_bytes))
+        pages += ceil(count / group) * page.blocks(tokens, per_page, knobs.step_tokens)
+    return ceil(rest + group * pages * block * widest)
+
+
+def _by_layer(
+    shape: ProbedShape, element: Element, knobs: CacheKnobs
+) -> tuple[Counter[_Page], list[CachedTensor]]:
+    """Layers by page spec, and the tensors that are kept apart from the attention's pages."""
+    layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
+    apart = []
+    for t in shape.growing:
+        if t.stride > 1 or is_indexer(t):
+            apart.append(t)
+        else:
+            window = t.window if knobs.frees_windows and shape.frees_windows else 0
+            layers[t.layer, window] += entry_bytes(t, element)
+    return Counter(_Page(size, window) for (_, window), size in layers.items()), apart
+
+
+def _state_layers(shape: ProbedShape) -> dict[int, int]:
+    """State bytes of each layer that has a state."""
+    states: dict[int, int] = defaultdict(int)
+    for t in shape.layer_tensors:
+        if t.law != "growing":
+            states[t.layer] += t.element_bytes * shape.state_elements(t)
+    return states
+
+
+def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction:
+    """Bytes of an entry that is kept apart: indexer keys are fp8 with a float32 scale per 128."""
+    if is_indexer(tensor):
+        width = tensor.heads * tensor.width
+        return Fraction(width + 4 * ceil(width / 128))
+    return entry_bytes(tensor, element)
+
+
+def _sum(
+    tensors: Iterable[CachedTensor],
+    element: Element,
+    held: Callable[[CachedTensor], int],
+    size: Callable[[CachedTensor, Element], Fraction] = entry_bytes,
+) -> int:
+    return ceil(sum(held(t) * size(t, element) for t in tensors))
+
+
+PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] = {
+    "llmopt": _llmopt_probed,
+    "vllm": _vllm_probed,
+    "llama.cpp": _llama_cpp_probed,
+    "transformers": _transformers_probed,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRule:
+    """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store."""
+
+    name: str
+    slots: Callable[[ModelShape, int, CacheKnobs], int]
+    kv_dtypes: tuple[str, ...]
+    description: str
+
+    def kv_bytes(
+        self,
+        shape: ModelShape,
+        num_tokens: int,
+        bytes_per_element: float | Fraction,
+        knobs: CacheKnobs,
+    ) -> int:
+        """KV-cache bytes of one sequence, its constant state included."""
+        if isinstance(shape, ProbedShape):
+            return PROBED_RULES[self.name](shape, num_tokens, bytes_per_element, knobs)
+        slots = self.slots(shape, num_tokens, knobs)
+        return ceil(slots * self.cached_elements(shape) * bytes_per_element)
+
+    def cached_elements(self, shape: ModelShape) -> int:
+        """Elements of a slot: the model's, except that transformers caches the new Falcon layout after
+        repeating each KV head for all of its query heads."""
+        if self.name == "transformers" and shape.family == "falcon":
+            per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
+            return shape.cached_elements * per_group
+        return shape.cached_elements
+
+
+def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
+    """Tokens of a sequence that llmopt's engine keeps; all layers share one block table."""
+    windows = [window for window in shape.windows if window is not None]
+    if len(windows) < shape.num_layers:
+        return tokens
+    return min(tokens, Window(max(windows)).max_blocks(step_tokens, block_size) * block_size)
+
+
+def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    resident = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
+    return shape.num_layers * round_up(resident, knobs.block_size)
+
+
+def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    whole = round_up(tokens, knobs.block_size)
+    classes = Counter(shape.windows)
+    if not knobs.frees_windows or set(classes) == {None}:
+        return shape.num_layers * whole
+    sizes = sorted(classes.values())
+    group = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
+    return group * sum(
+        ceil(count / group) * _vllm_held(shape, window, tokens, knobs)
+        for window, count in classes.items()
+    )
+
+
+def _vllm_held(shape: ModelShape, window: int | None, tokens: int, knobs: CacheKnobs) -> int:
+    if window is None:
+        return round_up(tokens, knobs.block_size)
+    if shape.chunked:
+        return round_up(min(window + knobs.step_tokens, tokens), knobs.block_size)
+    reach = min(window - 1 + knobs.step_tokens, tokens)
+    return round_up(reach, knobs.block_size) + knobs.block_size
+
+
+def _llama_cpp(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    return sum(
+        round_up(
+            tokens if window is None else min(tokens, window + knobs.ubatch_tokens), LLAMA_CPP_STEP
+        )
+        for window in shape.windows
+    )
+
+
+def _transformers(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    return sum(
+        tokens if window is None else min(tokens, max(1, window - 1)) for window in shape.windows
+    )
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        EngineRule(
+            "llmopt",
+            _llmopt,
+            ("bf16", "float32", "fp8_per_token_head", "int8"),
+            "one block table for all layers; where every layer has a window, the widest and "
+            "max_num_batched_tokens are kept",
+        ),
+        EngineRule(
+            "vllm",
+            _vllm,
+            ("bf16", "float32", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8", "nvfp4"),
+            "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded; a state "
+            "takes a page",
+        ),
+        EngineRule(
+            "llama.cpp",
+            _llama_cpp,
+            ("bf16", "float32", "q8_0", "q5_1", "q4_0"),
+            "a window keeps W + n_ubatch; all in steps of 256 tokens",
+        ),
+        EngineRule(
+            "transformers", _transformers, ("bf16", "float32"), "a window keeps W - 1; no blocks"
+        ),
+    )
+}
+
+
+def engine_rule(name: str) -> EngineRule:
+    """The rule of the engine of that name.
+
+    Raises:
+        BadInput: an unknown engine.
+    """
+    if name not in RULES:
+        raise BadInput(f"no engine {name!r}: choose {', '.join(RULES)} or all")
+    return RULES[name]

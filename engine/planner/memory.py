@@ -1,0 +1,261 @@
+"""Memory of a deployment: weights, peak activations, overhead, and the KV-cache budget.
+
+    usable = visible x utilization = weights + activation peak + fixed overhead + KV cache
+
+All bytes are per rank: one GPU of a tensor-parallel group of `tp`, in one of `pp` pipeline stages. Under a
+KV-cache budget (SnapKV, H2O) a sequence holds its whole prompt until it is computed, then the budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from typing import Self
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from ..config.compatibility import refuse
+from ..scheduling.kv_eviction import KvEviction
+from .cache_size import DEFAULT_UTILIZATION
+from .engine_rules import RULES, CacheKnobs, EngineRule
+from .weights import WeightRecipe, weight_bytes_per_rank
+
+GIB = 2**30
+# Bytes of temporary memory per row and vocabulary entry while sampling, in float32 copies: fitted to
+# seven of eight published vLLM start-ups within 2 %.
+SAMPLER_COPIES = 9.70
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory limits and batch limits, which determine the memory besides weights and KV cache.
+
+    `chunk_tokens` is max_num_batched_tokens, `max_num_seqs` the most sequences that a step samples.
+    `kv_cache_bytes`, if set, caps the KV-cache budget.
+    """
+
+    utilization: float = DEFAULT_UTILIZATION
+    chunk_tokens: int = 8192
+    max_num_seqs: int = 1024
+    kv_cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise BadInput(
+                f"--gpu-memory-utilization {self.utilization}: a fraction in (0, 1] is needed"
+            )
+        for name in ("chunk_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                option = {"chunk_tokens": "max-num-batched-tokens"}.get(name, "max-num-seqs")
+                raise BadInput(f"--{option} {getattr(self, name)}: at least 1 is needed")
+
+    @classmethod
+    def for_memory(
+        cls,
+        memory_bytes: int,
+        utilization: float | None = None,
+        chunk_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_bytes: int | None = None,
+    ) -> Self:
+        """Defaults for unset limits as servers commonly choose them, smaller below 70 GiB."""
+        large = memory_bytes >= 70 * GIB
+        return cls(
+            DEFAULT_UTILIZATION if utilization is None else utilization,
+            (8192 if large else 2048) if chunk_tokens is None else chunk_tokens,
+            (1024 if large else 256) if max_num_seqs is None else max_num_seqs,
+            kv_cache_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """One pipeline stage on one rank: its weight bytes, and the shape that sizes its KV cache."""
+
+    weight_bytes: int
+    cache: ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model in its weight and cache formats on `tp` x `pp` devices, in an engine.
+
+    Raises:
+        BadInput: the heads do not divide over the ranks, or there are fewer layers than stages.
+    """
+
+    shape: ModelShape
+    recipe: WeightRecipe
+    kv_bytes_per_element: float | Fraction = 2
+    block_size: int = 16
+    tp: int = 1
+    pp: int = 1
+    engine: EngineRule = RULES["llmopt"]
+    stages: tuple[PipelineStage, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise BadInput(f"--tp {self.tp}: at least 1 is needed")
+        cache = self.shape.cache_on_rank(self.tp)
+        stages = tuple(
+            PipelineStage(
+                weight_bytes_per_rank(
+                    self.shape, self.recipe, self.tp, layers if self.pp > 1 else None
+                ),
+                cache.cache_of_stage(layers),
+            )
+            for layers in self.shape.stages(self.pp)
+        )
+        object.__setattr__(self, "stages", stages)
+
+    @property
+    def gpus(self) -> int:
+        """Devices of one replica of the model."""
+        return self.tp * self.pp
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank."""
+        return max(stage.weight_bytes for stage in self.stages)
+
+    @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of weights on all ranks, replicas included."""
+        return self.tp * sum(stage.weight_bytes for stage in self.stages)
+
+    def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+        """KV-cache bytes of one sequence on the fullest rank, by the engine's rule."""
+        return max(self._stage_kv(stage, context, reserve or Reserve()) for stage in self.stages)
+
+    def all_kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+        """KV-cache bytes of one sequence on all ranks, replicas included."""
+        chosen = reserve or Reserve()
+        return self.tp * sum(self._stage_kv(stage, context, chosen) for stage in self.stages)
+
+    def knobs(self, reserve: Reserve) -> CacheKnobs:
+        """Parameters of the engine's cache rule in this deployment."""
+        return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
+
+    def _stage_kv(self, stage: PipelineStage, context: int, reserve: Reserve) -> int:
+        knobs = self.knobs(reserve)
+        return self.engine.kv_bytes(stage.cache, context, self.kv_bytes_per_element, knobs)
+
+    def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
+        """Peak activation memory of a prefill chunk, and of the sampler.
+
+        Prefill: T·2·(3·I/tp + 3·H): gate, up and their product, about three hidden-size tensors; routed
+        tokens are copied per expert (that part is unverified). Sampling: rows × vocabulary × 4 × 9.7.
+        """
+        shape, ranks = self.shape, self.tp
+        width = 3 * shape.intermediate_size / ranks
+        if (experts := shape.experts) is not None:
+            routed = experts.per_token * (3 * experts.width / ranks + shape.hidden_size)
+            routed += 3 * experts.shared_width / ranks
+            width = max(routed, width) if experts.dense_layers else routed
+        prefill = reserve.chunk_tokens * ACTIVATION_BYTES * (width + 3 * shape.hidden_size)
+        sampler = SAMPLER_COPIES * reserve.max_num_seqs * shape.vocab_size * 4
+        return ceil(prefill), ceil(sampler)
+
+    def activation_bytes(self, reserve: Reserve) -> int:
+        """Peak activation memory: the larger of the two, which do not coincide."""
+        return max(self.activation_terms(reserve))
+
+    def overhead_bytes(self) -> int:
+        """Memory of the runtime: 0.13 GiB alone, 0.55 GiB with communication between two ranks and
+        0.60 GiB between more (published vLLM start-ups; NCCL takes 50 MiB more for four)."""
+        return int({1: 0.13, 2: 0.55}.get(self.gpus, 0.60) * GIB)
+
+    def kv_budget(self, memory_bytes: int, reserve: Reserve) -> int:
+        """Bytes left for the cache on the fullest rank; negative if the weights alone do not fit."""
+        return self._budget(self.weight_bytes, memory_bytes, reserve)
+
+    def _budget(self, weights: int, memory_bytes: int, reserve: Reserve) -> int:
+        used = weights + self.activation_bytes(reserve) + self.overhead_bytes()
+        budget = int(memory_bytes * reserve.utilization) - used
+        return budget if reserve.kv_cache_bytes is None else min(budget, reserve.kv_cache_bytes)
+
+    def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
+        """Sequences of `context` tokens whose KV caches fit concurrently, in every stage."""
+        return min(
+            self._stage_sequences(stage, memory_bytes, reserve, context) for stage in self.stages
+        )
+
+    def _stage_sequences(
+        self, stage: PipelineStage, memory_bytes: int, reserve: Reserve, context: int
+    ) -> int:
+        budget = self._budget(stage.weight_bytes, memory_bytes, reserve)
+        per_sequence = self._stage_kv(stage, context, reserve)
+        if not per_sequence:  # MLP layers alone: the stage limits no sequence once its weights fit
+            return sys.maxsize if budget >= 0 else 0
+        return max(0, budget) // per_sequence
+
+    def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
+        """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""
+        return min(self.sequences_that_fit(memory_bytes, reserve, context), reserve.max_num_seqs)
+
+    def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
+        """The longest context, at most `limit` tokens, at which `sequences` sequences fit concurrently."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.sequences_that_fit(memory_bytes, reserve, middle) >= sequences:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
+    """Check that a model caches keys and values of every token, which is what the engine can evict.
+
+    Raises:
+        BadInput: it could not.
+    """
+    because = f"kv_budget = {rule.budget}"
+    if shape.state_bytes:
+        refuse({"kv-budget", "states"}, because)
+    if shape.latent is not None:
+        refuse({"kv-budget", "latents"}, because)
+    if any(window is not None for window in shape.windows):
+        refuse({"kv-budget", "windows"}, because)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedCache:
+    """KV cache of one sequence with a prompt of `num_prompt` of its `num_tokens` tokens.
+
+    Its whole prompt is in the cache until it is computed, then the budget and what follows.
+    """
+
+    rule: KvEviction
+    deployment: Deployment
+    reserve: Reserve
+    num_prompt: int
+    num_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        """Most tokens of it after its prompt."""
+        return self.rule.held(self.num_prompt, self.num_tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes after its prompt, in blocks, on all ranks."""
+        return self.deployment.all_kv_bytes(self.num_slots, self.reserve)
+
+    @property
+    def prompt_kv_bytes(self) -> int:
+        """Bytes while its prompt is computed, on all ranks."""
+        return self.deployment.all_kv_bytes(self.num_prompt, self.reserve)
+
+    def max_sequences(self, memory_bytes: int) -> int:
+        """Sequences that run concurrently, one of them in its prompt: at most `max_num_seqs`."""
+        budget = self.deployment.kv_budget(memory_bytes, self.reserve)
+        held = self.deployment.kv_bytes(self.num_slots, self.reserve)
+        first = max(held, self.deployment.kv_bytes(self.num_prompt, self.reserve))
+        if budget < first:
+            return 0
+        return min(self.reserve.max_num_seqs, 1 + (budget - first) // held)

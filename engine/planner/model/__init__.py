@@ -1,1 +1,0 @@
-"""Model shapes from config.json, bytes of weights and of the KV cache per token."""

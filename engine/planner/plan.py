@@ -1,0 +1,333 @@
+"""Deployment plan of a model on several devices: fit, concurrency, step times, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ...quant.base.errors import BadInput
+from .cache_size import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    CacheRequest,
+    CacheSize,
+    KvCacheBudget,
+    size_cache,
+    size_states,
+)
+from .catalog import PlannedModel
+from .devices import Device
+from .engine_rules import RULES, resident_tokens
+from .kv_dtypes import kv_dtype
+from .memory import Deployment, EvictedCache, Reserve, check_evictable
+from .setup import Cost, PlannedWorkload, Setup, cost_of
+from .solver import Constraint, DtypeChoice, Relaxation, Solver
+from .speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
+from .weights import WeightRecipe, weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationGain:
+    """Expected gain of speculative decoding: tokens per verification, its time in plain decode steps, and
+    the speed-up."""
+
+    expected_tokens: float
+    verification_steps: float
+    speedup: float
+    tpot_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
+    `encode_seconds` is the time of a prompt's images in the vision encoder, before its prefill.
+
+    `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
+    the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
+    one more sequence; the relaxations are changes that would allow more.
+    """
+
+    device: Device
+    deployment: Deployment
+    reserve: Reserve
+    sequences: int
+    gpus_needed: int | None
+    fits: bool
+    kv_budget_bytes: int
+    kv_bytes: int
+    max_concurrent_sequences: int
+    max_context: int
+    binding_constraint: Constraint
+    relaxations: tuple[Relaxation, ...]
+    dtypes_that_fit: tuple[DtypeChoice, ...]
+    engine_cache: CacheSize | None
+    decode: StepTime | None
+    decode_bound: StepTime | None
+    prefill: StepTime | None
+    prefill_bound: StepTime | None
+    speculation: SpeculationGain | None
+    cost: Cost | None
+    evicted: EvictedCache | None = None
+    encode_seconds: float | None = None
+
+    @property
+    def gpu(self) -> str:
+        """The device's name."""
+        return self.device.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank."""
+        return self.deployment.weight_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak activation memory on a rank."""
+        return self.deployment.activation_bytes(self.reserve)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory of the runtime on a rank."""
+        return self.deployment.overhead_bytes()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens per second of the whole workload, while all its sequences decode."""
+        return None if self.decode is None else self.sequences / self.decode.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPlan:
+    """Plans of a model and a workload, one per device."""
+
+    model: PlannedModel
+    recipe: WeightRecipe
+    workload: PlannedWorkload
+    setup: Setup
+    devices: tuple[DevicePlan, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, on all ranks together, without replicas."""
+        return weight_bytes(self.model.shape, self.recipe)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """The efficiencies that the expected times assume."""
+        return self.setup.efficiency
+
+
+def make_plan(
+    model: PlannedModel,
+    recipe: WeightRecipe,
+    workload: PlannedWorkload,
+    devices: Sequence[Device],
+    tp: int | None = None,
+    *,
+    setup: Setup | None = None,
+    ranked: bool = False,
+) -> DeploymentPlan:
+    """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
+    `ranked` sorts by fit, then number of devices, then speed.
+
+    Raises:
+        BadInput: heads or layers do not divide as requested, or the KV dtype does not suit the model.
+    """
+    chosen = setup or Setup()
+    if tp is not None:
+        chosen = replace(chosen, tp=tp)
+    kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
+    if workload.eviction is not None:
+        check_evictable(model.shape, workload.eviction)
+        if chosen.engine != "llmopt":
+            raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
+        if chosen.speculation is not None:
+            raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
+    solver = Solver(model.shape, recipe, workload, chosen)
+    plans = [_on_device(solver, model, workload, device, chosen) for device in devices]
+    if ranked:
+        plans.sort(key=_rank)
+    warnings = tuple(_warnings(model, workload, chosen, plans))
+    return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
+
+
+def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
+    speed = plan.tokens_per_second or 0.0
+    return (not plan.fits, plan.gpus_needed or plan.deployment.gpus, -speed)
+
+
+def _on_device(
+    solver: Solver, model: PlannedModel, workload: PlannedWorkload, device: Device, setup: Setup
+) -> DevicePlan:
+    deployment, needed = solver.choose(device)
+    reserve = solver.reserve(deployment, device)
+    max_sequences = solver.sequences(deployment, device)
+    fits = max_sequences >= workload.sequences
+    limit = max(model.shape.max_context, workload.context)
+    decode = decode_bound = prefill = prefill_bound = None
+    # No times for what does not fit: they would be misleading.
+    if fits and device.bandwidth is not None and device.peaks:
+        count, context = workload.sequences, workload.held_tokens
+        decode = decode_time(deployment, device, count, context, setup.efficiency)
+        decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
+        context = workload.context
+        prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
+        prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
+    return DevicePlan(
+        device=device,
+        deployment=deployment,
+        reserve=reserve,
+        sequences=workload.sequences,
+        gpus_needed=needed,
+        fits=fits,
+        kv_budget_bytes=max(0, deployment.kv_budget(device.memory_bytes, reserve)),
+        kv_bytes=workload.sequences * deployment.kv_bytes(workload.held_tokens, reserve),
+        max_concurrent_sequences=max_sequences,
+        max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
+        binding_constraint=solver.constraint(deployment, device),
+        relaxations=tuple(solver.relaxations(deployment, device)),
+        dtypes_that_fit=tuple(solver.dtypes_that_fit(device)),
+        engine_cache=_engine_cache(deployment, device, reserve, workload, setup),
+        decode=decode,
+        decode_bound=decode_bound,
+        prefill=prefill,
+        prefill_bound=prefill_bound,
+        speculation=_speculation(deployment, device, workload, setup, decode),
+        cost=_cost(deployment, device, workload, setup, reserve, decode),
+        evicted=solver.evicted(deployment, reserve),
+        encode_seconds=None
+        if workload.images is None or not fits
+        else workload.images.encode_seconds(device, setup.efficiency),
+    )
+
+
+def _engine_cache(
+    deployment: Deployment,
+    device: Device,
+    reserve: Reserve,
+    workload: PlannedWorkload,
+    setup: Setup,
+) -> CacheSize | None:
+    """The KV cache that llmopt's engine would allocate on one such device; None if it could not start, or
+    does not support the planned deployment."""
+    supported = workload.kv_dtype in RULES["llmopt"].kv_dtypes
+    if setup.engine != "llmopt" or deployment.gpus > 1 or not supported:
+        return None
+    sequences = setup.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.kind]
+    step_tokens = setup.max_num_batched_tokens or max(
+        DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences
+    )
+    request = CacheRequest(
+        bytes_per_element=deployment.kv_bytes_per_element,
+        block_size=workload.block_size,
+        max_model_len=resident_tokens(
+            deployment.shape,
+            workload.context,
+            step_tokens,
+            workload.block_size,
+        ),
+        max_num_seqs=sequences,
+        memory_bytes=setup.kv_cache_bytes,
+    )
+    if device.kind == "cpu":
+        free = device.memory_bytes - deployment.weight_bytes
+        budget = KvCacheBudget.on_cpu(max(0, free))
+    else:
+        profile_run = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
+        budget = KvCacheBudget.on_cuda(
+            device.memory_bytes,
+            reserve.utilization,
+            deployment.weight_bytes,
+            deployment.activation_bytes(profile_run),
+            deployment.overhead_bytes(),
+        )
+    states = size_states(
+        deployment.shape.state_bytes, sequences, caching=True, memory_bytes=budget.num_bytes
+    )
+    if not deployment.shape.kv_bytes_per_token(1):
+        return None
+    try:
+        return size_cache(deployment.shape, request, budget.less("states", states.num_bytes))
+    except BadInput:
+        return None
+
+
+def _speculation(
+    deployment: Deployment,
+    device: Device,
+    workload: PlannedWorkload,
+    setup: Setup,
+    decode: StepTime | None,
+) -> SpeculationGain | None:
+    draft = setup.speculation
+    if draft is None or decode is None:
+        return None
+    verification = decode_time(
+        deployment,
+        device,
+        workload.sequences,
+        workload.held_tokens,
+        setup.efficiency,
+        tokens_per_sequence=draft.draft_tokens + 1,
+    )
+    steps = verification.seconds / decode.seconds
+    speedup = draft.speedup(steps)
+    return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
+
+
+def _cost(
+    deployment: Deployment,
+    device: Device,
+    workload: PlannedWorkload,
+    setup: Setup,
+    reserve: Reserve,
+    decode: StepTime | None,
+) -> Cost | None:
+    if setup.prices is None or decode is None:
+        return None
+    prompt = workload.prompt_tokens
+    prefill = prefill_time(deployment, device, prompt, reserve, setup.efficiency)
+    return cost_of(
+        setup.prices,
+        gpus=deployment.gpus,
+        input_tokens=prompt,
+        output_tokens=workload.answer_tokens,
+        input_tokens_per_second=prompt / prefill.seconds,
+        output_tokens_per_second=workload.sequences / decode.seconds,
+    )
+
+
+def _warnings(
+    model: PlannedModel, workload: PlannedWorkload, setup: Setup, plans: Sequence[DevicePlan]
+) -> list[str]:
+    warnings = []
+    shape = model.shape
+    if workload.context > shape.max_context:
+        warnings.append(_beyond_max_context(model, workload.context))
+    if workload.eviction is not None and any(plan.deployment.gpus > 1 for plan in plans):
+        warnings.append(
+            "the engine evicts in one process: a kv_budget on several devices is arithmetic"
+        )
+    rule = RULES[setup.engine]
+    if workload.kv_dtype not in rule.kv_dtypes:
+        warnings.append(
+            f"{rule.name} does not store its cache in {workload.kv_dtype} (it supports "
+            f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
+        )
+    return warnings
+
+
+def _beyond_max_context(model: PlannedModel, context: int) -> str:
+    limit = model.shape.max_context
+    message = f"--ctx {context} is past the {limit} tokens that {model.name} was trained for: "
+    if model.shape.learned_positions:
+        return message + "its positions are learned, so no rope scaling extends it"
+    scaling = model.config.get("rope_scaling") or {}
+    original = scaling.get("original_max_position_embeddings") or limit
+    factor = ceil(10 * context / original) / 10
+    return message + (
+        f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
+        f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
+    )

@@ -1,1 +1,0 @@
-"""Deployment plans: options, solver, formulas, JSON."""

@@ -1,0 +1,284 @@
+"""JSON form of a plan: printed by `--json`, written by `--output`, read back for a benchmark run's load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from ...quant.model.checkpoint import read_json
+from ..probe.facts import PARTS
+from .catalog import PlannedModel
+from .devices import Device
+from .engine_rules import RULES, CacheKnobs
+from .images import ImageLoad
+from .kv_dtypes import kv_dtype
+from .memory import Deployment, Reserve
+from .plan import DeploymentPlan, DevicePlan
+from .probed_shape import ProbedShape
+from .speed import Efficiency, StepTime, decode_time, prefill_time
+from .weights import checkpoint_file_bytes
+
+SCHEMA = 1
+_REQUIRED_KEYS = (
+    "param_count",
+    "weight_bytes",
+    "kv_dtype",
+    "kv_bytes_per_element",
+    "context",
+    "block_size",
+    "engine_cache",
+    "reserve",
+    "efficiency",
+    "gpu",
+    "gpu_memory_bytes",
+    "gpu_bandwidth",
+    "gpu_peaks",
+    "gpu_link_bytes_per_second",
+    "tp",
+    "pp",
+)
+
+
+def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
+    """Bytes, milliseconds, tokens, dollars. Device-specific values are those of the first device at the top
+    level, and of each device under `gpus`. `kv_bytes_per_rank` and `_all_ranks` are `kv_bytes_total` with
+    replicas, without any engine's rounding; under `gpus` they follow the engine's rule."""
+    shape, work, first = plan.model.shape, plan.workload, plan.devices[0]
+    element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
+    full = shape.without_windows()
+    count, context, block = work.sequences, work.context, work.block_size
+    stages = [stage.cache.kv_bytes(context, element) for stage in first.deployment.stages]
+    return {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "model_note": plan.model.note,
+        "source": plan.model.source,
+        "shape_from": plan.model.how,
+        "warnings": list(plan.warnings),
+        "model_type": shape.family,
+        "param_count": shape.num_parameters,
+        "active_param_count": shape.num_active_parameters,
+        "param_count_by_part": _parameters_by_part(shape),
+        "max_model_context": shape.max_context,
+        "weights": plan.recipe.label,
+        "weight_bytes": plan.weight_bytes,
+        "checkpoint_file_bytes": checkpoint_file_bytes(shape, plan.recipe),
+        "weight_bytes_from": "headers" if plan.recipe.stored_bytes else "recipe",
+        "engine": plan.setup.engine,
+        "kv_dtype": work.kv_dtype,
+        "kv_bytes_per_element": float(element),
+        "context": context,
+        "output_tokens": work.answer_tokens,
+        "batch": count,
+        "tp": first.deployment.tp,
+        "pp": first.deployment.pp,
+        "block_size": block,
+        "kv_bytes_per_token": shape.kv_bytes_per_token(element),
+        "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
+        "indexer_bytes_per_token": _indexer_bytes(shape, element),
+        "state_bytes_per_sequence": shape.state_bytes,
+        "kv_bytes_total": count * shape.kv_bytes(context, element),
+        "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
+        "kv_bytes_paged": count * shape.kv_bytes(context, element, block),
+        "kv_bytes_paged_no_window": count * full.kv_bytes(context, element, block),
+        "engines": engines_as_dict(plan, first, element),
+        **_device_dict(first),
+        "kv_eviction": _eviction_dict(first),
+        "images": _images_dict(work.images),
+        "kv_bytes_per_rank": count * max(stages),
+        "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
+        "efficiency": asdict(plan.efficiency),
+        "gpus": [_device_dict(device) for device in plan.devices],
+    }
+
+
+def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
+    """A sequence under the KV-cache budget, on the first plan's devices; the sums of whole sequences beside
+    it have no budget."""
+    if (evicted := plan.evicted) is None:
+        return None
+    return {
+        "method": evicted.rule.method,
+        "budget": evicted.rule.budget,
+        "kv_tokens_per_sequence": evicted.num_slots,
+        "kv_bytes_per_sequence": evicted.kv_bytes,
+        "kv_bytes_of_prompt": evicted.prompt_kv_bytes,
+        "max_concurrent_sequences": plan.max_concurrent_sequences,
+    }
+
+
+def _images_dict(load: ImageLoad | None) -> dict[str, Any] | None:
+    """The images of each prompt and their encoder; `ttft_ms` of a device is behind its `encode_ms`."""
+    if load is None:
+        return None
+    return {
+        "count": load.count,
+        "width": load.width,
+        "height": load.height,
+        "tokens_per_image": load.tokens.num_tokens,
+        "tokens": load.num_tokens,
+        "patches_per_image": load.tokens.num_patches,
+        "tiles_per_image": load.tokens.num_tiles,
+        "rule": load.tokens.formula,
+        "encoder_weight_bytes": load.weight_bytes,
+        "encoder_activation_bytes": load.activation_bytes,
+        "embedding_bytes": load.embedding_bytes,
+        "encode_flops": load.flops,
+    }
+
+
+def _parameters_by_part(shape: ModelShape) -> dict[str, int]:
+    """Parameters of the text model, and of towers and projectors beside it; their sum is the whole."""
+    if not isinstance(shape, ProbedShape):
+        return {"text": shape.num_parameters}
+    return {part: size for part in PARTS if (size := shape.measured.num_parameters(part))}
+
+
+def _indexer_bytes(shape: ModelShape, element: Fraction) -> int:
+    elements = shape.indexer_elements if isinstance(shape, ProbedShape) else 0
+    return ceil(elements * element)
+
+
+def engines_as_dict(plan: DeploymentPlan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
+    """KV-cache sizes of the workload by each engine's rule, in total and on the first plan's devices."""
+    work, reserve = plan.workload, first.reserve
+    knobs = CacheKnobs(work.block_size, reserve.chunk_tokens)
+    engines = {}
+    for rule in RULES.values():
+        deployment = replace(first.deployment, kv_bytes_per_element=element, engine=rule)
+        per_sequence = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
+        engines[rule.name] = {
+            "kv_bytes": work.sequences * per_sequence,
+            "kv_bytes_per_rank": work.sequences * deployment.kv_bytes(work.context, reserve),
+            "kv_bytes_all_ranks": work.sequences * deployment.all_kv_bytes(work.context, reserve),
+            "max_concurrent_sequences": deployment.max_sequences(
+                first.device.memory_bytes, reserve, work.context
+            ),
+            "stores_kv_dtype": work.kv_dtype in rule.kv_dtypes,
+            "rule": rule.description,
+        }
+    return engines
+
+
+def _device_dict(plan: DevicePlan) -> dict[str, Any]:
+    speed, device = plan.tokens_per_second, plan.device
+    relaxations = [asdict(change) for change in plan.relaxations]
+    cache = plan.engine_cache
+    return {
+        "gpu": device.name,
+        "gpu_memory_bytes": device.memory_bytes,
+        "gpu_memory_is_estimated": device.memory_is_estimated,
+        "gpu_bandwidth": device.bandwidth,
+        "gpu_peaks": dict(device.peaks or {}),
+        "gpu_link_bytes_per_second": device.link_bytes_per_second,
+        "gpu_kind": device.kind,
+        "tp": plan.deployment.tp,
+        "pp": plan.deployment.pp,
+        "fits": plan.fits,
+        "gpus_needed": plan.gpus_needed,
+        "max_concurrent_sequences": plan.max_concurrent_sequences,
+        "max_context": plan.max_context,
+        "binding_constraint": plan.binding_constraint,
+        "next_relaxation": relaxations[0] if relaxations else None,
+        "relaxations": relaxations,
+        "dtypes_that_fit": [asdict(choice) for choice in plan.dtypes_that_fit],
+        "weight_bytes_per_rank": plan.weight_bytes,
+        "activation_bytes_per_rank": plan.activation_bytes,
+        "overhead_bytes_per_rank": plan.overhead_bytes,
+        "kv_budget_bytes_per_rank": plan.kv_budget_bytes,
+        "kv_bytes_per_rank": plan.kv_bytes,
+        "reserve": asdict(plan.reserve),
+        "engine_cache": None
+        if cache is None
+        else {
+            "num_blocks": cache.num_blocks,
+            "block_size": cache.block_size,
+            "kv_tokens": cache.num_tokens,
+            "kv_bytes": cache.num_bytes,
+        },
+        "encode_ms": None if plan.encode_seconds is None else round(1e3 * plan.encode_seconds, 3),
+        "ttft_ms": _milliseconds(plan.prefill),
+        "ttft_bound_ms": _milliseconds(plan.prefill_bound),
+        "ttft_limit": plan.prefill and plan.prefill.bound,
+        "tpot_ms": _milliseconds(plan.decode),
+        "tpot_bound_ms": _milliseconds(plan.decode_bound),
+        "tpot_limit": plan.decode and plan.decode.bound,
+        "throughput_tokens_per_s": None if speed is None else round(speed, 2),
+        "speculation": None if plan.speculation is None else asdict(plan.speculation),
+        "cost": None if plan.cost is None else asdict(plan.cost),
+    }
+
+
+def _milliseconds(time: StepTime | None) -> float | None:
+    return None if time is None else round(1e3 * time.seconds, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """A plan file written by `llmopt kv-plan --output`, and its model."""
+
+    path: Path
+    values: Mapping[str, Any]
+    model: PlannedModel
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.values["weight_bytes"]
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Planned KV-cache capacity of llmopt's engine in tokens; None for a plan of another engine."""
+        cache = self.values["engine_cache"]
+        return cache and cache["kv_tokens"]
+
+    def times(self, prompt_tokens: int, context: int, batch: int) -> tuple[float, float] | None:
+        """TTFT of a prompt and TPOT of `batch` sequences of `context` tokens, in seconds; None if the plan
+        has no device speed."""
+        values = self.values
+        if not values["gpu_bandwidth"] or not values["gpu_peaks"]:
+            return None
+        device = Device(
+            values["gpu"],
+            values["gpu_memory_bytes"],
+            bandwidth=values["gpu_bandwidth"],
+            peaks=values["gpu_peaks"],
+            link_bytes_per_second=values["gpu_link_bytes_per_second"],
+        )
+        deployment = Deployment(
+            self.model.shape,
+            self.model.as_stored(),
+            values["kv_bytes_per_element"],
+            values["block_size"],
+            values["tp"],
+            values["pp"],
+        )
+        efficiency, reserve = Efficiency(**values["efficiency"]), Reserve(**values["reserve"])
+        prefill = prefill_time(deployment, device, prompt_tokens, reserve, efficiency)
+        decode = decode_time(deployment, device, batch, context, efficiency)
+        return prefill.seconds, decode.seconds
+
+
+def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
+    """Read a plan file for this model.
+
+    Raises:
+        BadInput: not a plan file, or a plan for another model.
+    """
+    values = read_json(path)
+    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
+        raise BadInput(
+            f"{path} is no plan ({missing[0]} is missing): write one with kv-plan --output"
+        )
+    if values["param_count"] != model.shape.num_parameters:
+        raise BadInput(
+            f"{path} is a plan for {values.get('model')} with {values['param_count']:,} parameters, but "
+            f"{model.name} has {model.shape.num_parameters:,}: plan for this model"
+        )
+    return WrittenPlan(path, values, model)

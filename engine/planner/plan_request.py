@@ -1,0 +1,151 @@
+"""Command-line options of `llmopt kv-plan`, resolved into a plan; a measured run in place of a data sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
+from ..base.units import parse_bytes, parse_size, parse_tokens
+from ..config.config import EngineConfig
+from ..config.plan_request import PlanRequest
+from .cache_size import DEFAULT_BLOCK_SIZE
+from .catalog import PlannedModel, find_model
+from .devices import Device, choose_devices
+from .images import image_load, probed_image_tokens
+from .kv_dtypes import kv_dtype
+from .plan import DeploymentPlan, make_plan
+from .setup import PlannedWorkload, Prices, Setup, Speculation
+from .speed import Efficiency
+from .weights import WeightRecipe, recipe_for
+
+
+def plan_for(ask: PlanRequest) -> DeploymentPlan:
+    """Make the requested plan.
+
+    Raises:
+        BadInput: an invalid option value, or one that contradicts the model.
+    """
+    model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
+    devices, efficiency = _devices(ask)
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    block_size = ask.block_size
+    if block_size is None:
+        block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
+    workload = PlannedWorkload(
+        model.shape.max_context if ask.context is None else parse_tokens(ask.context),
+        ask.sequences,
+        kv_dtype(ask.kv_dtype or "bf16").name,
+        block_size,
+        ask.output_tokens,
+        EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
+        None if ask.images is None else image_load(model, ask.images, probed_image_tokens),
+    )
+    setup = Setup(
+        tp=ask.tp,
+        pp=ask.pp,
+        engine="llmopt" if ask.engine == "all" else ask.engine,
+        utilization=ask.utilization,
+        max_num_batched_tokens=ask.max_num_batched_tokens,
+        max_num_seqs=ask.max_num_seqs,
+        kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
+        efficiency=efficiency,
+        prices=_prices(ask),
+        speculation=None
+        if ask.draft_tokens is None
+        else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
+    )
+    ranked = any(name.lower() == "all" for name in ask.gpus)
+    return make_plan(model, _recipe(ask, model), workload, devices, setup=setup, ranked=ranked)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run's measured roofline ceilings (bandwidth, FLOP/s), and the MBU and MFU that it reached."""
+
+    machine: str
+    bandwidth: float
+    flops: float
+    efficiency: Efficiency
+    is_cpu: bool
+
+    def device(self, host: Device) -> Device:
+        """`host` with the measured ceilings; one peak is used for every dtype."""
+        peaks = {"bf16": self.flops, "float32": self.flops}
+        source = f"measured on {self.machine}"
+        return replace(host, bandwidth=self.bandwidth, peaks=peaks, source=source)
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read a run folder or its `result.json`.
+
+    Raises:
+        BadInput: there is no such result, or it has no roofline points for both phases.
+    """
+    file = path / "result.json" if path.is_dir() else path
+    result = read_json(file).get("llmopt") or {}
+    try:
+        roofline = result["roofline"]
+        ceilings = roofline["ceilings"]
+        points = {point["phase"]: point for point in roofline["points"]}
+        efficiency = Efficiency(
+            bandwidth=points["decode"]["mbu"],
+            compute=points["prefill"]["mfu"],
+            seconds_per_layer=0.0,
+            source=f"measured in {file}",
+        )
+        return MeasuredRun(
+            machine=result["environment"]["machine"],
+            bandwidth=ceilings["bandwidth"],
+            flops=ceilings["flops"],
+            efficiency=efficiency,
+            is_cpu=str(result["identity"]["device"]).startswith("cpu"),
+        )
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{file} holds no roofline with both phases ({error}): give the result of a llmopt bench run"
+        ) from error
+
+
+def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency]:
+    memory = None if ask.gpu_memory is None else parse_bytes(ask.gpu_memory)
+    if ask.measured is None:
+        return choose_devices(ask.gpus, memory), Efficiency()
+    run = read_run(ask.measured)
+    if not ask.gpus and memory is None:
+        if not run.is_cpu:
+            raise BadInput(
+                f"{ask.measured} was measured on a GPU: name it with --gpu, or give --gpu-memory"
+            )
+        return [run.device(host) for host in choose_devices(["cpu"], None)], run.efficiency
+    # Measured ceilings for devices without a data sheet, and the measured efficiency for all.
+    devices = choose_devices(ask.gpus, memory)
+    return (
+        [run.device(device) if device.bandwidth is None else device for device in devices],
+        run.efficiency,
+    )
+
+
+def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
+    chosen = (ask.weights, ask.group_size, ask.symmetric, ask.file_format)
+    if all(value is None for value in chosen):
+        return model.as_stored()
+    return recipe_for(
+        ask.weights or "int4",
+        model.shape,
+        ask.group_size,
+        symmetric=ask.symmetric,
+        file_format=ask.file_format,
+        plain_bytes=model.plain_bytes,
+    )
+
+
+def _prices(ask: PlanRequest) -> Prices | None:
+    if ask.gpu_hour_price is None:
+        if ask.api_price_in is not None or ask.api_price_out is not None:
+            raise BadInput(
+                "--api-price-in and --api-price-out need --gpu-hour-price to compare with"
+            )
+        return None
+    return Prices(ask.gpu_hour_price, ask.api_price_in, ask.api_price_out, ask.duty_cycle)

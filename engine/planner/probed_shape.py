@@ -1,0 +1,285 @@
+"""Shape of a model that was probed: its tensors and cache as measured, in place of a family's rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any, Self, cast
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import Experts, Latent, ModelShape, Role, Shard, Tensor
+from ..probe.facts import CachedTensor, ProbedModel
+
+
+class ElementBytes(Fraction):
+    """Mean bytes per element, with the bytes of a vector of each width (`by_width`).
+
+    Scales are per vector, so layers whose vectors differ in width take different bytes per element.
+    """
+
+    __slots__ = ("by_width",)
+    by_width: Mapping[int, Fraction]
+
+    def __new__(cls, mean: Fraction, by_width: Mapping[int, Fraction]) -> Self:
+        """The mean is the number's value."""
+        number = super().__new__(cls, mean.numerator, mean.denominator)
+        number.by_width = by_width
+        return number
+
+
+def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction:
+    """Bytes of a vector of `width` elements."""
+    if isinstance(bytes_per_element, ElementBytes):
+        return bytes_per_element.by_width[width]
+    return width * Fraction(bytes_per_element)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedShape(ModelShape):
+    """A shape whose parameters and cache come from `facts`.
+
+    `ranks` are those that the cache is split over, `stage` the layers whose cache it is (None: all), and
+    `frees_windows` is False where a window keeps every token. State and positions have dtypes of their own;
+    a KV dtype narrows the growing tensors alone.
+    """
+
+    facts: ProbedModel | None = None
+    ranks: int = 1
+    stage: range | None = None
+    frees_windows: bool = True
+
+    @classmethod
+    def from_facts(cls, facts: ProbedModel, raw: Mapping[str, Any]) -> ProbedShape:
+        """The shape of a probed model; `raw` is its config."""
+        text = raw.get("text_config") or raw
+        return cls(
+            family=facts.family,
+            num_layers=facts.num_layers,
+            hidden_size=facts.hidden_size,
+            num_heads=facts.num_heads or 1,
+            num_kv_heads=facts.num_kv_heads or 1,
+            head_dim=facts.head_dim or 1,
+            intermediate_size=facts.intermediate_size,
+            vocab_size=facts.vocab_size,
+            tied=facts.tied,
+            max_context=facts.max_context or _UNLIMITED,
+            windows=_windows(facts),
+            experts=_experts(facts),
+            latent=_latent(facts, text),
+            facts=facts,
+        )
+
+    @property
+    def measured(self) -> ProbedModel:
+        """The facts that the probe measured."""
+        assert self.facts is not None
+        return self.facts
+
+    def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
+        """All parameter tensors, tied ones once; of one pipeline stage with a range of layers. Parameters
+        outside the layers belong to the first stage, the head and a copy of a tied embedding to the last."""
+        whole = stage is None or len(stage) == self.num_layers
+        last = whole or (stage is not None and stage.stop == self.num_layers)
+        first = whole or (stage is not None and stage.start == 0)
+        for p in self.measured.parameters:
+            role = cast(Role, p.role)
+            if p.layer >= 0:
+                here = stage is None or p.layer in stage
+            elif p.role == "head":
+                here = last
+            else:
+                here = first
+            tensor = Tensor(
+                role, p.out_features, p.in_features, p.count, p.used, cast(Shard, p.shard)
+            )
+            if here:
+                yield tensor
+            elif self.tied and last and p.role == "embedding" and p.out_features == self.vocab_size:
+                yield replace(tensor, role="head")
+
+    @property
+    def layer_tensors(self) -> tuple[CachedTensor, ...]:
+        """The cached tensors of this stage on one rank: heads are split, at least one on each. A stage whose
+        layers share the keys and values of an earlier stage holds a copy of them."""
+        here = self.measured.cache
+        if self.stage is not None:
+            held = {*self.stage, *self._layers_shared_with(self.stage)}
+            here = tuple(t for t in here if t.layer in held)
+        if self.ranks == 1:
+            return here
+        return tuple(replace(t, **_share(t, self.ranks)) for t in here)
+
+    def _layers_shared_with(self, stage: range) -> set[int]:
+        """Layers whose keys and values the KV-sharing layers of a stage read: of each window the last that
+        caches its own."""
+        first_shared = self.num_layers - self.measured.num_shared_layers
+        if stage.stop <= first_shared:
+            return set()
+        return set({t.window: t.layer for t in self.measured.cache if t.law == "growing"}.values())
+
+    @property
+    def growing(self) -> tuple[CachedTensor, ...]:
+        """Cached keys, values and latents, which grow with the sequence."""
+        return tuple(t for t in self.layer_tensors if t.law == "growing" and t.is_float)
+
+    @property
+    def positions(self) -> tuple[CachedTensor, ...]:
+        """Cached positions (Qwen4): transformers alone keeps them, engines know a token's position."""
+        return tuple(t for t in self.layer_tensors if t.law == "growing" and not t.is_float)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the constant state of one sequence: states, and full buffers of compressed caches."""
+        return sum(
+            t.element_bytes * self.state_elements(t)
+            for t in self.layer_tensors
+            if t.law != "growing"
+        )
+
+    @staticmethod
+    def state_elements(tensor: CachedTensor) -> int:
+        """Elements of a state; of the buffer of a compressed cache, before its entry is complete."""
+        entries = tensor.stride - 1 if tensor.law == "remainder" else 1
+        return entries * tensor.heads * tensor.width
+
+    @property
+    def cached_elements(self) -> int:
+        """KV-cache elements per token and layer: the mean over the layers, rounded up."""
+        total = sum(Fraction(t.heads * t.width, t.stride) for t in self.growing)
+        return ceil(total / max(1, self.num_layers))
+
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
+        """KV-cache bytes per token in all layers, while the sequence is within every window."""
+        return ceil(
+            sum(entry_bytes(t, bytes_per_element) / Fraction(t.stride) for t in self.growing)
+        )
+
+    def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
+        """KV-cache bytes per additional token, once the sequence is longer than every window."""
+        unlimited = [t for t in self.growing if not (t.window and self.frees_windows)]
+        return ceil(sum(entry_bytes(t, bytes_per_element) / Fraction(t.stride) for t in unlimited))
+
+    def kv_bytes(
+        self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
+    ) -> int:
+        """Cache bytes of one sequence, its constant state included; each layer in whole blocks."""
+        held = sum(
+            ceil(self.entries(t, num_tokens) / block_size)
+            * block_size
+            * entry_bytes(t, bytes_per_element)
+            for t in self.growing
+        )
+        return ceil(held) + self.state_bytes
+
+    def entries(self, tensor: CachedTensor, num_tokens: int) -> int:
+        """Entries that a growing tensor has to hold: of a window of W its module keeps the W - 1 before the
+        present token."""
+        entries = num_tokens // tensor.stride
+        return min(entries, tensor.window + 1) if tensor.window and self.frees_windows else entries
+
+    @property
+    def looked_up_elements(self) -> int:
+        """Elements of embeddings that are looked up, and of vision towers, which a decode step skips."""
+        skipped = sum(
+            p.num_elements
+            for p in self.measured.parameters
+            if p.role in ("embedding", "vision", "projector")
+        )
+        return skipped - (self.vocab_size * self.hidden_size if self.tied else 0)
+
+    def visible_elements(self, context: float) -> float:
+        """Cached elements that one token attends to, over all layers."""
+        return sum(self.entries(t, int(context)) * t.heads * t.width for t in self.growing)
+
+    @property
+    def indexer_elements(self) -> int:
+        """Elements per token of the keys that a sparse indexer scores."""
+        return sum(ceil(t.heads * t.width / t.stride) for t in self.growing if is_indexer(t))
+
+    def without_windows(self) -> Self:
+        """The shape with full attention in every layer."""
+        return replace(self, frees_windows=False)
+
+    def cache_on_rank(self, ranks: int) -> Self:
+        """The shape whose cache is that of one of `ranks` TP ranks; what has one head is replicated."""
+        if self.measured.num_heads:
+            self.kv_heads_per_rank(ranks)
+        elif any(t.heads % ranks for t in self.measured.cache if t.law == "constant"):
+            raise BadInput(f"the state does not divide over {ranks} ranks: choose another --tp")
+        return replace(self, ranks=ranks)
+
+    def cache_of_stage(self, stage: range) -> Self:
+        """The shape whose cache is that of one pipeline stage. Only valid for cache sizes."""
+        return replace(self, stage=stage)
+
+
+def cache_line(shape: ProbedShape) -> str:
+    """The growing cache in words: `25 layers x 8 x 256 keys (window 1,024)`, one part per kind."""
+    kinds = Counter((t.name, t.heads, t.width, t.window, t.stride) for t in shape.growing)
+    parts = []
+    for (name, heads, width, window, stride), count in kinds.items():
+        notes = [f"window {window + 1:,}"] if window else []
+        notes += [f"an entry per {stride} tokens"] if stride > 1 else []
+        size = f"{heads} x {width}" if heads > 1 else f"{width}"
+        parts.append(f"{count} x {size} {name}" + (f" ({', '.join(notes)})" if notes else ""))
+    return " + ".join(parts) or "nothing"
+
+
+# A model without positions names no longest context.
+_UNLIMITED = 1_048_576
+
+
+def is_indexer(tensor: CachedTensor) -> bool:
+    """Whether a cached tensor holds a sparse indexer's keys (DeepSeek-V3.2, GLM, MiniMax-M3)."""
+    return "index" in tensor.name or "idx" in tensor.name
+
+
+def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction:
+    """Bytes of one entry in the KV dtype."""
+    return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
+
+
+def _share(tensor: CachedTensor, ranks: int) -> Mapping[str, int]:
+    """Heads of a tensor on one of `ranks`; a state is split evenly, to whole elements."""
+    if tensor.law == "constant":
+        return {"heads": ceil(tensor.heads / ranks)}
+    return {"heads": max(1, ceil(tensor.heads / ranks))}
+
+
+def _windows(facts: ProbedModel) -> tuple[int | None, ...]:
+    """Window of each layer's attention in tokens; 0 for a layer without attention."""
+    kept: dict[int, int] = {}
+    for tensor in facts.cache:
+        if tensor.law == "growing" and not is_indexer(tensor):
+            # A compressed cache beside a window reaches back to the first token.
+            reach = 0 if tensor.stride > 1 else tensor.window
+            kept[tensor.layer] = min(kept.get(tensor.layer, reach), reach)
+    shared = range(facts.num_layers - facts.num_shared_layers, facts.num_layers)
+    windows: list[int | None] = []
+    for layer in range(facts.num_layers):
+        if layer in kept:
+            windows.append(kept[layer] + 1 if kept[layer] else None)
+        else:
+            windows.append(None if layer in shared else 0)
+    return tuple(windows)
+
+
+def _experts(facts: ProbedModel) -> Experts | None:
+    if not facts.num_experts or not facts.experts_per_token:
+        return None
+    with_experts = {p.layer for p in facts.parameters if p.role == "expert"}
+    dense = tuple(layer for layer in range(facts.num_layers) if layer not in with_experts)
+    return Experts(facts.num_experts, facts.experts_per_token, facts.expert_width, 0, dense)
+
+
+def _latent(facts: ProbedModel, text: Mapping[str, Any]) -> Latent | None:
+    """The latent of a model whose cache holds it once (one head, keys of the latent's rank)."""
+    rank, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+    widths = Counter((t.heads, t.width) for t in facts.cache if t.law == "growing")
+    if not (isinstance(rank, int) and isinstance(rope, int) and (1, rank) in widths):
+        return None
+    nope, value = text.get("qk_nope_head_dim") or 0, text.get("v_head_dim") or rank
+    return Latent(rank, rope, nope, value, text.get("q_lora_rank"))

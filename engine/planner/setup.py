@@ -1,0 +1,235 @@
+"""Options of a plan: workload, deployment, speculation, prices; unset ones are chosen by the solver.
+
+Prices are inputs, never assumed: they change by the month. Speculation follows Leviathan et al. (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...quant.base.errors import BadInput
+from ..scheduling.kv_eviction import KvEviction
+from .cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, KvCacheBudget
+from .devices import Device
+from .engine_rules import engine_rule
+from .images import ImageLoad
+from .kv_dtypes import kv_dtype
+from .memory import Reserve
+from .speed import DEFAULT_EFFICIENCY, Efficiency
+
+# Default fraction of the context that is output, the rest is prompt.
+OUTPUT_FRACTION = 0.25
+SECONDS_PER_HOUR = 3600
+HOURS_PER_DAY = 24
+MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """`draft_tokens` draft tokens per step, each accepted with probability `acceptance`; a step of the draft
+    model takes `draft_cost` of a target step. The draft model's memory is not counted."""
+
+    draft_tokens: int
+    acceptance: float
+    draft_cost: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens < 1:
+            raise BadInput(f"--draft-tokens {self.draft_tokens}: at least 1 is needed")
+        if not 0 <= self.acceptance <= 1:
+            raise BadInput(f"--acceptance {self.acceptance}: a probability is needed")
+        if not self.draft_cost >= 0:
+            raise BadInput(f"--draft-cost {self.draft_cost}: a fraction of a step is needed")
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected tokens per verification: (1 - a^(k+1)) / (1 - a), the bonus token included."""
+        if self.acceptance == 1:
+            return self.draft_tokens + 1.0
+        return (1 - self.acceptance ** (self.draft_tokens + 1)) / (1 - self.acceptance)
+
+    def speedup(self, verification: float = 1.0) -> float:
+        """Speed-up over plain decoding, where a verification takes `verification` plain steps: nearly 1 if
+        memory-bound, up to k + 1 if compute-bound."""
+        return self.expected_tokens / (verification + self.draft_tokens * self.draft_cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices in dollars: per GPU-hour, and per million input and output tokens of an API.
+
+    `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it.
+    """
+
+    gpu_hour: float
+    api_input: float | None = None
+    api_output: float | None = None
+    duty_cycle: float = 1.0
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--gpu-hour-price", self.gpu_hour),
+            ("--api-price-in", self.api_input),
+            ("--api-price-out", self.api_output),
+        ):
+            if value is not None and not value >= 0:
+                raise BadInput(f"{option} {value}: a price in dollars is needed")
+        if not 0 < self.duty_cycle <= 1:
+            raise BadInput(
+                f"--duty-cycle {self.duty_cycle}: a fraction of the day in (0, 1] is needed"
+            )
+        if (self.api_input is None) != (self.api_output is None):
+            raise BadInput("give --api-price-in and --api-price-out together")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Dollars per million tokens at the duty cycle, and the break-even against an API.
+
+    `request` is the cost of one request, prompt and output. `break_even_requests_per_day` is the number of
+    API requests that cost as much as the GPUs; `capacity_requests_per_day` is the most that the GPUs can
+    serve. None without an API price.
+    """
+
+    input_per_million: float
+    output_per_million: float
+    request: float
+    dollars_per_day: float
+    capacity_requests_per_day: float
+    api_request: float | None
+    break_even_requests_per_day: float | None
+    break_even_tokens_per_day: float | None
+    break_even_duty_cycle: float | None
+    cheaper: str | None
+
+
+def cost_of(
+    prices: Prices,
+    *,
+    gpus: int,
+    input_tokens: int,
+    output_tokens: int,
+    input_tokens_per_second: float,
+    output_tokens_per_second: float,
+) -> Cost:
+    """Cost of a workload on GPUs that alternate between prefill and decode at the given rates.
+
+    A request takes in/rate_in + out/rate_out seconds of the GPUs; at a price p per hour for all of them
+    and a duty cycle u, a busy second costs p / (3600·u).
+    """
+    hourly = gpus * prices.gpu_hour
+    second = hourly / SECONDS_PER_HOUR / prices.duty_cycle
+    seconds = input_tokens / input_tokens_per_second + output_tokens / output_tokens_per_second
+    per_day = hourly * HOURS_PER_DAY
+    capacity = HOURS_PER_DAY * SECONDS_PER_HOUR / seconds
+    api = even = tokens = duty = cheaper = None
+    if prices.api_input is not None and prices.api_output is not None:
+        api = (input_tokens * prices.api_input + output_tokens * prices.api_output) / MILLION
+        if api > 0:
+            even = per_day / api
+            tokens = even * (input_tokens + output_tokens)
+            duty = even / capacity
+        cheaper = "own GPUs" if duty is not None and duty < prices.duty_cycle else "the API"
+    return Cost(
+        input_per_million=second / input_tokens_per_second * MILLION,
+        output_per_million=second / output_tokens_per_second * MILLION,
+        request=second * seconds,
+        dollars_per_day=per_day,
+        capacity_requests_per_day=capacity,
+        api_request=api,
+        break_even_requests_per_day=even,
+        break_even_tokens_per_day=tokens,
+        break_even_duty_cycle=duty,
+        cheaper=cheaper,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorkload:
+    """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
+    `output_tokens` are output. With `eviction` a budget of them stays in the KV cache. `images` are part of
+    every prompt."""
+
+    context: int
+    sequences: int = 1
+    kv_dtype: str = "bf16"
+    block_size: int = 16
+    output_tokens: int | None = None
+    eviction: KvEviction | None = None
+    images: ImageLoad | None = None
+
+    def __post_init__(self) -> None:
+        kv_dtype(self.kv_dtype)
+        for name, value in (("--ctx", self.context), ("--concurrency", self.sequences)):
+            if value < 1:
+                raise BadInput(f"{name} {value}: at least 1 is needed")
+        if self.block_size < 1:
+            raise BadInput(f"--block-size {self.block_size}: at least 1 token is needed")
+        if self.output_tokens is not None and not 1 <= self.output_tokens < self.context:
+            raise BadInput(
+                f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
+                "output, at least a token of each"
+            )
+        if self.images is not None and self.images.num_tokens > self.prompt_tokens:
+            raise BadInput(
+                f"--images: {self.images.num_tokens} tokens, and a prompt of {self.prompt_tokens}: give a "
+                "longer --ctx, or fewer --output-tokens"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        """Output tokens of a sequence."""
+        return self.output_tokens or max(1, int(self.context * OUTPUT_FRACTION))
+
+    @property
+    def held_tokens(self) -> int:
+        """Most tokens of a sequence in the KV cache while it decodes."""
+        if self.eviction is None:
+            return self.context
+        return self.eviction.held(self.prompt_tokens, self.context)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of a sequence."""
+        return max(1, self.context - self.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Options of the engine and the devices; None leaves one to the solver or its default."""
+
+    tp: int | None = None
+    pp: int | None = None
+    engine: str = "llmopt"
+    utilization: float | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_bytes: int | None = None
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
+    prices: Prices | None = None
+    speculation: Speculation | None = None
+
+    def __post_init__(self) -> None:
+        engine_rule(self.engine)
+        for option, value in (("--tp", self.tp), ("--pp", self.pp)):
+            if value is not None and value < 1:
+                raise BadInput(f"{option} {value}: at least 1 is needed")
+
+    def reserve(self, device: Device, weight_bytes: int) -> Reserve:
+        """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""
+        if device.kind != "cpu":
+            return Reserve.for_memory(
+                device.memory_bytes,
+                self.utilization,
+                self.max_num_batched_tokens,
+                self.max_num_seqs,
+                self.kv_cache_bytes,
+            )
+        budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - weight_bytes))
+        sequences = self.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cpu"]
+        return Reserve(
+            1.0 if self.utilization is None else self.utilization,
+            self.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences),
+            sequences,
+            budget.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
+        )

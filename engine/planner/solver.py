@@ -1,0 +1,239 @@
+"""Search over deployments: parallel sizes, weight and KV dtypes, batch limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from .devices import Device
+from .engine_rules import engine_rule
+from .kv_dtypes import kv_dtype
+from .memory import Deployment, EvictedCache, Reserve
+from .setup import PlannedWorkload, Setup
+from .weights import WeightRecipe, recipe_for
+
+RANKS = (1, 2, 4, 8)  # tensor parallelism, within one machine
+STAGES = (2, 4, 8)  # pipeline parallelism, across machines
+FEWER_SEQUENCES = 256
+
+Constraint = Literal["weights", "kv_cache", "max_num_seqs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """One change of options, and the concurrent sequences that it allows at the workload's context."""
+
+    change: str
+    max_concurrent_sequences: int
+    gained_sequences: int
+    kv_budget_bytes: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The least reduced dtypes with which the workload fits on `gpus` devices; None if none do."""
+
+    gpus: int
+    weights: str | None
+    kv_dtype: str | None
+
+
+class Solver:
+    """Plans one workload of one model on any device; caches deployments, which are device-independent."""
+
+    def __init__(
+        self, shape: ModelShape, recipe: WeightRecipe, workload: PlannedWorkload, setup: Setup
+    ) -> None:
+        self._shape, self._recipe, self._workload, self._setup = shape, recipe, workload, setup
+        self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}
+
+    def deployment(
+        self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
+    ) -> Deployment | None:
+        """The deployment with these parallel sizes and dtypes; None if heads or layers do not divide."""
+        recipe, kv = recipe or self._recipe, kv or self._workload.kv_dtype
+        key = (recipe.label, kv, tp, pp)
+        if key not in self._deployments:
+            try:
+                self._deployments[key] = self._build(tp, pp, recipe, kv)
+            except BadInput:
+                self._deployments[key] = None
+        return self._deployments[key]
+
+    def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
+        return Deployment(
+            self._shape,
+            recipe,
+            kv_dtype(kv).bytes_per_element(self._shape),
+            self._workload.block_size,
+            tp,
+            pp,
+            engine_rule(self._setup.engine),
+        )
+
+    @cached_property
+    def arrangements(self) -> list[tuple[int, int]]:
+        """Valid (tp, pp), fewest devices first: tensor parallelism within a machine, then pipeline stages."""
+        single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
+        widest = single[-1][0]
+        several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
+        return [*single, *several]
+
+    def choose(self, device: Device) -> tuple[Deployment, int | None]:
+        """The deployment on this device, and the least number of devices that fits the workload (None: more
+        than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or
+        one full machine if none do.
+
+        Raises:
+            BadInput: the heads or layers do not divide as requested.
+        """
+        tp, pp = self._setup.tp, self._setup.pp
+        if device.kind == "cpu":
+            tp, pp = tp or 1, pp or 1
+        if tp is not None or pp is not None:
+            # Not self.deployment: an invalid request must raise with its reason.
+            requested = self._build(tp or 1, pp or 1, self._recipe, self._workload.kv_dtype)
+            tried = [(requested.tp, requested.pp), *self.arrangements]
+            if device.kind == "cpu":
+                tried = tried[:1]
+            elif tp is None:
+                tried = [(ranks, requested.pp) for ranks in RANKS]
+        else:
+            tried = self.arrangements
+        candidates = [
+            deployment
+            for arrangement in tried
+            if (deployment := self.deployment(*arrangement)) is not None
+        ]
+        fitting = [candidate for candidate in candidates if self.holds(candidate, device)]
+        fitting.sort(key=lambda candidate: candidate.gpus)
+        needed = fitting[0].gpus if fitting else None
+        if tp is not None:
+            return self._build(tp, pp or 1, self._recipe, self._workload.kv_dtype), needed
+        if fitting:
+            return fitting[0], needed
+        one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
+        return one_machine[-1], None
+
+    def holds(self, deployment: Deployment, device: Device, reserve: Reserve | None = None) -> bool:
+        """Whether all of the workload's sequences run concurrently."""
+        return self.sequences(deployment, device, reserve) >= self._workload.sequences
+
+    def sequences(
+        self, deployment: Deployment, device: Device, reserve: Reserve | None = None
+    ) -> int:
+        """Concurrent sequences at the workload's context."""
+        chosen, work = reserve or self.reserve(deployment, device), self._workload
+        if (evicted := self.evicted(deployment, chosen)) is not None:
+            return evicted.max_sequences(device.memory_bytes)
+        return deployment.max_sequences(device.memory_bytes, chosen, work.context)
+
+    def evicted(self, deployment: Deployment, reserve: Reserve) -> EvictedCache | None:
+        """The KV cache of a sequence under the workload's budget; None: it has none."""
+        work = self._workload
+        if work.eviction is None:
+            return None
+        tokens = work.prompt_tokens, work.context
+        return EvictedCache(work.eviction, deployment, reserve, *tokens)
+
+    def reserve(self, deployment: Deployment, device: Device) -> Reserve:
+        """Memory limits on the device."""
+        return self._setup.reserve(device, deployment.weight_bytes)
+
+    def constraint(self, deployment: Deployment, device: Device) -> Constraint:
+        """The binding constraint: what prevents one more sequence."""
+        reserve = self.reserve(deployment, device)
+        if deployment.kv_budget(device.memory_bytes, reserve) <= 0:
+            return "weights"
+        if self.sequences(deployment, device) == reserve.max_num_seqs:
+            return "max_num_seqs"
+        return "kv_cache"
+
+    def relaxations(self, deployment: Deployment, device: Device) -> list[Relaxation]:
+        """Changes that allow more sequences, cheapest first: a limit, the KV dtype, the weight dtype, more
+        devices."""
+        now = self.sequences(deployment, device)
+        relaxations = []
+        for change, other, reserve in self._changes(deployment, device):
+            count = self.sequences(other, device, reserve)
+            if count > now:
+                budget = max(0, other.kv_budget(device.memory_bytes, reserve))
+                relaxations.append(Relaxation(change, count, count - now, budget, other.gpus))
+        return relaxations
+
+    def _changes(
+        self, deployment: Deployment, device: Device
+    ) -> Iterator[tuple[str, Deployment, Reserve]]:
+        reserve = self.reserve(deployment, device)
+        if self.constraint(deployment, device) == "max_num_seqs":
+            doubled = 2 * reserve.max_num_seqs
+            yield (
+                f"--max-num-seqs {doubled}",
+                deployment,
+                replace(reserve, max_num_seqs=doubled),
+            )
+        elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self._workload.sequences):
+            yield (
+                f"--max-num-seqs {FEWER_SEQUENCES}",
+                deployment,
+                replace(reserve, max_num_seqs=FEWER_SEQUENCES),
+            )
+        tp, pp = deployment.tp, deployment.pp
+        for recipe, kv in self._ladder():
+            other = self.deployment(tp, pp, recipe, kv)
+            if other is None:
+                continue
+            changed = []
+            if kv != self._workload.kv_dtype:
+                changed.append(f"--kv-dtype {kv}")
+            if recipe is not self._recipe:
+                changed.append(f"--weights {recipe.name}")
+            if len(changed) == 1:
+                yield changed[0], other, self.reserve(other, device)
+        if device.kind != "cpu":
+            for more in ((2 * tp, pp), (tp, 2 * pp)):
+                if (wider := self.deployment(*more)) is not None:
+                    option = f"--tp {more[0]}" if more[0] != tp else f"--pp {more[1]}"
+                    yield option, wider, self.reserve(wider, device)
+                    return
+
+    def dtypes_that_fit(self, device: Device) -> list[DtypeChoice]:
+        """For every number of devices, the least reduced dtypes with which the workload fits."""
+        choices = []
+        for tp, pp in self.arrangements if device.kind != "cpu" else [(1, 1)]:
+            fitting = (
+                (recipe, kv)
+                for recipe, kv in self._ladder(include_current=True)
+                if (candidate := self.deployment(tp, pp, recipe, kv))
+                and self.holds(candidate, device)
+            )
+            recipe, kv = next(fitting, (None, None))
+            choices.append(DtypeChoice(tp * pp, recipe and recipe.label, kv))
+        return choices
+
+    def _ladder(self, include_current: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
+        """Dtype pairs from least to most reduced: every KV dtype before the next weight dtype."""
+        kv = self._workload.kv_dtype
+        caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
+        for recipe in (self._recipe, *self._lighter):
+            for cache in caches:
+                if include_current or (recipe, cache) != (self._recipe, kv):
+                    yield recipe, cache
+
+    @cached_property
+    def _lighter(self) -> list[WeightRecipe]:
+        """Recipes with fewer bits than the current one, if they divide the model's widths."""
+        recipes = []
+        for name in ("fp8", "int4"):
+            try:
+                recipe = recipe_for(name, self._shape)
+            except BadInput:
+                continue
+            if recipe.bits < self._recipe.bits:
+                recipes.append(recipe)
+        return recipes

@@ -1,0 +1,404 @@
+"""Weight bytes of a model under a quantization format, summed over its tensors.
+
+Never parameters × bits: linear layers and experts take the quantized bits and their scales, while
+embeddings, output head, norms, router and biases stay unquantized, mostly in 16 bit.
+
+`checkpoint_file_bytes` predicts the files that `llmopt quantize` writes. In memory only the tensors count; on
+disk each file begins with a JSON header that lists its tensors by name, nearly a percent of a small model's
+size, so the tensor names are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from ...quant.base.atomic_io import Entry, file_bytes
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape, Role, Tensor
+from ...quant.kinds.ggml.scheme import GgufScheme
+
+UNQUANTIZED_BYTES = 2
+GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
+FORMATS = ("awq", "compressed-tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRecipe:
+    """A weight quantization format.
+
+    A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
+    `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
+    `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
+    `plain_bytes`; the output head may have `head_bits` of its own. `stored_bytes` is the size of a local
+    checkpoint, if there is one: it overrides the sum.
+    """
+
+    name: str
+    bits: int | Fraction
+    group_size: int = -1
+    rows_per_scale: int = 1
+    scale_bits: int | Fraction = 16
+    zero_bits: int = 0
+    bytes_per_tensor: int = 0
+    bytes_per_input: int = 0
+    plain_bytes: int = UNQUANTIZED_BYTES
+    roles: tuple[Role, ...] = ("linear", "expert")
+    head_bits: int = 16
+    stored_bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Display name: `int4 g128 asymmetric`."""
+        if self.bits >= 16:
+            return self.name
+        group = f" g{self.group_size}" if self.group_size > 0 else " per channel"
+        return self.name + group + (" asymmetric" if self.zero_bits else "")
+
+    def tensor_bytes(self, tensor: Tensor) -> int:
+        """Bytes of one such tensor on disk and in memory."""
+        bits = self.bits if tensor.role in self.roles else 16
+        if tensor.role == "head":
+            bits = self.head_bits
+        if bits >= 16:
+            return tensor.num_elements * self.plain_bytes
+        groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
+        scales = groups * ceil(tensor.out_features / self.rows_per_scale)
+        packed = tensor.num_elements * bits + scales * (self.scale_bits + self.zero_bits)
+        return (
+            ceil(Fraction(packed) / 8)
+            + self.bytes_per_tensor
+            + self.bytes_per_input * tensor.in_features
+        )
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of all these tensors."""
+        return sum(self.tensor_bytes(tensor) * tensor.count for tensor in tensors)
+
+
+BF16 = WeightRecipe("bf16", 16)
+_E8P_BITS = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}
+# NF4: an 8-bit scale per 64 weights, and a float32 scale per 256 of those.
+_NF4_SCALE_BITS = 8 + Fraction(32, 256)
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        BF16,
+        WeightRecipe("float32", 32, plain_bytes=4),
+        WeightRecipe("fp8", 8),
+        WeightRecipe("fp8-block", 8, group_size=128, rows_per_scale=128, scale_bits=32),
+        WeightRecipe("mxfp8", 8, group_size=32, scale_bits=8),
+        WeightRecipe("int8", 8),
+        WeightRecipe("int4", 4, group_size=128, zero_bits=4),
+        WeightRecipe("gptq", 4, group_size=128, zero_bits=4, bytes_per_input=4),
+        WeightRecipe("nf4", 4, group_size=64, scale_bits=_NF4_SCALE_BITS),
+        WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8),
+        WeightRecipe("nvfp4", 4, group_size=16, scale_bits=8, bytes_per_tensor=4),
+        WeightRecipe("q8_0", 8, group_size=32),
+        WeightRecipe("q4_0", 4, group_size=32),
+    )
+}
+_FREE_GROUPS = ("int4", "int8", "gptq")
+_USUAL_SHAPE = (4096, 4096)
+_SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 beside each packed weight
+
+
+def recipe_for(
+    name: str,
+    shape: ModelShape,
+    group_size: int | None = None,
+    *,
+    symmetric: bool | None = None,
+    file_format: str | None = None,
+    plain_bytes: int = UNQUANTIZED_BYTES,
+) -> WeightRecipe:
+    """The recipe `name` for this model. Without a group size, int4 takes the largest of
+    `GROUP_SIZES` that divides every quantized input dimension, as `llmopt quantize` does; -1 is one scale per
+    output channel. int4 uses AWQ's layout unless symmetric, int8 that of compressed-tensors.
+
+    Raises:
+        BadInput: an unknown name, a group size that does not divide a width or does not apply, or a
+            format that does not support the scheme.
+    """
+    if name not in RECIPES:
+        raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
+    recipe = RECIPES[name]
+    if recipe.bits < 16:
+        recipe = replace(recipe, plain_bytes=plain_bytes)
+    if name not in _FREE_GROUPS:
+        for value, option in (
+            (group_size, "--group-size"),
+            (symmetric, "--symmetric/--asymmetric"),
+            (file_format, "--format"),
+        ):
+            if value is not None:
+                raise BadInput(
+                    f"{option} has no meaning for {name}: only {', '.join(_FREE_GROUPS)}"
+                )
+        return recipe
+    if name != "gptq":
+        recipe = _with_layout(recipe, symmetric, file_format)
+    elif file_format is not None:
+        raise BadInput("--format has no meaning for gptq, which is a format itself")
+    if group_size is None and recipe.group_size < 0:
+        return recipe
+    return replace(recipe, group_size=_group_size(recipe, shape, group_size))
+
+
+def _with_layout(
+    recipe: WeightRecipe, symmetric: bool | None, file_format: str | None
+) -> WeightRecipe:
+    """The recipe with the metadata of the `awq` or `compressed-tensors` layout."""
+    if file_format not in (None, *FORMATS):
+        raise BadInput(f"no format {file_format!r}: choose {', '.join(FORMATS)}")
+    if file_format is None:
+        file_format = FORMATS[recipe.bits == 8 or bool(symmetric)]
+    if symmetric is None:
+        symmetric = file_format != "awq"
+    if file_format == "awq":
+        if recipe.bits != 4 or symmetric:
+            raise BadInput("--format awq holds asymmetric int4 alone: use compressed-tensors")
+        return replace(recipe, zero_bits=4, scale_bits=16)
+    return replace(
+        recipe,
+        zero_bits=0 if symmetric else recipe.bits,
+        scale_bits=8 * recipe.plain_bytes,
+        bytes_per_tensor=_SHAPE_RECORD_BYTES,
+    )
+
+
+def _group_size(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> int:
+    if asked == -1:
+        return -1
+    widths = sorted({t.in_features for t in shape.tensors() if t.role in recipe.roles})
+    if asked is None:
+        fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+        if not fitting:
+            raise BadInput(f"none of the group sizes {GROUP_SIZES} divides every width of {widths}")
+        return fitting[0]
+    if asked < 1:
+        raise BadInput(f"--group-size {asked}: a positive number of input channels, or -1 for all")
+    for width in widths:
+        if width % asked:
+            raise BadInput(f"--group-size {asked} does not divide a layer's width of {width}")
+    return asked
+
+
+def stored_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a checkpoint; of a wrapped model it may be its text model's."""
+    text = config.get("text_config") or {}
+    return config.get("quantization_config") or text.get("quantization_config")
+
+
+def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
+    """The recipe of a checkpoint, from its `quantization_config`; bf16 without one.
+
+    Raises:
+        BadInput: an unsupported quantization.
+    """
+    stored = stored_quantization(config)
+    if not stored:
+        return BF16
+    method = stored.get("quant_method")
+    if method in ("awq", "gptq"):
+        bits = stored.get("bits", stored.get("w_bit", 4))
+        per_input = 4 if method == "gptq" else 0  # g_idx: the group of each input channel
+        group = stored.get("group_size", stored.get("q_group_size", 128))
+        return WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, bytes_per_input=per_input)
+    if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
+        return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
+    if method == "fp8":
+        rows, columns = stored.get("weight_block_size") or (1, -1)
+        return WeightRecipe("fp8", 8, columns, rows, scale_bits=32)
+    if method == "compressed-tensors":
+        return _compressed_tensors(stored)
+    if method == "modelopt":
+        return _modelopt(stored)
+    if method == "exl3":
+        return _exl3(stored)
+    if method == "gguf":
+        return _gguf(stored)
+    if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
+        bits = _E8P_BITS[stored["codebook"]]
+        return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
+    # Here, because a plain model needs none of its eighteen files.
+    from ...quant.kinds.registry import SCHEMES
+
+    for kind in SCHEMES:
+        scheme = kind.from_config(stored) if method in kind.format_names else None
+        if scheme is not None:
+            width = scheme.bits_per_weight(*_USUAL_SHAPE)
+            return WeightRecipe(scheme.label, Fraction(width).limit_denominator(1024))
+    raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
+
+
+def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
+    groups = stored.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    if len(weights) != 1 or "num_bits" not in weights[0]:
+        raise BadInput("the checkpoint mixes several quantization groups: give --weights")
+    scheme = weights[0]
+    bits, kind = scheme["num_bits"], scheme.get("type", "int")
+    if (bits, kind) == (4, "float"):
+        inputs = any(group.get("input_activations") for group in groups.values())
+        return _fp4("nvfp4" if scheme.get("group_size") == 16 else "mxfp4", inputs)
+    zero_bits = 0 if scheme.get("symmetric", True) else bits
+    name = f"{'fp' if kind == 'float' else 'int'}{bits}"
+    record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
+    ignored = " ".join(map(str, stored.get("ignore") or ()))
+    experts_alone = "self_attn" in ignored and "mlp" in ignored  # Kimi-K2.5
+    roles: tuple[Role, ...] = ("expert",) if experts_alone else ("linear", "expert")
+    return WeightRecipe(
+        name,
+        bits,
+        scheme.get("group_size") or -1,
+        zero_bits=zero_bits,
+        bytes_per_tensor=record,
+        roles=roles,
+    )
+
+
+def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
+    """The blocks that most tensors are in."""
+    types = list((stored.get("types") or {}).values())
+    if not types:
+        raise BadInput("the checkpoint's quantization_config has no types: give --weights")
+    scheme = GgufScheme(max(sorted(set(types)), key=types.count))
+    weights, num_bytes = scheme.block
+    scale_bits = 8 * num_bytes - scheme.bits * weights
+    return WeightRecipe(scheme.type, scheme.bits, group_size=weights, scale_bits=scale_bits)
+
+
+def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:
+    """The linears' mean width, by their stored tensors where the config lists them, and the head's."""
+    weights = words = 0
+    for module, entry in (stored.get("tensor_storage") or {}).items():
+        tensor = (entry.get("stored_tensors") or {}).get(f"{module}.trellis")
+        if tensor and module != "lm_head":
+            inputs, outputs, length = tensor["shape"]  # tiles of 256 weights, in int16 words
+            weights += inputs * outputs * 256
+            words += inputs * outputs * length
+    bits = Fraction(16 * words, weights) if weights else Fraction(stored.get("bits", 16))
+    return WeightRecipe(
+        f"trellis{float(bits):.4g}",
+        bits,
+        bytes_per_input=2,
+        bytes_per_tensor=4 * (stored.get("codebook") in ("mcg", "mul1")),  # its multiplier
+        head_bits=stored.get("head_bits", 16),
+    )
+
+
+def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
+    fields = stored.get("quantization") or stored
+    algorithm = str(fields.get("quant_algo")).upper()
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        return _fp4("nvfp4", algorithm == "NVFP4")
+    if algorithm == "FP8":
+        return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return WeightRecipe("fp8", 8, scale_bits=32)
+    if algorithm == "FP8_PB_WO":
+        return RECIPES["fp8-block"]
+    raise BadInput(f"ModelOpt's quant_algo {algorithm} is not known here: give --weights")
+
+
+def _fp4(name: str, inputs: bool) -> WeightRecipe:
+    """NVFP4 or MXFP4; NVFP4's quantized inputs have a global scale beside the weight's."""
+    recipe = RECIPES[name]
+    return replace(recipe, bytes_per_tensor=recipe.bytes_per_tensor * (1 + inputs))
+
+
+def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:
+    """Bytes of all weights: the checkpoint's size if known, else the sum over the tensors."""
+    return recipe.stored_bytes or recipe.bytes_of(shape.tensors())
+
+
+def weight_bytes_per_rank(
+    shape: ModelShape, recipe: WeightRecipe, ranks: int, stage: range | None = None
+) -> int:
+    """Weight bytes on each of `ranks` tensor-parallel ranks, of one pipeline stage.
+
+    K and V projections are split over at most the number of KV heads; norms, router and biases are
+    replicated on every rank.
+    """
+    parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
+    held = sum(
+        Fraction(recipe.tensor_bytes(t) * t.count, parts[t.shard]) for t in shape.tensors(stage)
+    )
+    if recipe.stored_bytes:
+        held *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
+    return ceil(held)
+
+
+_WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
+
+Named = tuple[str, Entry]
+
+
+def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None:
+    """Bytes of all weight files of a model quantized to int4 or int8; None for a model type or
+    a recipe that `llmopt quantize` does not support."""
+    if shape.family not in _WRITTEN or recipe.name not in ("int4", "int8"):
+        return None
+    writer = _Writer(shape, recipe)
+    files = [dict(writer.layer(index)) for index in range(shape.num_layers)]
+    return sum(map(file_bytes, (*files, dict(writer.others()))))
+
+
+class _Writer:
+    """Names, dtypes and shapes of the checkpoint's tensors."""
+
+    def __init__(self, shape: ModelShape, recipe: WeightRecipe) -> None:
+        self._shape, self._recipe = shape, recipe
+        self._plain = "F32" if recipe.plain_bytes == 4 else "BF16"
+
+    def others(self) -> Iterator[Named]:
+        """Tensors outside the layers: embedding, output head, final norm."""
+        shape = self._shape
+        matrix = (shape.vocab_size, shape.hidden_size)
+        yield "model.embed_tokens.weight", (self._plain, matrix)
+        if not shape.tied:
+            yield "lm_head.weight", (self._plain, matrix)
+        yield "model.norm.weight", (self._plain, (shape.hidden_size,))
+
+    def layer(self, index: int) -> Iterator[Named]:
+        """The tensors of one layer."""
+        shape, prefix = self._shape, f"model.layers.{index}"
+        hidden, width = shape.hidden_size, shape.intermediate_size
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        for name, out_features, in_features, biased in (
+            (f"{attention}.q_proj", queries, hidden, shape.qkv_bias),
+            (f"{attention}.k_proj", keys, hidden, shape.qkv_bias),
+            (f"{attention}.v_proj", keys, hidden, shape.qkv_bias),
+            (f"{attention}.o_proj", hidden, queries, shape.output_bias),
+            (f"{mlp}.gate_proj", width, hidden, shape.mlp_bias),
+            (f"{mlp}.up_proj", width, hidden, shape.mlp_bias),
+            (f"{mlp}.down_proj", hidden, width, shape.mlp_bias),
+        ):
+            yield from self._linear(name, out_features, in_features)
+            if biased:
+                yield f"{name}.bias", (self._plain, (out_features,))
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", (self._plain, (hidden,))
+        if shape.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                yield f"{attention}.{norm}.weight", (self._plain, (shape.head_dim,))
+
+    def _linear(self, name: str, out_features: int, in_features: int) -> Iterator[Named]:
+        recipe = self._recipe
+        bits = recipe.bits
+        groups = 1 if recipe.group_size < 0 else in_features // recipe.group_size
+        if recipe.bytes_per_tensor == 0:  # AWQ stores no weight_shape
+            yield f"{name}.qweight", ("I32", (in_features, out_features * bits // 32))
+            yield f"{name}.qzeros", ("I32", (groups, out_features * bits // 32))
+            yield f"{name}.scales", ("F16", (groups, out_features))
+            return
+        yield f"{name}.weight_packed", ("I32", (out_features, in_features * bits // 32))
+        yield f"{name}.weight_scale", (self._plain, (out_features, groups))
+        yield f"{name}.weight_shape", ("I64", (2,))
+        if recipe.zero_bits:
+            yield f"{name}.weight_zero_point", ("I32", (out_features * bits // 32, groups))

@@ -1,0 +1,380 @@
+"""Measure parameters by role, layer and part, and the growth of a cache over passes of several lengths.
+
+Each tensor of a cache is compared between lengths: the dimension that changes is that of the tokens, and how
+it changes is the tensor's law: every token, a window of the last ones, an entry per so many tokens, or a
+constant (the state of Mamba, linear attention and convolutions).
+
+A meta tensor has a shape and no values, so routing and length checks (`nonzero`, `.item()`) cannot run on it.
+The sizes do not depend on those values: `DataFreeMode` answers `nonzero` and a mask with one hit, a scalar
+with zero or False, which leaves conditional branches untaken.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicCache
+
+from ...quant.base.errors import BadInput
+from ...quant.families.registry import type_of
+from .facts import CachedTensor, Law, Parameters, Part
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_VISION = re.compile(
+    r"vision|visual|image_|audio|sound|speech|vit(?:_|\.|$)|sam_|patch_embed|video|resampler|embed_vision"
+)
+_PROJECTOR = re.compile(
+    r"multi_modal_projector|projector|connector|merger|aligner|mm_|embed_vision|embed_audio|vlm?_connector"
+)
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router|wg|classifier)(?:\.|$)")
+_LATENT_DOWN = re.compile(r"q_a_proj|kv_a_proj|q_down|kv_down|fused_qkv_a|wq_a|wkv_a|indexer")
+_KV = re.compile(r"(?:^|[._])(?:k_proj|v_proj|key|value|kv_proj)(?:\.|$)")
+
+
+def measure_parameters(model: Any, num_experts: int, per_token: int) -> tuple[Parameters, ...]:
+    """All parameters of a model, equal ones of a layer in one row.
+
+    A parameter that several modules share is counted where it comes first. Of stacked experts, the first
+    dimension counts them.
+    """
+    head = model.get_output_embeddings()
+    output = None if head is None else getattr(head, "weight", None)
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    count: Counter[tuple[Part, str, str, int, int, int]] = Counter()
+    for name, parameter in model.named_parameters():
+        part = _part(name)
+        layer = _layer(name) if part == "text" else -1
+        role, shard, experts = _role(name, parameter, num_experts)
+        if id(parameter) in tables:
+            role, shard = "embedding", "ranks"
+        elif parameter is output:
+            role, shard = "head", "ranks"
+        if part != "text":
+            role, shard, experts = part, "whole", 1
+        rows, columns = _matrix(parameter, experts)
+        key = (part, role, shard, layer, rows, columns)
+        count[key] += max(1, experts)
+    return tuple(
+        Parameters(*key, number, _used(key[1], number, num_experts, per_token))
+        for key, number in count.items()
+    )
+
+
+def _part(name: str) -> Part:
+    if re.search(r"(?:^|\.)(?:language_model|text_model|lm_head)\.", name):
+        return "text"
+    if _PROJECTOR.search(name):
+        return "projector"
+    return "vision" if _VISION.search(name) else "text"
+
+
+def _layer(name: str) -> int:
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else -1
+
+
+def _role(name: str, parameter: torch.Tensor, num_experts: int) -> tuple[str, str, int]:
+    """Role, placement under tensor parallelism, and the experts that the parameter stacks."""
+    in_experts = re.search(r"(?:^|\.)experts(?:\.|$)", name) is not None
+    if parameter.dim() < 2:
+        return ("bias" if name.endswith("bias") else "norm"), "whole", 1
+    if in_experts and num_experts and parameter.dim() >= 2 and parameter.shape[0] == num_experts:
+        stacked_bias = parameter.dim() == 2
+        return ("expert_bias" if stacked_bias else "expert"), "ranks", num_experts
+    if in_experts and num_experts:
+        return "expert", "ranks", 1
+    if _ROUTER.search(name) and num_experts and num_experts in parameter.shape:
+        return "router", "whole", 1
+    if _LATENT_DOWN.search(name):
+        return "linear", "whole", 1
+    return "linear", "kv_heads" if _KV.search(name) else "ranks", 1
+
+
+def _matrix(parameter: torch.Tensor, experts: int) -> tuple[int, int]:
+    """Rows and columns of one of the stacked matrices; further dimensions are columns."""
+    shape = tuple(parameter.shape[1:]) if experts > 1 else tuple(parameter.shape)
+    if not shape:
+        return 1, 1
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    return shape[0], columns
+
+
+def _used(role: str, number: int, num_experts: int, per_token: int) -> int:
+    if role not in ("expert", "expert_bias") or not num_experts:
+        return number
+    return number * per_token // num_experts
+
+
+aten = torch.ops.aten
+
+
+class ProbeTooLong(Exception):
+    """A forward pass took more operators than it was allowed."""
+
+
+class DataFreeMode(TorchDispatchMode):
+    """Answer data-dependent operators of meta tensors; count operators, at most `max_operators`."""
+
+    def __init__(self, max_operators: int) -> None:
+        super().__init__()
+        self._left = max_operators
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ProbeTooLong
+        answer = _ANSWERS.get(func)
+        if answer is not None and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return answer(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hit(args: tuple[Any, ...]) -> torch.Tensor:
+    tensor = args[0]
+    return torch.empty((1, tensor.dim()), dtype=torch.long, device="meta")
+
+
+def _scalar(args: tuple[Any, ...]) -> bool | int | float:
+    dtype = args[0].dtype
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _selected(args: tuple[Any, ...]) -> torch.Tensor:
+    return torch.empty((1,), dtype=args[0].dtype, device="meta")
+
+
+def _counts(args: tuple[Any, ...]) -> torch.Tensor:
+    length = args[2] if len(args) > 2 else 0
+    return torch.empty((max(1, length),), dtype=torch.long, device="meta")
+
+
+def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
+    """`tensor[indices]`, each mask as the position of one hit."""
+    tensor, indices = args
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            positions += [torch.empty((1,), dtype=torch.long, device="meta")] * index.dim()
+        else:
+            positions.append(index)
+    return aten.index.Tensor(tensor, positions)
+
+
+def _not_equal(args: tuple[Any, ...]) -> bool:
+    return False
+
+
+_ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.nonzero.default: _one_hit,
+    aten._local_scalar_dense.default: _scalar,
+    aten.masked_select.default: _selected,
+    aten.bincount.default: _counts,
+    aten.equal.default: _not_equal,
+    aten.index.Tensor: _indexed,
+}
+
+
+SHORT_LENGTHS = (4, 8)
+LONG_LENGTH = 509  # prime, so that a compressed cache leaves a remainder
+MORE_LENGTHS = (256, 640, 1023)  # tell the strides apart that one length leaves possible
+# A forward pass with a Python loop over tokens (Mamba without its kernel) is not run at the long lengths.
+MAX_OPERATORS = 60_000
+
+Size = tuple[tuple[int, ...], int, bool]
+Shapes = dict[str, Size]
+"""The tensors of a cache by path: shape, bytes per element, and whether it is floating point."""
+
+
+@torch.no_grad()
+def cache_after(model: Any, num_tokens: int, max_operators: int = MAX_OPERATORS) -> Any:
+    """The cache object of a forward pass over `num_tokens` tokens of one sequence."""
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=device)
+    with DataFreeMode(max_operators):
+        output = model(input_ids=ids, use_cache=True)
+    for name in ("past_key_values", "cache_params", "state", "mems"):
+        if (cache := getattr(output, name, None)) is not None:
+            return cache
+    # Some wrappers of a language model do not hand its cache out, but fill one that they are given.
+    given = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with DataFreeMode(max_operators):
+        model(input_ids=ids, use_cache=True, past_key_values=given)
+    if not cache_bytes(given):
+        raise BadInput(f"{type_of(model.config)} returns no cache: it cannot be planned")
+    return given
+
+
+def cache_shapes(cache: Any) -> Shapes:
+    """Shapes of all tensors that a cache object holds, each once; scalars are counters and left out."""
+    shapes, seen = Shapes(), set()
+    for path, tensor in _tensors(cache, "", set()):
+        if tensor.dim() and tensor.numel() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            size = tensor.element_size()
+            shapes[path] = (tuple(tensor.shape), size, tensor.dtype.is_floating_point)
+    return shapes
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors that a cache object holds."""
+    return sum(prod(shape) * size for shape, size, _ in cache_shapes(cache).values())
+
+
+def measure_cache(model: Any) -> tuple[CachedTensor, ...]:
+    """The law of every tensor in the model's cache, by layer.
+
+    Raises:
+        BadInput: no cache, or a tensor whose growth follows none of the laws.
+    """
+    shortest = cache_after(model, SHORT_LENGTHS[0])
+    shapes = {SHORT_LENGTHS[0]: cache_shapes(shortest)}
+    windows = _declared_windows(shortest)
+    for length in (*SHORT_LENGTHS[1:], LONG_LENGTH):
+        _measure(model, length, shapes)
+    if not all(_grows_by_token(sizes) for _, sizes in _by_path(shapes)):
+        for length in MORE_LENGTHS:
+            _measure(model, length, shapes)
+    return tuple(_law(path, sizes, windows) for path, sizes in _by_path(shapes))
+
+
+def _measure(model: Any, length: int, shapes: dict[int, Shapes]) -> None:
+    try:
+        shapes[length] = cache_shapes(cache_after(model, length))
+    except ProbeTooLong:
+        return
+
+
+def _by_path(shapes: Mapping[int, Shapes]) -> Iterator[tuple[str, dict[int, Size | None]]]:
+    for path in dict.fromkeys(path for by_path in shapes.values() for path in by_path):
+        yield path, {length: by_path.get(path) for length, by_path in shapes.items()}
+
+
+def _grows_by_token(sizes: Mapping[int, Size | None]) -> bool:
+    """Whether the short lengths tell the law: constant, or an entry per token."""
+    first, second = (sizes[length] for length in SHORT_LENGTHS)
+    if first is None or second is None:
+        return False
+    return all(
+        b - a in (0, SHORT_LENGTHS[1] - SHORT_LENGTHS[0])
+        for a, b in zip(first[0], second[0], strict=True)
+    )
+
+
+def _law(path: str, sizes: Mapping[int, Size | None], windows: Mapping[int, int]) -> CachedTensor:
+    """The law of one tensor from its sizes at several lengths; None where it was not there yet."""
+    known = {length: size for length, size in sizes.items() if size is not None}
+    shape, element_bytes, is_float = next(reversed(known.values()))
+    layer, name = _place(path)
+    axis = _token_axis(path, [size[0] for size in known.values()], always=len(known) == len(sizes))
+    if axis is None:
+        return CachedTensor(
+            name, layer, prod(shape), 1, element_bytes, "constant", is_float=is_float
+        )
+    held = {n: 0 if size is None else size[0][axis] for n, size in sizes.items()}
+    law, window, stride = _growth(path, held, windows.get(layer))
+    heads, width = prod(shape[:axis]), prod(shape[axis + 1 :])
+    return CachedTensor(name, layer, heads, width, element_bytes, law, window, stride, is_float)
+
+
+def _token_axis(path: str, shapes: list[tuple[int, ...]], *, always: bool) -> int | None:
+    """The dimension that differs between lengths; None for a constant."""
+    rank = len(shapes[0])
+    if any(len(shape) != rank for shape in shapes):
+        raise BadInput(f"the cache's {path} changes its rank: it cannot be planned")
+    varying = [dim for dim in range(rank) if len({shape[dim] for shape in shapes}) > 1]
+    if len(varying) > 1:
+        raise BadInput(
+            f"the cache's {path} grows in {len(varying)} dimensions: it cannot be planned"
+        )
+    if varying:
+        return varying[0]
+    # A remainder that was there once, or a state that appears with the first full stride.
+    return None if always or len(shapes) > 1 else rank - 2
+
+
+def _growth(path: str, held: Mapping[int, int], declared: int | None) -> tuple[Law, int, int]:
+    """Law, window and stride of a tensor that held so many entries at each length."""
+    most = max(held.values())
+    if all(entries == min(length, most) for length, entries in held.items()):
+        window = most if most < max(held) else (declared or 0)
+        return "growing", window, 1
+    for stride in range(2, max(held) + 1):
+        if all(entries == length // stride for length, entries in held.items()):
+            return "growing", 0, stride
+        if all(entries == length % stride for length, entries in held.items()):
+            return "remainder", 0, stride
+    raise BadInput(f"the cache's {path} holds {dict(held)} entries: no law that is known")
+
+
+def _declared_windows(cache: Any) -> dict[int, int]:
+    """Entries at which each windowed cache layer stops to grow, as its own `update` says."""
+    windows = {}
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        limit, keys = getattr(layer, "sliding_window", None), getattr(layer, "keys", None)
+        if isinstance(limit, int) and isinstance(keys, torch.Tensor) and keys.dim() == 4:
+            grown = copy.deepcopy(layer)
+            values = layer.values
+            try:
+                grown.update(_longer(keys, 2 * limit), _longer(values, 2 * limit))
+            except Exception:  # a layer with another update keeps its declared window
+                windows[index] = limit - 1
+                continue
+            kept = grown.keys.shape[2]
+            if kept < 2 * limit:
+                windows[index] = kept
+    return windows
+
+
+def _longer(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    batch, heads, _, width = tensor.shape
+    return tensor.new_empty((batch, heads, num_tokens, width))
+
+
+def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors that an object reaches through attributes, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if id(value) in seen or isinstance(value, torch.nn.Module):
+        return
+    if isinstance(value, Mapping):
+        items: Any = ((f"{path}.{key}", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((f"{path}[{i}]", part) for i, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        if hasattr(value, "to_diff_dict"):  # a config
+            return
+        items = ((f"{path}.{key}", part) for key, part in vars(value).items())
+    else:
+        return
+    seen.add(id(value))
+    for name, part in items:
+        yield from _tensors(part, name, seen)
+
+
+def _place(path: str) -> tuple[int, str]:
+    """Layer and name of a tensor from its path: `.layers[3].conv_states.0` is conv_states of layer 3."""
+    match = re.search(r"\[(\d+)\]|\.(\d+)(?=\.|\[|$)", path)
+    if match is None:
+        return 0, path.strip(".")
+    name = path[match.end() :] or path[: match.start()]
+    return int(match.group(1) or match.group(2)), re.sub(r"\.\d+|\[\d+\]", "", name).strip(".")

@@ -1,0 +1,195 @@
+"""Measure a model on the meta device: parameters, cache, and the sizes that FLOP depend on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from ...quant.base.errors import BadInput, first_line
+from ...quant.families.registry import type_of
+from ...quant.model.auto import auto_class, read_config
+from .facts import CachedTensor, ProbedModel
+from .measure import measure_cache, measure_parameters
+
+
+def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.Module:
+    """The model of a config with its language head, on the meta device.
+
+    Raises:
+        BadInput: no decoder-only language model, or one that cannot be built.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadInput(f"{type_of(config)} is an encoder-decoder: only decoders are planned")
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        auto = auto_class(config, trust_remote_code)
+        with torch.device("meta"):
+            model = auto.from_config(
+                config,
+                dtype=text_dtype(config),
+                attn_implementation="eager",
+                trust_remote_code=trust_remote_code,
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # a module may raise anything about its config
+        raise BadInput(
+            f"transformers {transformers.__version__} does not build a {type_of(config)}: "
+            f"{first_line(error)}"
+        ) from error
+    _use_batched_experts(model)
+    return model.eval()
+
+
+def text_dtype(config: Any) -> torch.dtype:
+    """The dtype of a config, or of its text model; bfloat16 without one."""
+    dtype = getattr(config, "dtype", None) or getattr(
+        config.get_text_config(decoder=True), "dtype", None
+    )
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
+
+
+def _use_batched_experts(model: Any) -> None:
+    """Experts as one batched GEMM: the loop over hit experts depends on the routing's values."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", *_HEADS)
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
+_WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "intermediate_dim")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", *_WIDTH)
+_EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+)
+
+
+def probe(
+    raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+) -> ProbedModel:
+    """Build the model of a raw config on the meta device, run it at a few lengths, and read its sizes.
+
+    Raises:
+        BadInput: transformers does not know the type, its class refuses the config, or its cache follows
+            no law that the planner knows.
+    """
+    with _quiet():
+        config = read_config(raw, folder, trust_remote_code=trust_remote_code)
+        model = build_on_meta(config, trust_remote_code=trust_remote_code)
+        try:
+            return measure(model)
+        except BadInput:
+            raise
+        except Exception as error:  # modules may fail in any way on the meta device
+            raise BadInput(
+                f"transformers {transformers.__version__} does not run a {type_of(config)} without "
+                f"weights: {first_line(error)}"
+            ) from error
+
+
+def measure(model: Any) -> ProbedModel:
+    """Measure a built model, whatever device it is on."""
+    text = model.config.get_text_config(decoder=True)
+    experts = _number(text, _EXPERTS)
+    per_token = min(_number(text, _PER_TOKEN), experts) or (1 if experts else 0)
+    cache = measure_cache(model)
+    parameters = measure_parameters(model, experts, per_token)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    heads, kv_heads, head_dim = _heads(text, cache)
+    widths = [
+        p.in_features
+        for p in parameters
+        if p.part == "text" and p.role == "linear" and p.layer >= 0
+    ]
+    routed = [p for p in parameters if p.role == "expert"]
+    hidden = table.weight.shape[1]
+    return ProbedModel(
+        family=type_of(model.config),
+        transformers_version=transformers.__version__,
+        num_layers=_number(text, _LAYERS) or 1 + max((t.layer for t in cache), default=0),
+        hidden_size=_number(text, _HIDDEN) or hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_number(text, _WIDTH) or max(widths, default=hidden),
+        vocab_size=table.weight.shape[0],
+        max_context=_number(text, _CONTEXT),
+        tied=head is not None and getattr(head, "weight", None) is table.weight,
+        num_experts=experts if routed else 0,
+        experts_per_token=per_token if routed else 0,
+        expert_width=_number(text, _EXPERT_WIDTH) if routed else 0,
+        num_shared_layers=_number(text, ("num_kv_shared_layers",)),
+        parameters=parameters,
+        cache=cache,
+    )
+
+
+def _heads(text: Any, cache: tuple[CachedTensor, ...]) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dimension of the widest growing cache layer; 0 without attention."""
+    grown = [t for t in cache if t.law == "growing" and t.is_float and t.stride == 1]
+    if not grown:
+        return 0, 0, 0
+    widest = max(grown, key=lambda t: t.heads * t.width)
+    heads = max(_number(text, _HEADS), widest.heads)
+    return heads, widest.heads, widest.width
+
+
+def _number(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these fields that holds a number, or the largest of a list of them."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of modules that are only measured."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)

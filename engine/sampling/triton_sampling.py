@@ -1,0 +1,419 @@
+"""Sampling in Triton without a sort: min-p / top-k / top-p by threshold search, then the Gumbel-max trick.
+
+A threshold is found by multi-way bisection on the count or probability mass above it. All kernels take
+float32 scores (logits) [rows, vocab] and are batch-invariant: a row depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+
+BLOCK = 2048
+PIVOTS = 8
+"""Candidate thresholds per pass over a row."""
+PART = 16384
+"""Tokens of a row that one program samples from; the row's token is the best over its parts."""
+LEAST_STOP_IDS = 32
+"""Stop ids that a program holds, or more: few requests have more, which compile a kernel of their own."""
+_ALL = tl.constexpr(1 << 30)
+_LOWEST = tl.constexpr(-2139095041)
+"""The key of minus infinity."""
+
+
+@triton.jit
+def _key(x):
+    """Order-preserving map from float32 to int32."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The inverse of `_key`."""
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores(row_ptr, lanes, size, temperature):
+    """Scores of a row's `lanes`, scaled by the temperature; unscaled if it is 0 (greedy)."""
+    x = tl.load(row_ptr + lanes, mask=lanes < size, other=float("-inf"))
+    if temperature > 0.0:
+        x = tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
+    return x
+
+
+@triton.jit
+def _above(
+    row_ptr,
+    size,
+    temperature,
+    top,
+    pivots,
+    BY_MASS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The number of tokens with keys above each pivot, or their mass exp(score - top); float32 [PIVOTS]."""
+    sums = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
+    for begin in range(0, size, BLOCK):
+        x = _scores(row_ptr, begin + tl.arange(0, BLOCK), size, temperature)
+        weight = tl.full([BLOCK], 1.0, tl.float32)
+        if BY_MASS:
+            weight = tl.exp(x - top)
+        is_above = _key(x)[None, :].to(tl.int64) > pivots[:, None]
+        sums += tl.where(is_above, weight[None, :], 0.0)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def _search(
+    row_ptr,
+    size,
+    temperature,
+    top,
+    lowest,
+    target,
+    BY_MASS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The least key >= `lowest` with less than `target` (count or mass) above it, and what is above it."""
+    low = lowest
+    high = _key(top).to(tl.int64)
+    above = top * 0.0
+    ways = tl.arange(0, PIVOTS)
+    while low < high:
+        step = (high - low + PIVOTS) // PIVOTS
+        pivots = tl.minimum(low + (ways + 1) * step - 1, high)
+        sums = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
+        # Nothing is above the highest pivot, so at least one pivot is under the target.
+        passed = tl.sum((sums >= target).to(tl.int32), 0)
+        above = tl.sum(tl.where(ways == passed, sums, 0.0), 0)
+        high = tl.minimum(low + (passed + 1) * step - 1, high)
+        low = low + passed * step
+    return high, above
+
+
+@triton.jit
+def _narrow(
+    score_ptr,
+    float_ptr,
+    integer_ptr,
+    threshold_ptr,
+    last_ptr,
+    size,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Apply min-p, then top-k, then top-p to a row: writes `threshold` and `last`. Grid: rows.
+
+    A token is kept if its scaled score is above the threshold, or equals it and the token id is at most
+    `last`: ties are broken by token id, as in a stable sort.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = score_ptr + row * size
+    temperature = tl.load(float_ptr + row * 3)
+    min_p = tl.load(float_ptr + row * 3 + 1)
+    top_p = tl.load(float_ptr + row * 3 + 2)
+    top_k = tl.load(integer_ptr + row * 3 + 2)
+    at = row * 0 + _LOWEST
+    quota = top_p * 0.0 + _ALL
+    last = row * 0 - 1
+    if (temperature > 0.0) & ((min_p > 0.0) | (top_p < 1.0) | (top_k > 0)):
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for begin in range(0, size, BLOCK):
+            lanes = begin + tl.arange(0, BLOCK)
+            highest = tl.maximum(highest, _scores(row_ptr, lanes, size, temperature))
+        top = tl.max(highest, 0)
+        if top > float("-inf"):
+            if min_p > 0.0:
+                at = _key(top + tl.log(min_p)).to(tl.int64)
+            if top_k > 0:
+                target = top_k.to(tl.float32)
+                key, above = _search(
+                    row_ptr, size, temperature, top, at, target, False, PIVOTS, BLOCK
+                )
+                quota = tl.where(key > at, target - above, tl.minimum(quota, target - above))
+                at = key
+            if top_p < 1.0:
+                # The mass above the threshold, and the mass at or above it.
+                ways = tl.arange(0, PIVOTS)
+                both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
+                above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
+                with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
+                mass = tl.exp(_value(at.to(tl.int32)) - top)
+                target = top_p * tl.minimum(above + quota * mass, with_it)
+                key, above = _search(
+                    row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK
+                )
+                mass = tl.exp(_value(key.to(tl.int32)) - top)
+                left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
+                left = tl.maximum(left, 1.0)
+                quota = tl.where(key > at, left, tl.minimum(quota, left))
+                at = key
+            last = row * 0 + size
+            seen = row * 0
+            for begin in range(0, size, BLOCK):
+                lanes = begin + tl.arange(0, BLOCK)
+                x = _scores(row_ptr, lanes, size, temperature)
+                is_equal = (_key(x).to(tl.int64) == at) & (lanes < size)
+                rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+                is_last = is_equal & (rank.to(tl.float32) == quota)
+                last = tl.minimum(last, tl.min(tl.where(is_last, lanes, size), 0))
+                seen += tl.sum(is_equal.to(tl.int32), 0)
+    tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
+    tl.store(last_ptr + row, last)
+
+
+@triton.jit
+def _noise(seed, position, stream, lanes):
+    """Exp(1) noise of a row's `lanes`: Philox keyed by the seed, counter (token, position, stream).
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), Philox4x32-10.
+    """
+    token = lanes.to(tl.uint32)
+    place = (lanes * 0 + position).to(tl.uint32)
+    which = (lanes * 0 + stream).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, token, place, which, token * 0)
+    # In [2^-33, 1): neither the logarithm nor a division by the noise overflows.
+    uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    uniform = tl.minimum(uniform, 0.99999994)
+    # Near 0, 1 - u would round away the bits that decide the race among many tokens.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
+    return tl.where(uniform < 0.001, series, -tl.log(1.0 - uniform))
+
+
+@triton.jit(do_not_specialize=["size", "stream"])
+def _exponential(key_ptr, out_ptr, size, stream, BLOCK: tl.constexpr):
+    """Write Exp(1) noise. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seed, position = tl.load(key_ptr + row * 2), tl.load(key_ptr + row * 2 + 1)
+    noise = _noise(seed, position, stream, lanes)
+    tl.store(out_ptr + row * size + lanes, noise, mask=lanes < size)
+
+
+@triton.jit
+def _draw(
+    score_ptr,
+    float_ptr,
+    integer_ptr,
+    threshold_ptr,
+    last_ptr,
+    best_ptr,
+    token_ptr,
+    size,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sample a token from each part of a row, by an exponential race: argmax(p / e). Grid: rows, parts.
+
+    With Exp(1) noise e that is argmax(score - log e) over the kept tokens (Gumbel-max); greedy without
+    temperature.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(float_ptr + row * 3)
+    seed = tl.load(integer_ptr + row * 3)
+    position = tl.load(integer_ptr + row * 3 + 1)
+    threshold, last = tl.load(threshold_ptr + row), tl.load(last_ptr + row)
+    first = tl.program_id(1) * PART
+    best = temperature * 0.0 - float("inf")
+    token = first
+    for begin in range(first, tl.minimum(first + PART, size), BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        x = _scores(score_ptr + row * size, lanes, size, temperature)
+        if temperature > 0.0:
+            stays = (x > threshold) | ((x == threshold) & (lanes <= last))
+            x = tl.where(stays, x - tl.log(_noise(seed, position, 0, lanes)), float("-inf"))
+        highest = tl.max(x, 0)
+        if highest > best:
+            best = highest
+            token = begin + tl.argmax(x, 0)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + place, best)
+    tl.store(token_ptr + place, token.to(tl.int64))
+
+
+@triton.jit
+def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size, BLOCK: tl.constexpr):
+    """Apply repetition, frequency and presence penalties in place. Grid: penalized rows, blocks of a row.
+
+    `row_ptr` holds the rows of the scores, `place_ptr` the rows of the token counts: twice the occurrences
+    in the output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition, frequency,
+    presence.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < size
+    scores = score_ptr + tl.load(row_ptr + index) * size + lanes
+    counts = count_ptr + tl.load(place_ptr + index) * size + lanes
+    repetition = tl.load(penalty_ptr + index * 3)
+    frequency = tl.load(penalty_ptr + index * 3 + 1)
+    presence = tl.load(penalty_ptr + index * 3 + 2)
+    count = tl.load(counts, mask=mask, other=0)
+    x = tl.load(scores, mask=mask, other=0.0)
+    factor = tl.full([BLOCK], 0.0, tl.float32) + repetition
+    x = tl.where(count > 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+    times = count >> 1
+    x = tl.where(times > 0, x - (times.to(tl.float32) * frequency + presence), x)
+    tl.store(scores, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["stop_ids"])
+def _constrain(
+    score_ptr,
+    logit_ptr,
+    row_ptr,
+    word_ptr,
+    stop_id_ptr,
+    size,
+    words,
+    stop_ids,
+    BLOCK: tl.constexpr,
+    STOP_IDS: tl.constexpr,
+):
+    """Apply packed token bitmasks (grammars) to scores, in place. Grid: masked rows.
+
+    Where no token is left, the logits of the stop ids are restored. `word_ptr` int32 [rows, words];
+    `stop_id_ptr` int64 [rows, stop_ids], padded with -1.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + index)
+    left = tl.full([BLOCK], 0, tl.int32)
+    for begin in range(0, size, BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        mask = lanes < size
+        word = tl.load(word_ptr + index * words + lanes // 32, mask=mask, other=0)
+        x = tl.load(score_ptr + row * size + lanes, mask=mask, other=float("-inf"))
+        x = tl.where(((word >> (lanes % 32)) & 1) != 0, x, float("-inf"))
+        tl.store(score_ptr + row * size + lanes, x, mask=mask)
+        left = left | (x != float("-inf")).to(tl.int32)
+    nothing = tl.max(left, 0) == 0
+    tl.debug_barrier()
+    if nothing:
+        lanes = tl.arange(0, STOP_IDS)
+        token = tl.load(stop_id_ptr + index * stop_ids + lanes, mask=lanes < stop_ids, other=-1)
+        is_token = token >= 0
+        x = tl.load(logit_ptr + row * size + token, mask=is_token, other=0.0)
+        tl.store(score_ptr + row * size + token, x, mask=is_token)
+
+
+def thresholds(
+    scores: torch.Tensor, floats: torch.Tensor, integers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Min-p, top-k and top-p thresholds of each row, without a sort.
+
+    Returns:
+        Threshold, float32 [rows]: scaled scores above it are kept; and last token id, int64 [rows]: of
+        the tokens at the threshold, those up to it are kept.
+
+    Args:
+        scores: float32 [rows, vocab], contiguous.
+        floats: float32 [rows, 3]: temperature (0: greedy), min-p, top-p.
+        integers: int64 [rows, 3]: seed, position, top-k (0: off).
+    """
+    rows, size = scores.shape
+    threshold, last = floats.new_empty(rows), integers.new_empty(rows)
+    _narrow[(rows,)](
+        scores,
+        floats,
+        integers,
+        threshold,
+        last,
+        size,
+        PIVOTS=PIVOTS,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return threshold, last
+
+
+def draw(
+    scores: torch.Tensor,
+    floats: torch.Tensor,
+    integers: torch.Tensor,
+    threshold: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """Sample a token per row, int64 [rows]; arguments as of `thresholds`, and its results."""
+    rows, size = scores.shape
+    parts = -(-size // PART)
+    best, tokens = floats.new_empty(rows, parts), integers.new_empty(rows, parts)
+    _draw[(rows, parts)](
+        scores,
+        floats,
+        integers,
+        threshold,
+        last,
+        best,
+        tokens,
+        size,
+        PART=PART,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return tokens.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def exponential(keys: torch.Tensor, size: int, stream: int) -> torch.Tensor:
+    """Exp(1) noise, float32 [rows, size], for int64 `keys` [rows, 2]: seed, position."""
+    out = torch.empty(len(keys), size, device=keys.device)
+    _exponential[(len(keys), -(-size // BLOCK))](keys, out, size, stream, BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+def penalize(
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    places: torch.Tensor,
+    penalties: torch.Tensor,
+) -> None:
+    """Apply penalties to some rows of `scores`, in place.
+
+    Args:
+        scores: float32 [rows, vocab], contiguous.
+        rows, places: int64 [penalized], rows of `scores` and of `counts`.
+        counts: int32 [slots, vocab], twice the occurrences in the output, plus one for tokens of the prompt.
+        penalties: float32 [penalized, 3]: repetition, frequency, presence.
+    """
+    size = scores.shape[1]
+    _penalize[(len(rows), -(-size // BLOCK))](
+        scores, rows, counts, places, penalties, size, BLOCK=BLOCK, num_warps=8
+    )
+
+
+def constrain(
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    words: torch.Tensor,
+    stop_ids: torch.Tensor,
+) -> None:
+    """Apply token bitmasks to some rows of `scores`, in place.
+
+    Args:
+        scores, logits: float32 [rows, vocab], contiguous; `logits` are the model's raw logits.
+        rows: int64 [masked].
+        words: int32 [masked, ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
+        stop_ids: int64 [masked, stop_ids], padded with -1: restored where no token is left.
+    """
+    _constrain[(len(rows),)](
+        scores,
+        logits,
+        rows,
+        words,
+        stop_ids,
+        scores.shape[1],
+        words.shape[1],
+        stop_ids.shape[1],
+        BLOCK=BLOCK,
+        STOP_IDS=triton.next_power_of_2(max(LEAST_STOP_IDS, stop_ids.shape[1])),
+        num_warps=8,
+    )

@@ -1,1 +1,0 @@
-"""Engine thread, its bridge to the asyncio event loop, and server metrics."""

@@ -1,0 +1,159 @@
+"""Per-request record, for log lines, traces and per-key usage, and the tenant of a request: its API key."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from ...base.sampling_params import SamplingParams
+from .limits import Reservation
+from .stream import OutputStream, Phases
+
+if TYPE_CHECKING:
+    from .keys import Principal
+
+
+TENANT_KEY = "llmopt.tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Number of the client whose API key a request came with; all requests are of the first without keys."""
+
+    key: int = 0
+
+    def cache_salt(self, salt: str | None) -> bytes:
+        """Salt of the prefix cache's hashes.
+
+        A hit is seen in `cached_tokens` and in the time to first token, so that tenants who shared the cache
+        could find out each other's prompts. `salt`, of the request, separates the users of one key likewise.
+        """
+        if self.key == 0 and salt is None:
+            return b""
+        return f"{self.key}/{salt or ''}".encode()
+
+
+def set_tenant(scope: Scope, key: int) -> None:
+    scope[TENANT_KEY] = Tenant(key)
+
+
+def tenant_of(request: Request) -> Tenant:
+    """The tenant that the middleware found."""
+    return request.scope.get(TENANT_KEY, Tenant())
+
+
+RECORD_KEY = "llmopt.request"
+CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default=None)
+"""The request that a log line belongs to: every coroutine of a request runs in a copy of its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Tokens of a request so far, and the latencies that are known; seconds from its arrival, the last two
+    from the step before."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
+    queue_seconds: float | None = None
+    ttft_seconds: float | None = None
+    e2e_seconds: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request. Written by the event loop alone.
+
+    Attributes:
+        request_id: the client's `X-Request-Id`, or a random one.
+        path: without the query, percent-encoded.
+        principal: whose API key it came with; None before that is known.
+        response_id: the `id` of the response, with which the engine's request ids begin.
+        stream: the engine's outputs; None for requests that generate nothing.
+        trace_id: of the request's span, hexadecimal.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    began: float = field(default_factory=time.perf_counter)
+    principal: Principal | None = None
+    status: int | None = None
+    response_id: str | None = None
+    model: str | None = None
+    params: SamplingParams | None = None
+    stream: OutputStream | None = None
+    reservation: Reservation | None = None
+    trace_id: str | None = None
+
+    @property
+    def key(self) -> str | None:
+        """The name of the API key; None without keys."""
+        return None if self.principal is None else self.principal.key_name
+
+    def reserve(self, num_tokens: int, *, at_least: int) -> None:
+        """Take `num_tokens` from the key's tokens per minute until the request ends.
+
+        A request needs `at_least` of them whatever it generates.
+
+        Raises:
+            TooMany: they are not there now.
+        """
+        if self.principal is not None:
+            self.reservation = self.principal.limits.reserve(num_tokens, at_least=at_least)
+
+    def begin(
+        self, response_id: str, model: str, params: SamplingParams | None, stream: OutputStream
+    ) -> None:
+        """The engine has the request; one that is pooled has no sampling parameters."""
+        self.response_id, self.model, self.params = response_id, model, params
+        self.stream = stream
+
+    def totals(self) -> Totals:
+        """Tokens and latencies so far, from the last output of each sequence."""
+        if self.stream is None:
+            return Totals()
+        outputs = [*self.stream.last_outputs.values()]
+        prompt_tokens = sum(len(job.token_ids) for job in self.stream.jobs)
+        if not outputs:
+            return Totals(prompt_tokens)
+        arrival, begun, first, last = Phases.of(outputs)
+        cached = {output.request_id: output.num_cached_tokens for output in outputs}
+        return Totals(
+            prompt_tokens,
+            sum(cached.values()),
+            sum(output.num_output_tokens for output in outputs),
+            tuple(sorted({output.finish_reason or "abort" for output in outputs})),
+            begun - arrival,
+            first - arrival,
+            last - arrival,
+            first - begun,
+            last - first,
+        )
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def set_record(scope: Scope, record: RequestRecord) -> None:
+    scope[RECORD_KEY] = record
+    CURRENT.set(record)
+
+
+def record_of(request: Request | Scope) -> RequestRecord:
+    """The record that the middleware made of a request; without the middleware a new one."""
+    scope: Any = request.scope if isinstance(request, Request) else request
+    if RECORD_KEY not in scope:
+        scope[RECORD_KEY] = RequestRecord(new_request_id(), scope["method"], scope["path"], "")
+    return scope[RECORD_KEY]
