@@ -1,10 +1,16 @@
-"""Conversion of a quantized checkpoint without the original model: to another format, or to float weights."""
+"""Conversion of a quantized checkpoint without the original model: to another format, or to float weights.
+
+A weight moves to the other format's grid exactly where that holds its numbers, else it is requantized.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
 from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat, config_of
+from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.registry import scheme_record
+from ..kinds.registry import SCHEMES, scheme_record
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import (
     CARD_NAME,
@@ -41,7 +48,6 @@ from ..plan.contents import CheckpointContents
 from ..plan.loaders import loaders, loads_in
 from ..request.selection import Shapes
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
-from .requantize import Requantized, requantize
 
 SHARD_BYTES = 2**30
 
@@ -321,3 +327,89 @@ def dequantized_model(folder: Path) -> Any:
     if left:
         raise BadInput(f"{folder}: {left[0]} of its model is in no file")
     return model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Requantized:
+    """A weight on the target format's grid.
+
+    Attributes:
+        tensor: on a grid that the format holds.
+        error: `|W - W'|² / |W|²`; 0 where the conversion is exact.
+        reason: why it was requantized; empty if it was not.
+    """
+
+    tensor: QuantizedTensor
+    error: float = 0.0
+    reason: str = ""
+
+
+def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Requantized:
+    """An equivalent of `tensor` that `target` can store, or its requantization.
+
+    Raises:
+        BadInput: the format has no grid for such a weight at all.
+    """
+    found, reason = _exact(module, tensor, target)
+    if found is not None:
+        return Requantized(found)
+    plain = tensor.without_activations()
+    if plain is not tensor and (found := _exact(module, plain, target)[0]) is not None:
+        return Requantized(found, reason=reason)
+    weight = tensor.dequantize()
+    if not bool(torch.isfinite(weight).all()):
+        raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
+    scheme = _nearest_scheme(module, tensor, target)
+    dtype = target.scale_dtype(_scale_dtype(tensor), scheme)
+    rounded = kind_of(scheme).round(weight, dtype, name=module)
+    energy = float(weight.double().square().sum())
+    lost = float((weight.double() - rounded.dequantize().double()).square().sum())
+    return Requantized(rounded, lost / energy if energy else 0.0, reason)
+
+
+def _exact(
+    module: str, tensor: QuantizedTensor, target: WeightFormat
+) -> tuple[QuantizedTensor | None, str]:
+    """An exact equivalent on a grid of `target`, or the first reason why there is none."""
+    reason = ""
+    for form in tensor.forms():
+        try:
+            _check(module, form.scheme, form, target)
+            stored = form.stored_as(
+                None
+                if target.keeps_scale_dtypes
+                else partial(target.scale_dtype, scheme=form.scheme),
+                target.inverts_global_scales,
+            )
+        except BadInput as error:
+            reason = reason or str(error)
+        else:
+            return target.held(module, stored), ""
+    return None, reason
+
+
+def _check(module: str, scheme: Scheme, tensor: QuantizedTensor, target: WeightFormat) -> None:
+    target.check_scheme(scheme)
+    target.check(module, *tensor.shape, scheme)
+
+
+def _scale_dtype(tensor: QuantizedTensor) -> torch.dtype:
+    """The 16-bit dtype that the model most likely uses."""
+    scales = tensor.parts().get("scales")
+    return torch.float16 if scales is not None and scales.dtype == torch.float16 else torch.bfloat16
+
+
+def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Scheme:
+    """The scheme of `target` that is closest to that of `tensor`."""
+    source = tensor.scheme
+    ranked = [pair for kind in SCHEMES for pair in kind.nearest_to(source)]
+    for _, scheme in sorted(ranked, key=itemgetter(0)):
+        try:
+            _check(module, scheme, tensor, target)
+            return scheme
+        except BadInput:
+            continue
+    raise BadInput(
+        f"{module}: format {target.name} has no grid for {source.label} weights of "
+        f"{tensor.out_features} × {tensor.in_features}"
+    )

@@ -165,7 +165,7 @@ class _Work:
             self.norm_biases |= divided_bias(fold, problem, scales.rows)
 
     def _accepted(self, pair: _Pair, scales: _Scales) -> _Scaled | None:
-        """What a candidate makes of the linears that it changes; None where RTN or the present is better."""
+        """Scale the linears that a candidate changes; None where RTN or the present scales are better."""
         fold = pair.fold
         changed = {name: (scales.columns, self.linears[name].rows) for name in pair.targets}
         if scales.norm is None:

@@ -4,7 +4,8 @@ Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice. For e
 (bits and group size) the relative output error on the calibration data is measured; bytes are then spent
 greedily where they reduce most error per byte. No gradients are needed: the Gram matrices give the errors.
 They are measured behind the layers before, rounded to one scheme of the same size, and the choice must have a
-smaller KL divergence than that scheme.
+smaller KL divergence than that scheme: float model and candidates walk through the layers together, so that
+each layer is loaded once, and logits are computed for a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -15,17 +16,134 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..calibration.calibration import Images
+from ..kinds.base.kind import kind_of
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
+from ..methods.base import LayerProblem
+from ..methods.rounding import round_weight
 from ..plan.plan import QuantizePlan, check_plan
+from ..request.selection import HEAD
+from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
-from .divergence import divergences, round_layer, rounded
 from .preflight import module_sizes, unquantized_bytes
+
+_LOGITS = 2**24  # values of a matrix of logits
+_HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
+
+
+def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
+    trellis codes, whose search takes too long to try widths."""
+    if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
+        return noisy
+    problem = LayerProblem(
+        prefix=module,
+        family=HEAD_FAMILY,
+        schemes={HEAD: scheme},
+        scale_dtypes={HEAD: plan.scale_dtype(module)},
+        weights={HEAD: weight},
+        statistics={},
+        norms={},
+        with_bias=frozenset(),
+    )
+    return round_weight(problem, HEAD, weight).dequantize()
+
+
+def round_layer(
+    plan: QuantizePlan,
+    schemes: Mapping[str, Scheme],
+    prefix: str,
+    weights: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The weights of a layer that the plan quantizes, rounded; `weights` by name relative to it."""
+    return {
+        name: rounded(plan, schemes[f"{prefix}.{name}"], f"{prefix}.{name}", weight)
+        for name, weight in weights.items()
+        if f"{prefix}.{name}" in schemes
+    }
+
+
+def divergences(
+    plan: QuantizePlan,
+    stream: LayerStream,
+    token_ids: torch.Tensor,
+    candidates: Sequence[Mapping[str, Scheme]],
+    progress: Progress,
+    images: Images = (),
+) -> list[float]:
+    """Mean KL divergence in nats of each candidate, rounded to nearest, from the float model.
+
+    Args:
+        token_ids: samples `[samples, length]`.
+        candidates: schemes of all quantized linears, by full name.
+        images: of each sample; empty for text alone.
+    """
+    progress.start("checking by KL", stream.num_layers, "layers")
+    stream.prepare(token_ids, images)
+    plain = stream.embed(token_ids, images)
+    states = [stream.embed(token_ids, images) for _ in candidates]
+    for index in range(stream.num_layers):
+        stream.load(index, stream.tensors(index))
+        plain = stream.run(index, plain, in_place=True)
+        before = stream.weights(index, stream.family(index).linears)
+        for number, schemes in enumerate(candidates):
+            stream.substitute(index, round_layer(plan, schemes, stream.prefix(index), before))
+            states[number] = stream.run(index, states[number], in_place=True)
+        stream.unload(index)
+        stream.checkpoint.release()
+        progress.advance()
+    progress.finish()
+    weight, bias = stream.head()
+    heads = [weight]
+    heads += [
+        rounded(plan, schemes[HEAD], HEAD, weight.float()) if HEAD in schemes else weight
+        for schemes in candidates
+    ]
+    return _mean_divergences(stream, [plain, *states], heads, bias)
+
+
+def _mean_divergences(
+    stream: LayerStream,
+    states: Sequence[States],
+    heads: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> list[float]:
+    """Mean KL divergence of every state from the first, over all tokens."""
+    sums = torch.zeros(len(states) - 1, dtype=torch.float64)
+    num_tokens, step = 0, max(1, _LOGITS // len(heads[0]))
+    for batch in zip(*(stream.head_inputs(part) for part in states), strict=True):
+        hidden = [part.flatten(0, -2).float() for part in batch]
+        num_tokens += len(hidden[0])
+        for begin in range(0, len(hidden[0]), step):
+            rows = slice(begin, begin + step)
+            logs = [
+                functional.log_softmax(_logits(stream, part[rows], head, bias), dim=-1)
+                for part, head in zip(hidden, heads, strict=True)
+            ]
+            for number, other in enumerate(logs[1:]):
+                sums[number] += float((logs[0].exp() * (logs[0] - other)).sum())
+    return (sums / max(1, num_tokens)).tolist()
+
+
+def _logits(
+    stream: LayerStream, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits with the scale and the soft cap of the config (Granite, Cohere, Gemma)."""
+    config = stream.checkpoint.text_config
+    logits = torch.cat([hidden @ part.float().T for part in head.split(_HEAD_ROWS)], dim=-1)
+    logits = logits if bias is None else logits + bias.float()
+    logits = (
+        logits * float(config.get("logit_scale") or 1) / float(config.get("logits_scaling") or 1)
+    )
+    cap = config.get("final_logit_softcapping")
+    return logits if not cap else cap * torch.tanh(logits / cap)
+
 
 # Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
 GROUP_SIZES = (128, 64, 32)
@@ -202,7 +320,7 @@ class Search:
         return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
 
     def bits_per_weight(self, schemes: Mapping[str, Scheme]) -> float:
-        """Of schemes that are each one of the candidates'."""
+        """Mean bits of a choice, where each scheme is one of the candidates'."""
         weights = sum(rows * columns for rows, columns in self.plan.modules.values())
         spent = 0
         for module, scheme in schemes.items():

@@ -1,17 +1,30 @@
 """Loader compatibility: which engines load a checkpoint, and which rule it violates.
 
-The rules are in `transformers_rules` and `vllm_rules`; `docs/formats.md` has the runs that were made.
+Rules of a single matrix are the kinds' (`LoaderRules`, in the `formats.py` of each); here are those of a
+checkpoint. `docs/formats.md` has the runs that were made.
+
+transformers: mapping and initialisation are asked of the installed version. The rules of its converters are
+those of `integrations/compressed_tensors.py` and `quantizers/base.py` of 5.23: it dequantizes weights that it
+merges (the experts of a layer) while loading, all by one scheme and without zero points, and a merged weight
+that has no codes beside packed ones is lost. Converters of the other formats merge no codes.
+
+vLLM: from the source of 0.32; `make owners` compares the rules with it. Marlin takes symmetric 4 and 8 bits,
+or 4 bits with zero codes, groups of 32, 64, 128 or whole rows, and pads what does not fill its tiles; the
+rest of compressed-tensors' 2 to 8 bits goes to Triton (4 bits) or to the optional package humming. Experts go
+to Marlin's or Triton's. `gptq` is read with symmetric 4 and 8 bits and without dynamic act-order. FP4 kernels
+need a GPU: Marlin computes in 16 bits, W4A4 on Blackwell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ..base.scheme import Scheme
 from ..families.registry import model_family
+from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
+from ..model.parameters import Loaded, by_kind
 from .contents import CheckpointContents
-from .transformers_rules import transformers_loads
-from .vllm_rules import vllm_loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +70,165 @@ def _llmopt(stored: CheckpointContents) -> tuple[bool, str]:
     if any(family is not None and family.choices is not None for family in families):
         return True, ""
     return False, f"its engine does not run {stored.family}; verify and convert do read it"
+
+
+_NOT_TRIED_IN_TRANSFORMERS = "not tried"
+_NEEDS = {
+    "awq": f"needs gptqmodel and accelerate; {_NOT_TRIED_IN_TRANSFORMERS}",
+    "gptq": f"needs optimum and gptqmodel; {_NOT_TRIED_IN_TRANSFORMERS}",
+    "bitsandbytes": "needs bitsandbytes and accelerate",
+    "fp8": "needs accelerate; without a GPU of compute capability 8.9 it computes in 16 bits",
+    "gguf": "needs gguf, and gguf_file= with the name of the file",
+    "compressed-tensors": "needs compressed-tensors",
+}
+# Readers that put a module of codes in the place of a linear, so that it has no `weight`.
+_WITHOUT_WEIGHT = ("awq", "gptq", "compressed-tensors")
+_DEQUANTIZE = "CompressedTensorsConfig(dequantize=True)"
+
+
+def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str]:
+    """Whether transformers loads such a checkpoint in format `name`, and what it needs or why not."""
+    if name not in _NEEDS:
+        return False, f"it has no reader for the format {name}"
+    parameters = stored.parameters
+    if isinstance(parameters, str):
+        return False, parameters
+    if name == "gguf":
+        return True, _NEEDS[name]
+    if apart := parameters.experts_apart(stored.names):
+        return False, f"it does not merge the experts of {by_kind(apart)[0]}, which are apart"
+    if replaced := parameters.replaced(name):
+        return False, f"for {name} it has other names in {replaced}"
+    if missing := parameters.missing(stored.names):
+        return False, f"{by_kind(missing)[0]} of its model is in no file"
+    loaded = parameters.loaded_from(stored.names)
+    if reason := _merged(stored, name, loaded):
+        return False, reason
+    with_codes = [
+        target.removesuffix(".weight")
+        for module in stored.shapes
+        if not (each := loaded[f"{module}.weight"]).converted
+        for target in each.parameters
+    ]
+    unloadable = parameters.needs_weights(with_codes) if name in _WITHOUT_WEIGHT else None
+    if name != "compressed-tensors":
+        return (False, unloadable) if unloadable else (True, _NEEDS[name])
+    dense = {
+        stored.schemes[module]
+        for module in stored.shapes
+        if not loaded[f"{module}.weight"].converted
+    }
+    return _compressed_tensors(dense, set(stored.schemes.values()), unloadable)
+
+
+def _merged(stored: CheckpointContents, name: str, loaded: Mapping[str, Loaded]) -> str | None:
+    """Why the weights that transformers merges would be lost or wrong; None: they are right."""
+    merged = {
+        tensor: stored.schemes.get(tensor.removesuffix(".weight"))
+        for tensor, each in loaded.items()
+        if each.converted and each.as_weight
+    }
+    quantized = {tensor: scheme for tensor, scheme in merged.items() if scheme is not None}
+    if name == "fp8" or not merged:
+        return None
+    if name != "compressed-tensors":
+        if not quantized:
+            return None
+        return f"it merges the weights of {by_kind(quantized)[0]}, not their codes"
+    if len(set(quantized.values())) > 1:
+        return f"it merges {by_kind(quantized)[0]}, which differ in scheme"
+    scheme = next(iter((quantized or stored.schemes).values()))
+    if quantized and not storage_of(scheme).rules.merged_right(scheme):
+        return f"it merges {by_kind(quantized)[0]}, and reads {scheme.label} codes of such wrongly"
+    if len(quantized) < len(merged) and not storage_of(scheme).rules.merges_without_codes:
+        plain = [tensor for tensor in merged if tensor not in quantized]
+        return f"it loses {by_kind(plain)[0]}, which it merges and which have no codes"
+    return None
+
+
+def _compressed_tensors(
+    dense: set[Scheme], schemes: set[Scheme], unloadable: str | None
+) -> tuple[bool, str]:
+    """The requirements of compressed-tensors: dequantized while it loads, or as they are.
+
+    Args:
+        dense: schemes of the weights that are not merged.
+        schemes: of all.
+        unloadable: why a model of its modules of codes cannot be initialised.
+    """
+    need = _NEEDS["compressed-tensors"]
+    asymmetric = any(s.asymmetric and s.activations is None for s in schemes)
+    if asymmetric or unloadable:
+        if len(dense) > 1:
+            reason = unloadable or "asymmetric codes are only dequantized while it loads"
+            return False, f"{reason}, which it does by one scheme, not {len(dense)}"
+        need += f" and {_DEQUANTIZE}"
+    # Those that begin with a semicolon sort behind the others, which go on with the sentence.
+    needs = {storage_of(scheme).rules.transformers_needs(scheme) for scheme in schemes}
+    return True, need + "".join(sorted(needs))
+
+
+VERSION = "0.32"
+_NOT_TRIED_IN_VLLM, _ON_A_CPU = "not tried", "tried on a CPU"
+_TRIED_TYPE = "llama"  # of the models that `tools/owners.py` loads
+_TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those that `tools/vision_owners.py` does
+
+
+def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:
+    """Whether vLLM's kernels take such a checkpoint on each of `ranks`, and which or why not."""
+    if name == "gguf":
+        return False, "GGUF went out of vLLM into a plugin"
+    if name == "exl3":
+        return False, "vLLM has no kernels for trellis codes"
+    if name == "quip":
+        return False, "vLLM has no kernels for lattice codes"
+    if name in ("squeezellm", "bitsandbytes"):
+        return False, f"vLLM no longer reads {name}"
+    for group in stored.matrices():
+        if len({stored.schemes.get(module) for module in group}) > 1:
+            return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"
+    if name == "modelopt" and (reason := _excluded_too(stored)):
+        return False, reason
+    kernels = set()
+    for matrix in _matrices(stored, ranks):
+        scheme = stored.schemes[matrix.module]
+        loads, text = storage_of(scheme).rules.vllm_kernel(scheme, matrix, name)
+        if not loads:
+            shape = f"{matrix.out_features} × {matrix.in_features} on a rank"
+            return False, f"{matrix.module} ({shape}): {text}"
+        kernels.add(text)
+    tried = ranks == 1 and all(
+        _tried(stored.family, name, scheme) for scheme in set(stored.schemes.values())
+    )
+    return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED_IN_VLLM}"
+
+
+def _tried(family: str, name: str, scheme: Scheme) -> bool:
+    """Whether vLLM for CPU loaded such a checkpoint."""
+    rules = storage_of(scheme).rules
+    if family in _TRIED_WITH_IMAGES:
+        if name != "compressed-tensors" or not rules.vllm_tried_with_images(scheme):
+            return False
+    elif family != _TRIED_TYPE:
+        return False
+    return rules.vllm_tried(scheme, name)
+
+
+def _excluded_too(stored: CheckpointContents) -> str | None:
+    """Why a quantized linear is taken as excluded: ModelOpt's list is matched as parts of names."""
+    names = "\n".join(stored.shapes)
+    part = next((plain for plain in stored.plain if plain in names), None)
+    if part is None:
+        return None
+    linear = next(name for name in stored.shapes if part in name)
+    return f"it takes {linear} as excluded, because {part} is"
+
+
+def _matrices(stored: CheckpointContents, ranks: int) -> Iterator[RankMatrix]:
+    """Every matrix of a checkpoint; experts are one matrix each."""
+    for group in stored.matrices():
+        together = [[name] for name in group] if EXPERTS in group[0] else [group]
+        for names in together:
+            parts = [stored.shapes[name][0] for name in names]
+            in_features = stored.shapes[names[0]][1]
+            yield RankMatrix.of(names[0], parts, in_features, ranks)

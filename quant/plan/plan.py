@@ -213,7 +213,7 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is quantized: the checkpoint, its layers, their linears, and the layers of the vision side where
+    """The checkpoint that is quantized, its layers, their linears, and the layers of the vision side where
     they are quantized too."""
 
     checkpoint: Checkpoint

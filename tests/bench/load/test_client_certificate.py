@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.bench.load.certify import ClientError, client_error, judge, measure_client
+from llmopt.bench.load.certify import ClientError, client_error, judge, known_server, measure_client
 from llmopt.bench.load.exchange import Answer, Exchange
 from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
-from llmopt.bench.load.known_server import known_server
 from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare

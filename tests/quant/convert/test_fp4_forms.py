@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.convert.requantize import requantize
+from llmopt.quant.convert.convert import requantize
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.fp4.kind import MXFP4, NVFP4, Fp4Tensor, fp4_forms
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

@@ -19,9 +19,8 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, sensitivity
-from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.pipeline.sensitivity import Choice, spend
+from llmopt.quant.pipeline.sensitivity import Choice, divergences, spend
 from llmopt.quant.request.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import LARGEST
 from llmopt.quant.stream.layer_stream import LayerStream
