@@ -19,7 +19,7 @@ LOWEST := build/lowest
 LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/record/test_trackers.py \
 	$(addprefix tests/bench/workloads/test_,conversations.py image_workloads.py workload_freeze.py workload_kinds.py workloads.py) \
 	$(addprefix tests/engine/server/,test_protection.py test_chat_api.py test_messages_api.py test_page.py test_server_metrics.py \
-	test_serve_command.py test_structured_api.py observability pooling) tests/engine/deploy/test_deploy.py \
+	test_serve_command.py test_structured_api.py test_embeddings_api.py test_scores_api.py access) tests/engine/deploy/test_deploy.py \
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 

@@ -85,6 +85,18 @@ def test_paths_exist(page: Path) -> None:
     assert not sorted(path for path in paths if not any(ROOT.glob(path)))
 
 
+def test_tests_that_make_and_tools_choose_exist() -> None:
+    """A list of tests goes stale where a test moves: pytest then fails in a target that runs seldom."""
+    rule = "--eval=lists: ; @echo $(LOWEST_TESTS) $(ARM_TESTS)"
+    listed = subprocess.run(
+        ["make", "--silent", rule, "lists"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    levels = text_of(ROOT / "tools" / "instruction_levels.py")
+    chosen = {*listed.stdout.split(), *re.findall(r'"(tests/[^"]+)"', levels)}
+    assert len(chosen) > 40
+    assert not sorted(path for path in chosen if not (ROOT / path).exists())
+
+
 @every_page
 def test_options_exist(page: Path) -> None:
     if page.name == "CHANGELOG.md":
