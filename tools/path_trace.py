@@ -1,6 +1,6 @@
 """The files of the product that a plain prompt enters: from `LLM()`, once it is warm, and in a decode step.
 
-    python tools/path_trace.py [--functions]
+    python -m tools.path_trace [--functions | --json]
 
 A file is entered where one of its functions is called; what only runs on import does not count.
 tests/engine/test_path.py holds the optional parts of the engine off these paths.
@@ -9,6 +9,7 @@ tests/engine/test_path.py holds the optional parts of the engine off these paths
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,11 @@ def traced_paths(model: str = "stories3M") -> dict[str, Entered]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--functions", action="store_true", help="name the functions too")
+    parser.add_argument("--json", action="store_true", help="the files by path, and nothing else")
     given = parser.parse_args()
+    if given.json:
+        print(json.dumps({name: sorted(entered) for name, entered in traced_paths().items()}))
+        return 0
     for name, entered in traced_paths().items():
         count = sum(map(len, entered.values()))
         print(f"{name}: {len(entered)} files, {count} functions")
