@@ -37,8 +37,7 @@ from ..stream.layer_stream import LayerStream
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
-from .session import Session
-from .stages import source_of, stage_of, stages_of
+from .stages import Session, source_of, stage_of, stages_of
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 

@@ -21,7 +21,7 @@ from ..plan.parts import TEXT, parts_of
 from ..plan.plan import QuantizePlan
 from ..request.selection import TORCH_DTYPES
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
-from .session import Session
+from .stages import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from ..request.request import QuantizeRequest, searches
 from ..stream.layer_stream import LayerStream
 from .calibrate import calibration_of
 from .sensitivity import mixed_plan, search_of
-from .session import Session
-from .stages import of_images
+from .stages import Session, of_images
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:

@@ -1,6 +1,7 @@
-"""Stages of a run: the vision tower and projector first, where they are quantized, then the language model.
+"""A run's prepared session, and its stages: vision tower and projector first, then the language model.
 
-The language model is calibrated on the image features of the quantized tower, read from what was written.
+Where the tower is quantized, the language model is calibrated on the image features of the quantized one,
+read from what was written.
 """
 
 from __future__ import annotations
@@ -11,13 +12,36 @@ from pathlib import Path
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..calibration.calibration import Calibration, with_images
-from ..layers.cached_calibration import CachedCalibration
+from ..layers.cached_calibration import CachedCalibration, StatisticsFolder
 from ..layers.online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
 from ..layers.quantized_layer import WrittenWeights
 from ..manifest.journal import Journal
+from ..plan.plan import QuantizePlan
+from ..request.request import QuantizeRequest
 from ..stream.layer_stream import LayerStream
 from .publish import layer_folder, quantization_config
-from .session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A prepared quantization request.
+
+    Attributes:
+        signature: digest of everything that the result's bytes depend on.
+        statistics: folder of cached statistics of the float model; None: online calibration.
+        vision: the layers of the vision tower and projector, where they are quantized too.
+        notes: choices made for the user, one line each.
+    """
+
+    request: QuantizeRequest
+    plan: QuantizePlan
+    calibration: Calibration
+    stream: LayerStream
+    source_hashes: dict[str, str]
+    signature: str
+    statistics: StatisticsFolder | None
+    notes: tuple[str, ...]
+    vision: LayerStream | None = None
 
 
 @dataclass(frozen=True, slots=True)
