@@ -115,7 +115,7 @@ def test_a_scheme_answers_for_itself() -> None:
 
 
 def test_few_modules_read_a_model_type() -> None:
-    """What depends on it is said by the family's file (`quant/families`)."""
+    """A family's file in `quant/families` says the rest."""
     readers = structure.naming(MODULES.values(), "model_type")
     assert len(readers) <= 12, readers
 
