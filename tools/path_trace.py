@@ -23,6 +23,8 @@ from llmopt.engine import SamplingParams
 from llmopt.engine.llm import LLM
 
 PRODUCT = Path(llmopt.engine.__file__).parent.parent
+FLOORS = tuple(f"{PRODUCT / floor}/" for floor in ("cli", "bench", "engine", "quant"))
+"""Where the product's code lies: a checkout has a virtual environment and its tests beside them."""
 PROMPT = "Once upon a time"
 START, PREFILL, DECODE = (
     "LLM() to the first token",
@@ -39,12 +41,12 @@ Entered = Mapping[str, frozenset[str]]
 def tracing() -> Iterator[dict[str, set[str]]]:
     """Record the product's functions that any thread calls within the block."""
     entered: dict[str, set[str]] = {}
-    root = f"{PRODUCT}/"
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root) and code.co_name != "<module>":
-            entered.setdefault(code.co_filename[len(root) :], set()).add(code.co_qualname)
+        if event == "call" and code.co_filename.startswith(FLOORS) and code.co_name != "<module>":
+            file = str(Path(code.co_filename).relative_to(PRODUCT))
+            entered.setdefault(file, set()).add(code.co_qualname)
 
     threading.setprofile(profile)
     sys.setprofile(profile)
