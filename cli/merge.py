@@ -38,8 +38,8 @@ def merge(
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from dataclasses import asdict
 
-    from ..quant.adapters.adapter import LoraSettings
     from ..quant.base.atomic_io import check_output
+    from ..quant.convert.adapter import LoraSettings
     from ..quant.models import resolve_model, short_name
 
     path = resolve_model(str(base), local=True)
@@ -49,8 +49,8 @@ def merge(
     folder = output or Path(f"{short_name(base)}-merged")
     check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
-    from ..quant.adapters.merge import WeightedAdapter
-    from ..quant.adapters.merge import merge as run
+    from ..quant.convert.merge import WeightedAdapter
+    from ..quant.convert.merge import merge as run
     from ..quant.open import open_checkpoint
     from .output.console import TerminalProgress, emit_json, result_console
 

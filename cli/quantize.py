@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..quant.base.option import keywords_of_words, option
-from ..quant.request.request import QuantizeRequest
+from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, with_options, writable_folder
 from .options.shared import ModelOptions, json_option
 
@@ -117,8 +117,8 @@ def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
 def _run(request: QuantizeRequest, as_json: bool) -> None:
     import time
 
-    from ..quant.manifest.journal import work_folder
     from ..quant.pipeline.pipeline import quantize as run
+    from ..quant.plan.journal import work_folder
     from .output.console import TerminalProgress, emit_json, people, result_console
     from .output.quantize_tables import show_result
 

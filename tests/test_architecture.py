@@ -24,6 +24,7 @@ TORCH_FREE = (
     "engine.probe.facts",
     "cli",
 )
+MOST_FOLDERS = 65
 MODULES = structure.read_modules()
 
 
@@ -104,6 +105,10 @@ def test_every_folder_with_code_is_a_package() -> None:
     """setup.py discovers packages: tests/packaging/test_wheel.py holds the wheel against the tree."""
     packages = {path.parent for path in source_files() if path.name == "__init__.py"}
     assert {path.parent for path in source_files()} == packages
+
+
+def test_folders_stay_few() -> None:
+    assert len(structure.modules_in(MODULES)) <= MOST_FOLDERS
 
 
 def test_a_scheme_answers_for_itself() -> None:

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmopt.quant.native import build
-from llmopt.quant.native.processor import PATHS, InstructionPath, processor_flags
+from llmopt.quant.base import build
+from llmopt.quant.base.processor import PATHS, InstructionPath, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = build.HEADERS.parents[1]
@@ -114,7 +114,7 @@ def main() -> int:
             failed |= ADDRESS.test(*TESTS, "-k", f"[{name}")
         print(f"{names[0]}: thread", flush=True)
         print(f"{THREAD.compile_all(here[names[0]])} of {len(SOURCES)} C files", flush=True)
-        failed |= THREAD.test("tests/quant/native/test_thread_pool.py")
+        failed |= THREAD.test("tests/quant/base/test_thread_pool.py")
         failed |= THREAD.test(*TESTS, "-k", f"[{names[0]} and ({RACES})")
     return failed
 

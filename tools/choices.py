@@ -29,8 +29,8 @@ from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
-from llmopt.quant.rotation.rotate import rotated
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.smoothing.rotate import rotated
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.quality.dequantized import dequantize_checkpoint, write_plain

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.image_samples import PICTURES, Pair, PairEncoder, read_pairs
 from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.load_processor import load_processor, load_tokenizer
+from llmopt.quant.stream.image_samples import PICTURES, Pair, PairEncoder, read_pairs
 
 
 @dataclass(frozen=True, slots=True)

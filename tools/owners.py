@@ -27,7 +27,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "owners"
 TORCH = "torch==2.13.0"

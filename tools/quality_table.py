@@ -39,7 +39,7 @@ from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.quality.cells import ITERS

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.calibration.calibration import load_calibration
-from llmopt.quant.calibration.sources import STORIES
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.stream.calibration import load_calibration
+from llmopt.quant.stream.sources import STORIES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.quality.dequantized import quantized_folder

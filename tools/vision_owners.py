@@ -25,7 +25,7 @@ from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.load_processor import load_processor, load_tokenizer
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from PIL import Image
 from safetensors.torch import save_file
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...quant.manifest.manifest import MANIFEST_NAME
 from ...quant.model.checkpoint import read_json
+from ...quant.plan.manifest import MANIFEST_NAME
 from ..page.page import MarkedText
 
 # KL divergence in nats from which a token gets each shade.

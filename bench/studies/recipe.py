@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
-from ...quant.calibration.sources import check_source
 from ...quant.methods.options import check_group_size
 from ...quant.methods.registry import AUTO, METHODS, check_method, formats_asked
 from ...quant.model.checkpoint import read_json
-from ...quant.request.request import QuantizeRequest
+from ...quant.plan.request import QuantizeRequest
+from ...quant.stream.sources import check_source
 from ...recipes import DEFAULT_MODEL, ROOT
 from ..gate.compare import Comparison, parse_share
 from ..gate.limits import GateOutcome

@@ -17,12 +17,12 @@ from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import verify
-from ...quant.manifest.manifest import MANIFEST_NAME
 from ...quant.methods.options import MethodOptions
 from ...quant.model.checkpoint import read_json
 from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
-from ...quant.request.request import QuantizeRequest
+from ...quant.plan.manifest import MANIFEST_NAME
+from ...quant.plan.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
 from ..options.options import BenchOptions

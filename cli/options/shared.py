@@ -126,7 +126,7 @@ class TrackingOptions:
 
 def check_models(keywords: Mapping[str, Any]) -> None:
     """Raises BadInput for adapters and a draft model that are not there, before torch is imported."""
-    from ...quant.adapters.adapter import LoraSettings
+    from ...quant.convert.adapter import LoraSettings
     from ...quant.models import resolve_model
 
     for folder in keywords.get("loras", {}).values():

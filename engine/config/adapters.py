@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from ...quant.adapters.adapter import LoraSettings
 from ...quant.base.errors import BadInput
+from ...quant.convert.adapter import LoraSettings
 
 
 def servable_settings(folder: Path) -> LoraSettings:

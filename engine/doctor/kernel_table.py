@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...quant.base.build import parallel_start
 from ...quant.base.errors import BadInput
 from ...quant.base.scheme import Activations, Scheme
 from ...quant.kinds.codebook.scheme import CodebookScheme
@@ -18,7 +19,6 @@ from ...quant.kinds.integer.scheme import IntScheme
 from ...quant.kinds.lookup.scheme import LookupScheme
 from ...quant.kinds.trellis.scheme import TrellisScheme
 from ...quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ...quant.native.build import parallel_start
 from ..base.host import thread_limit
 from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.cpu_measurements import choose_threads

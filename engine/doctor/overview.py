@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from ...quant.native.build import (
+from ...quant.base.build import (
     BuildFailed,
     cache_folder,
     compiled,
@@ -24,7 +24,7 @@ from ...quant.native.build import (
     compiler_version,
     open_library,
 )
-from ...quant.native.processor import PATHS, VARIABLE, choose_path, processor_flags
+from ...quant.base.processor import PATHS, VARIABLE, choose_path, processor_flags
 from ..base.host import (
     LIBRARY,
     Nvml,

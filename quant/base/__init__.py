@@ -1,1 +1,1 @@
-"""Shared by all of `quant`: schemes, errors, progress, atomic file I/O."""
+"""Shared by all of `quant`: schemes, errors, progress, atomic files, build of C kernels."""

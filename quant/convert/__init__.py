@@ -1,1 +1,1 @@
-"""Existing checkpoints: read, requantize, convert, verify."""
+"""Existing checkpoints: read, requantize, convert, merge adapters, verify."""

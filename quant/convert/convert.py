@@ -28,8 +28,16 @@ from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat, config_o
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import SCHEMES, scheme_record
-from ..manifest.journal import sha256_of, sha256_of_file
-from ..manifest.manifest import (
+from ..methods.registry import check_format
+from ..model.auto import auto_class, read_config
+from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
+from ..model.meta_model import WeightMap
+from ..model.parameters import model_parameters, unquantized_modules
+from ..models import short_name
+from ..plan.contents import CheckpointContents
+from ..plan.journal import sha256_of, sha256_of_file
+from ..plan.loaders import loaders, loads_in
+from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
     Conversion,
@@ -38,15 +46,7 @@ from ..manifest.manifest import (
     tensor_bytes,
     to_json,
 )
-from ..methods.registry import check_format
-from ..model.auto import auto_class, read_config
-from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
-from ..model.meta_model import WeightMap
-from ..model.parameters import model_parameters, unquantized_modules
-from ..models import short_name
-from ..plan.contents import CheckpointContents
-from ..plan.loaders import loaders, loads_in
-from ..request.selection import Shapes
+from ..plan.selection import Shapes
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 
 SHARD_BYTES = 2**30

@@ -18,13 +18,13 @@ from ..base.progress import Progress, Silent
 from ..formats.registry import READERS
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..kinds.ggml.formats import read_gguf_headers
-from ..manifest.journal import sha256_of_file
-from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..model.parameters import ModelParameters, by_kind, model_parameters, plain_linears
 from ..models import check_local
 from ..open import open_checkpoint
-from ..request.selection import HEAD
+from ..plan.journal import sha256_of_file
+from ..plan.manifest import MANIFEST_NAME
+from ..plan.selection import HEAD
 from ..stream.kv_scales import kv_heads
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
 

@@ -1,1 +1,1 @@
-"""The layer-by-layer pipeline: estimate, preflight, session, run, publish."""
+"""The layer-by-layer pipeline: estimate, preflight, calibrate, quantize, publish."""

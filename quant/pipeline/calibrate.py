@@ -8,9 +8,13 @@ from typing import Any, TypedDict
 
 from ...recipes import DATA
 from ..base.errors import BadInput
-from ..calibration.calibration import Calibration, load_calibration
-from ..calibration.image_samples import PICTURES, Pair, image_calibration, read_pairs
-from ..calibration.sources import (
+from ..load_processor import has_processor, load_processor, load_tokenizer
+from ..plan.plan import QuantizePlan
+from ..plan.request import QuantizeRequest
+from ..plan.selection import Shapes
+from ..stream.calibration import Calibration, load_calibration
+from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
+from ..stream.sources import (
     BUNDLED_SAMPLES,
     MIXED,
     Document,
@@ -18,10 +22,6 @@ from ..calibration.sources import (
     is_bundled,
     read_documents,
 )
-from ..load_processor import has_processor, load_processor, load_tokenizer
-from ..plan.plan import QuantizePlan
-from ..request.request import QuantizeRequest
-from ..request.selection import Shapes
 
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
 

@@ -9,12 +9,12 @@ from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
-from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
 from ..plan.plan import QuantizePlan
-from ..request.selection import HEAD, Shapes, matrix_shape
+from ..plan.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
+from .quantized_layer import HEAD_FAMILY
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.

@@ -20,23 +20,23 @@ from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import PeakMemory, give_back
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
-from ..calibration.calibration import Calibration
 from ..gguf.architecture import architecture_of, expert_of, to_gguf
 from ..gguf.imatrix import ImportanceMatrix, write_imatrix
-from ..layers.online_calibration import CalibrationSource
-from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
-from ..manifest.journal import Journal, remove_work, work_folder
-from ..manifest.manifest import MANIFEST_NAME
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json
+from ..plan.journal import Journal, remove_work, work_folder
+from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
-from ..request.request import QuantizeRequest
-from ..request.selection import HEAD
+from ..plan.request import QuantizeRequest
+from ..plan.selection import HEAD
+from ..stream.calibration import Calibration
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
+from .online_calibration import CalibrationSource
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
+from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from .stages import Session, source_of, stage_of, stages_of
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]

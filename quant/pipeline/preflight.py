@@ -12,14 +12,14 @@ import torch
 
 from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
-from ..calibration.calibration import Calibration
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..plan.contents import stored
 from ..plan.loaders import Loader, loaders, loads_in
 from ..plan.parts import TEXT, parts_of
 from ..plan.plan import QuantizePlan
-from ..request.selection import TORCH_DTYPES
+from ..plan.selection import TORCH_DTYPES
+from ..stream.calibration import Calibration
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
 from .stages import Session
 

@@ -11,15 +11,15 @@ from typing import Any
 from ..base.errors import BadInput
 from ..base.names import INT8_CACHE
 from ..base.progress import Progress, Silent
-from ..calibration.calibration import Calibration, no_calibration
 from ..kinds.registry import scheme_record
-from ..layers.cached_calibration import StatisticsFolder
-from ..manifest.journal import sha256_of, sha256_of_file
 from ..methods.registry import AUTO, AUTO_METHOD
 from ..model.checkpoint import Checkpoint
+from ..plan.journal import sha256_of, sha256_of_file
 from ..plan.plan import QuantizePlan, make_plan
-from ..request.request import QuantizeRequest, searches
+from ..plan.request import QuantizeRequest, searches
+from ..stream.calibration import Calibration, no_calibration
 from ..stream.layer_stream import LayerStream
+from .cached_calibration import StatisticsFolder
 from .calibrate import calibration_of
 from .sensitivity import mixed_plan, search_of
 from .stages import Session, of_images

@@ -10,12 +10,12 @@ import torch
 
 from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ..base.errors import BadInput
-from ..calibration.calibration import Calibration
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..kinds.base.format import WeightFormat, config_of
-from ..manifest.journal import Journal, sha256_of_file
-from ..manifest.manifest import (
+from ..model.checkpoint import INDEX_NAME, Checkpoint
+from ..plan.journal import Journal, sha256_of_file
+from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
     build_manifest,
@@ -24,11 +24,11 @@ from ..manifest.manifest import (
     summarise,
     to_json,
 )
-from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..plan.parts import part_reports, with_parts
 from ..plan.plan import QuantizePlan
-from ..request.request import QuantizeRequest
-from ..request.selection import HEAD
+from ..plan.request import QuantizeRequest
+from ..plan.selection import HEAD
+from ..stream.calibration import Calibration
 
 OTHER_SHARD = "model-other.safetensors"
 

@@ -21,17 +21,17 @@ from torch.nn import functional
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import PER_CHANNEL, Scheme
-from ..calibration.calibration import Images
 from ..kinds.base.kind import kind_of
-from ..layers.cached_calibration import StatisticsFolder
-from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.plan import QuantizePlan, check_plan
-from ..request.selection import HEAD
+from ..plan.selection import HEAD
+from ..stream.calibration import Images
 from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
+from .cached_calibration import StatisticsFolder
 from .preflight import module_sizes, unquantized_bytes
+from .quantized_layer import HEAD_FAMILY, LayerStatistics
 
 _LOGITS = 2**24  # values of a matrix of logits
 _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time

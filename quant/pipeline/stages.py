@@ -11,15 +11,15 @@ from pathlib import Path
 
 from ..base.errors import BadInput
 from ..base.progress import Progress
-from ..calibration.calibration import Calibration, with_images
-from ..layers.cached_calibration import CachedCalibration, StatisticsFolder
-from ..layers.online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
-from ..layers.quantized_layer import WrittenWeights
-from ..manifest.journal import Journal
+from ..plan.journal import Journal
 from ..plan.plan import QuantizePlan
-from ..request.request import QuantizeRequest
+from ..plan.request import QuantizeRequest
+from ..stream.calibration import Calibration, with_images
 from ..stream.layer_stream import LayerStream
+from .cached_calibration import CachedCalibration, StatisticsFolder
+from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
 from .publish import layer_folder, quantization_config
+from .quantized_layer import WrittenWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Planning: validation of a request before any work, and loader compatibility of the result."""
+"""Planning before any work: request, selection, loaders of the result; journal and manifest."""

@@ -10,8 +10,8 @@ from ..base.scheme import Scheme
 from ..families.layer_map import fused_name
 from ..families.registry import type_of
 from ..model.parameters import ModelParameters
-from ..request.selection import Shapes
 from .plan import QuantizePlan
+from .selection import Shapes
 
 
 @dataclass(frozen=True, slots=True)

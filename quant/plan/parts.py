@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..request.selection import BYTES_OF
 from .plan import QuantizePlan
+from .selection import BYTES_OF
 from .vision import PROJECTOR, TEXT, VISION, part_of
 
 

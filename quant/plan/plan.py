@@ -12,7 +12,6 @@ from ..base.device import devices_of
 from ..base.errors import BadInput
 from ..base.names import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
-from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
@@ -27,8 +26,14 @@ from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
 from ..open import open_plain
-from ..request.request import QuantizeRequest, parse_override, with_defaults
-from ..request.selection import (
+from ..smoothing.rotate import rotated
+from ..smoothing.rotation_map import R2
+from ..smoothing.smoothing_map import with_smoothing
+from ..stream.kv_scales import kv_heads
+from ..stream.layer_stream import compute_dtype
+from ..stream.sources import BUNDLED_SEQ_LEN, is_bundled
+from .request import QuantizeRequest, parse_override, with_defaults
+from .selection import (
     BYTES_OF,
     HEAD,
     TORCH_DTYPES,
@@ -39,11 +44,6 @@ from ..request.selection import (
     options_by_module,
     split_fusions,
 )
-from ..rotation.rotate import rotated
-from ..rotation.rotation_map import R2
-from ..smoothing.smoothing_map import with_smoothing
-from ..stream.kv_scales import kv_heads
-from ..stream.layer_stream import compute_dtype
 from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
 
 DEFAULT_SEQ_LEN = 2048

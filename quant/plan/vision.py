@@ -19,8 +19,8 @@ from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.meta_model import MetaModel
 from ..model.parameters import by_kind
-from ..request.request import QuantizeRequest
-from ..request.selection import Shapes, matrix_shape
+from .request import QuantizeRequest
+from .selection import Shapes, matrix_shape
 
 VISION, PROJECTOR, TEXT = "vision", "projector", "text"
 _PROJECTOR = re.compile(

@@ -1,1 +1,1 @@
-"""Smoothing maps by intervention: foldable pairs of a decoder layer, discovered on a small random model."""
+"""Foldable pairs of a decoder layer, found on a small random model, and rotations."""

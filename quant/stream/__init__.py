@@ -1,1 +1,1 @@
-"""Layer-by-layer execution of a decoder, and KV-cache scales."""
+"""Calibration samples, a decoder run on them layer by layer, and KV-cache scales."""

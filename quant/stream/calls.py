@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calibration.calibration import Images
 from ..model.meta_model import MetaModel
+from .calibration import Images
 
 Container = MutableMapping[Any, Any] | list[Any]
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from ..base.device import HOST, temporaries_kept
 from ..base.errors import BadInput
-from ..calibration.calibration import Images, first_with_images
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
+from .calibration import Images, first_with_images
 from .calls import Call, InputRows, States, outcome_of, paired, with_tensors
 from .chain import Chain, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..calibration.calibration import ImageInputs
 from ..model.meta_model import MetaModel
+from .calibration import ImageInputs
 from .calls import (
     Call,
     Outcome,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ..support.cli_process import run_llmopt
 from ..support.quant_support import LENGTH, SAMPLES, STORIES, llmopt_environment

@@ -24,8 +24,8 @@ import pytest
 import torch
 from llmopt.engine.kernels.common import graphs
 from llmopt.engine.kernels.common.graphs import Launch
-from llmopt.quant.native import build, processor
-from llmopt.quant.native.processor import features_of
+from llmopt.quant.base import build, processor
+from llmopt.quant.base.processor import features_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"

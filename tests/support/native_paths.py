@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from llmopt.quant.native.build import BuildFailed, compiler_command
-from llmopt.quant.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.base.build import BuildFailed, compiler_command
+from llmopt.quant.base.processor import PATHS, VARIABLE, processor_flags
 
 
 def native_paths() -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.quant.calibration.image_samples import Pair
 from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.stream.image_samples import Pair
 
 from tools.image_quality import image_quality, sequences
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llmopt.quant.native.processor import PATHS
+from llmopt.quant.base.processor import PATHS
 
 from tools.instruction_levels import levels, path_without_compilers
 

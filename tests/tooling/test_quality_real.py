@@ -13,12 +13,12 @@ import torch
 import transformers
 from llmopt.bench.quality.passage import ProtocolOptions, read_passage
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.calibration import load_calibration
-from llmopt.quant.calibration.sources import STORIES
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.stream.calibration import load_calibration
+from llmopt.quant.stream.sources import STORIES
 
 from tools.quality import real
 from tools.quality.cells import Cell, cells

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 GROUP_SIZE = 64

@@ -25,9 +25,9 @@ from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.summary import FORMULAS
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.calibration import Calibration, load_calibration
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.stream.calibration import Calibration, load_calibration
 
 from tools.continuous_model import make
 from tools.quality.cells import GROUP_SIZE, Cell, cells

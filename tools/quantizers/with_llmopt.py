@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.plan.request import QuantizeRequest
 from stopwatch import Stopwatch, import_model
 
 

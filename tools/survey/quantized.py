@@ -17,7 +17,7 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import LEAVES, experts_of, fused, parts_of, with_experts_apart
 from llmopt.quant.model.parameters import ModelParameters
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CompressedTensorsConfig, PreTrainedTokenizerFast

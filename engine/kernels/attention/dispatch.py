@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from ....quant.native.build import Native, native
+from ....quant.base.build import Native, native
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
 from ..common.graphs import launch

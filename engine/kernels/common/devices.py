@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ....quant.base.build import Native
 from ....quant.base.errors import first_line
-from ....quant.native.build import Native
 
 CPU_DTYPES = (torch.bfloat16, torch.float32)
 """Activations of the C kernels."""

@@ -30,8 +30,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ....quant.base.atomic_io import write_atomically
+from ....quant.base.build import cache_folder
 from ....quant.base.errors import BadInput, Failure, first_line
-from ....quant.native.build import cache_folder
 
 _log = logging.getLogger(__name__)
 Implementation = TypeVar("Implementation")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....quant.native.build import Native, native
+from ....quant.base.build import Native, native
 from ..attention.paged_tensor import PagedTensor
 from ..common.graphs import launch
 from .activations import ActivationQuant, QuantizedActivations

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from ....quant.native.build import Native, native
+from ....quant.base.build import Native, native
 from ..common.graphs import launch
 from .reference import expand_cos_sin
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from ....quant.base.build import Native, native
 from ....quant.base.scheme import Scheme
 from ....quant.kinds.base.incoherence import hadamard_blocks
 from ....quant.kinds.base.tensor import QuantizedTensor
@@ -33,7 +34,6 @@ from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
 from ....quant.kinds.trellis.viterbi import TILE
-from ....quant.native.build import Native, native
 from ..common.devices import CPU_DTYPES
 from ..common.graphs import launch
 

@@ -10,13 +10,13 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
+from ....quant.base.build import Native, native
 from ....quant.base.scheme import Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
-from ....quant.native.build import Native, native
 from ..common.graphs import launch
 from ..elementwise.activations import (
     ActivationQuant,

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from ....quant.base.build import native
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.blocks import Blocks, blocks_of
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.lookup.kind import LookupTensor
-from ....quant.native.build import native
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from ....quant.native.build import Native, native
+from ....quant.base.build import Native, native
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
 from ..common.graphs import launch

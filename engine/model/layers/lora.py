@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from ....quant.adapters.adapter import AdapterWeights, LoraPair
 from ....quant.base.errors import BadInput
+from ....quant.convert.adapter import AdapterWeights, LoraPair
 from ...base.device import packed
 from ...config.adapters import servable_settings
 from .parallel import take_rows

@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ....quant.adapters.adapter import CONFIG_NAME, WEIGHTS_NAME
+from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...engine import Engine
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ...base.build import Native, native
 from ...base.errors import BadInput
-from ...native.build import Native, native
 from .k_blocks import (
     affine_fields,
     dequantize_affine,

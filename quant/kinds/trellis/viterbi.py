@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...native.build import Native, native
+from ...base.build import Native, native
 
 STATE_BITS = 16
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}

@@ -18,7 +18,7 @@ from llmopt.engine.planner.speed import decode_step_bytes
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.recipes import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -17,7 +17,7 @@ from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
 from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.native.processor import VARIABLE
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.recipes import DATA, MODELS
 
 from ...engine.kernels.test_kernels import RULES, attention_case

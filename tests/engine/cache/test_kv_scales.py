@@ -13,7 +13,7 @@ from llmopt.engine.llm import LLM
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 

@@ -19,13 +19,13 @@ from llmopt.engine.kernels.elementwise.native_layer import (
 )
 from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
 from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
+from llmopt.quant.base import processor
+from llmopt.quant.base.processor import VARIABLE, choose_path, processor_flags
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.native import processor
-from llmopt.quant.native.processor import VARIABLE, choose_path, processor_flags
 
 from ...support.attention_world import World
 from ...support.emulated_kernels import emulated_paths, missing, pretend_aarch64

@@ -13,11 +13,11 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.layers.parallel import take
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.base.incoherence import whole_width
 from llmopt.quant.kinds.e8p.codebook import RESIDUAL_STEPS, points, residual_points
 from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.format_support import make
 from ...support.native_paths import native_paths

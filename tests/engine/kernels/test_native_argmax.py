@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from llmopt.engine.kernels.elementwise.native_rows import argmax_rows, native_argmax
-from llmopt.quant.native.processor import VARIABLE
+from llmopt.quant.base.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 

@@ -18,7 +18,7 @@ from llmopt.engine.kernels.attention.dispatch import (
 )
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.scheduling.draft_length import Tree
-from llmopt.quant.native.processor import VARIABLE
+from llmopt.quant.base.processor import VARIABLE
 
 from ...support.attention_world import STORED, World, rules
 from ...support.native_paths import native_paths

@@ -12,9 +12,9 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import random_model, write_checkpoint

@@ -17,6 +17,7 @@ from llmopt.engine.kernels.moe.dispatch import (
 from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts, RoutingRule, route_torch
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
@@ -25,7 +26,6 @@ from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

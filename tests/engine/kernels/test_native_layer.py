@@ -26,10 +26,10 @@ from llmopt.engine.kernels.elementwise.reference import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.native.processor import VARIABLE
 from torch.nn import functional
 
 from ...support.native_paths import native_paths

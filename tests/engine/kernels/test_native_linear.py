@@ -40,6 +40,8 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.build import Native
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
@@ -55,8 +57,6 @@ from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.kind import VectorwiseTensor
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.native.build import Native
-from llmopt.quant.native.processor import VARIABLE
 from torch.nn import functional
 
 from ...support.native_paths import native_paths

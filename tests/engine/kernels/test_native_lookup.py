@@ -8,13 +8,13 @@ import pytest
 import torch
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_lookup
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

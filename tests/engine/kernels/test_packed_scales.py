@@ -17,6 +17,7 @@ from llmopt.engine.kernels.linear.native_pack import (
     packed_scales,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
@@ -30,7 +31,6 @@ from llmopt.quant.kinds.ggml.tensor import GgufTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized

@@ -18,10 +18,10 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.layers.parallel import take
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from llmopt.quant.kinds.trellis.viterbi import codebook, from_sequences, unpack_states
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.format_support import trellis_tensor
 from ...support.native_paths import native_paths

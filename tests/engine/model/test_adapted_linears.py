@@ -17,7 +17,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.lora_world import merge, write_adapter
 from ...support.model_families import VOCAB, save_model

@@ -12,9 +12,9 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.decoder.decoder import Decoder
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.native.processor import VARIABLE
 from llmopt.quant.open import open_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM

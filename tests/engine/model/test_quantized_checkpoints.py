@@ -13,7 +13,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.kinds.fp4.formats import read_mxfp4
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -15,7 +15,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS as PROJECT_FORMATS
 from llmopt.quant.model.checkpoint import INDEX_NAME
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.recipes import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 

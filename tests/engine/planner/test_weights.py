@@ -58,7 +58,7 @@ def test_fp8_in_square_blocks() -> None:
 
 
 def test_group_sizes_are_those_of_quantize() -> None:
-    from llmopt.quant.request.selection import DEFAULT_GROUP_SIZES
+    from llmopt.quant.plan.selection import DEFAULT_GROUP_SIZES
 
     assert GROUP_SIZES == DEFAULT_GROUP_SIZES
 

@@ -19,7 +19,7 @@ from llmopt.engine.server import launch
 from llmopt.engine.server.endpoints import capabilities, choices
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.quant.native import build
+from llmopt.quant.base import build
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
 from ...support.native_paths import needs_compiler

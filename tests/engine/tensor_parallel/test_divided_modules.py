@@ -18,7 +18,7 @@ from llmopt.engine.model.layers.parallel import Group, Shard
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from tools.survey.case import Case, surveyed_types
 from tools.survey.engine_column import spread_weights

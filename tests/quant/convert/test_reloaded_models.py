@@ -13,7 +13,7 @@ from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from tools.survey.case import Case, surveyed_types
 from tools.survey.quantized import quantized, source, written_and_loaded

@@ -14,9 +14,9 @@ from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
 from llmopt.quant.formats.registry import READERS
 from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.ggml.formats import read_gguf_headers
-from llmopt.quant.manifest.manifest import MANIFEST_NAME, tensor_bytes
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult
+from llmopt.quant.plan.manifest import MANIFEST_NAME, tensor_bytes
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 

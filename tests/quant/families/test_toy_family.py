@@ -20,7 +20,7 @@ from llmopt.quant.families.family import ImageSettings
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

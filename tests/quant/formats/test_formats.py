@@ -23,7 +23,7 @@ from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.manifest.manifest import tensor_bytes
+from llmopt.quant.plan.manifest import tensor_bytes
 
 from ...support.format_support import (
     CASES,

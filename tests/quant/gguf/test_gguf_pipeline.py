@@ -9,7 +9,7 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.gguf.imatrix import read_imatrix
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.gguf_support import random_model
 

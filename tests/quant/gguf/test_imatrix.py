@@ -14,7 +14,7 @@ from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.open import open_checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.gguf_support import STORIES, linears_of
 

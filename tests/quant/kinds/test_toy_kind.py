@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.recipes import MODELS
 
 SOURCE = MODELS / "stories3M"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
-from llmopt.quant.manifest.journal import work_folder
 from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.journal import work_folder
+from llmopt.quant.plan.request import QuantizeRequest
 
 from tools.survey.case import Case, surveyed_types
 

@@ -15,7 +15,7 @@ from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.layer_problems import heavy_weight, one_linear
 from ...support.model_families import save_model

@@ -17,7 +17,7 @@ from llmopt.quant.methods.options import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.layer_problems import llama_layer
 from ...support.quant_support import STORIES, TINY

@@ -16,7 +16,7 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import parts_of, with_experts_apart
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from transformers import AutoTokenizer
 
 from tools.survey.case import Case, surveyed_types

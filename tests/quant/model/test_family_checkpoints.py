@@ -15,7 +15,7 @@ from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ import pytest
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.quant_support import STORIES
 from ...test_architecture import ROOT

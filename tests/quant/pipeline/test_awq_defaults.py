@@ -10,12 +10,12 @@ import pytest
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.open import open_plain
 from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.plan import with_rotations
-from llmopt.quant.request.request import QuantizeRequest, with_defaults
+from llmopt.quant.plan.request import QuantizeRequest, with_defaults
 
 from ...support.model_families import save_model
 
@@ -101,8 +101,8 @@ def test_a_model_that_does_not_run_in_the_proof_is_left_as_it_is(
     def fail(*_: object) -> None:
         raise RuntimeError("expected scalar type Half")
 
-    monkeypatch.setattr("llmopt.quant.rotation.rotate._logits", fail)
-    monkeypatch.setattr("llmopt.quant.rotation.rotate._known", {})
+    monkeypatch.setattr("llmopt.quant.smoothing.rotate._logits", fail)
+    monkeypatch.setattr("llmopt.quant.smoothing.rotate._known", {})
     assert decided(tmp_path / "model") == ((), True)
 
 

@@ -11,10 +11,10 @@ import torch
 from llmopt.cli.main import main
 from llmopt.quant.base import names
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.layers import quantized_layer
 from llmopt.quant.methods.base import LayerResult
+from llmopt.quant.pipeline import quantized_layer
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretend_device import NAME, pretended_device

@@ -11,7 +11,7 @@ from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import prepare, quantize
 from llmopt.quant.pipeline.sensitivity import divergences
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from torch.nn import functional
 
 from ...support.vision_checkpoints import image_pairs_file, save_wrapped

@@ -13,15 +13,15 @@ from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.load_processor import load_tokenizer
-from llmopt.quant.manifest import journal
-from llmopt.quant.manifest.journal import work_folder
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import calibrate, pipeline
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan import journal
+from llmopt.quant.plan.journal import work_folder
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -99,7 +99,7 @@ def test_asymmetric_compressed_tensors_load_with_dequantize(quantized: Quantized
 
 def test_quantized_model_stays_close_to_the_original(quantized: Quantized) -> None:
     """The folded scales cancel: the whole AWQ model errs like its roundings, not like a broken fold."""
-    from llmopt.quant.calibration.calibration import load_calibration
+    from llmopt.quant.stream.calibration import load_calibration
     from llmopt.recipes import DATA
     from transformers import AutoTokenizer
 

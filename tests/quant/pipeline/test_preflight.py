@@ -18,8 +18,8 @@ from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.contents import CheckpointContents, stored
 from llmopt.quant.plan.loaders import loaders, loads_in
 from llmopt.quant.plan.plan import make_plan
-from llmopt.quant.request.request import QuantizeRequest
-from llmopt.quant.request.selection import split_fusions
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.plan.selection import split_fusions
 
 from ...support.quant_support import STORIES
 

@@ -17,11 +17,11 @@ import torch
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.manifest.journal import Journal
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.journal import Journal
 from llmopt.quant.plan.plan import make_plan
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 
 from ...support.cli_process import ForkedProcess, llmopt

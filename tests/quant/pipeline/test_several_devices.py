@@ -13,7 +13,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.model_families import FAMILIES, save_model
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...support.quant_support import STORIES

@@ -19,7 +19,7 @@ from llmopt.quant.convert.verify import FAILED, PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 
 from ...support.model_families import save_model

@@ -12,7 +12,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file
 
 from ...support.model_families import save_model

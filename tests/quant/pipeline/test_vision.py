@@ -15,12 +15,12 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.convert import convert, dequantized_model
 from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.manifest.journal import Journal
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.journal import Journal
+from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 

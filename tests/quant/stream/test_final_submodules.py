@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import prepare, quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream import layer_stream
 from llmopt.quant.stream.final_submodules import FinalSubmodules
 from torch.nn import functional

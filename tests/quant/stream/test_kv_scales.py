@@ -10,10 +10,10 @@ import torch
 from llmopt.quant.base.atomic_io import layout_of, write_tensors
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
-from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import KvRanges, kv_heads
 from safetensors.torch import load_file
 

@@ -14,7 +14,7 @@ from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.request.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.chain import Chain
 from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.quant.stream.replay import Replay

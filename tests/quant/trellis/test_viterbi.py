@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.trellis import viterbi
 from llmopt.quant.kinds.trellis.viterbi import (
     codebook,
@@ -13,7 +14,6 @@ from llmopt.quant.kinds.trellis.viterbi import (
     torch_search,
     values_of,
 )
-from llmopt.quant.native.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 

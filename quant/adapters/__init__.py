@@ -1,1 +1,0 @@
-"""LoRA adapters as PEFT writes them: settings, weights, and merging into a checkpoint."""

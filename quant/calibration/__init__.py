@@ -1,1 +1,0 @@
-"""Calibration data: texts, samples, leakage checks."""

@@ -1,1 +1,0 @@
-"""Layer-wise quantization: online or cached calibration statistics, and the quantized layer."""

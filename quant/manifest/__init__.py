@@ -1,1 +1,0 @@
-"""Records of a run: resume journal, manifest, conversion record."""

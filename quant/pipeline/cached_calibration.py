@@ -1,0 +1,230 @@
+"""Cached calibration: statistics of every layer of the float model in a folder, shared by many runs.
+
+    statistics.json          signature of model and data, completeness
+    layer-00003.safetensors  Gram matrices and magnitudes of the inputs of layer 3
+    hidden-00003.safetensors input hidden states of layer 3, while measuring
+
+Every layer is measured on the outputs of float layers, so the statistics are independent of method, bits and
+group size. Unlike `OnlineCalibration`, no layer compensates for the quantization errors before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
+from ..base.device import HOST, give_back
+from ..base.errors import BadInput
+from ..base.progress import Progress
+from ..families.layer_map import LayerMap
+from ..methods.base import InputStatistics
+from ..model.checkpoint import read_json
+from ..plan.selection import HEAD
+from ..stream.calibration import Calibration
+from ..stream.calls import States
+from ..stream.kv_scales import KvRanges
+from ..stream.layer_stream import LayerStream
+from .online_calibration import NoCalibration, head_statistics
+from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
+
+_FACTS, _BEGUN = "statistics.json", "begun.json"
+_HIDDEN = re.compile(r"hidden-(\d{5})\.safetensors")
+_SPLITS: tuple[str, ...] = ("calibration", "held_out")
+_PARTS = ("gram", "abs_sum", "abs_max")
+
+
+Replaced = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Takes a layer's name and the weights of its linears, and returns others."""
+
+
+class StatisticsFolder:
+    """A statistics cache folder, complete or to be filled.
+
+    Args:
+        signature: digest of the model and the calibration data.
+
+    Raises:
+        BadInput: the folder holds the statistics of another model or other data, or other files.
+    """
+
+    def __init__(self, folder: Path, signature: str):
+        self.folder = folder
+        self._signature = signature
+        for name in (_FACTS, _BEGUN):
+            path = folder / name
+            if path.is_file():
+                if read_json(path).get("signature") != signature:
+                    raise BadInput(
+                        f"{folder} holds statistics of another model, other calibration data or another "
+                        "version: choose another --stats folder, or remove it"
+                    )
+                return
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"{folder} holds other files than statistics: choose another --stats")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer was measured."""
+        return (self.folder / _FACTS).is_file()
+
+    def measure(
+        self,
+        stream: LayerStream,
+        calibration: Calibration,
+        progress: Progress,
+        *,
+        head: bool,
+        kv: bool,
+        replaced: Replaced | None = None,
+    ) -> None:
+        """Measure all layers that are not in the cache yet.
+
+        Args:
+            head: whether the input of the output projection is measured too.
+            kv: whether the ranges of keys and values are measured too.
+            replaced: the weights behind which the next layer is measured; None: the float ones.
+        """
+        make_folder(self.folder, "--stats")
+        header = json.dumps({"signature": self._signature}).encode()
+        write_atomically(self.folder / _BEGUN, header)
+        stream.prepare(calibration.token_ids, calibration.images)
+        found = [int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.fullmatch(p.name))]
+        first = max(found, default=0)
+        ids = (
+            (calibration.token_ids, calibration.images),
+            (calibration.held_out, calibration.held_out_images),
+        )
+        if first:
+            stored = load_file(self._hidden(first))
+            splits = zip(_SPLITS, ids, strict=True)
+            states = [
+                States.restored(name, tokens, stored, images) for name, (tokens, images) in splits
+            ]
+        else:
+            states = [stream.embed(*samples) for samples in ids]
+        progress.start("measuring", stream.num_layers, "layers")
+        progress.advance(first)
+        for index in range(first, stream.num_layers):
+            states = self._measure_layer(stream, index, states, kv, replaced)
+            state = states[0].stored(_SPLITS[0]) | states[1].stored(_SPLITS[1])
+            write_tensors(self._hidden(index + 1), state, layout_of(state))
+            self._hidden(index).unlink(missing_ok=True)
+            stream.checkpoint.release()
+            give_back()
+            progress.advance()
+        if head:
+            records = [{HEAD: head_statistics(stream, part)} for part in states]
+            self._write("head", HEAD_FAMILY, records, None)
+        progress.finish()
+        write_atomically(self.folder / _FACTS, header)
+        for path in (*self.folder.glob("hidden-*"), self.folder / _BEGUN):
+            path.unlink(missing_ok=True)
+
+    def _measure_layer(
+        self,
+        stream: LayerStream,
+        index: int,
+        states: Sequence[States],
+        kv: bool,
+        replaced: Replaced | None,
+    ) -> list[States]:
+        """Write what enters the linears of a layer; returns the states behind it."""
+        stream.load(index, stream.tensors(index))
+        records = [stream.measure(index, part) if len(part) else {} for part in states]
+        if replaced is not None:
+            weights = stream.weights(index, stream.family(index).linears)
+            stream.substitute(index, replaced(stream.prefix(index), weights))
+        ranges = KvRanges(stream.is_latent) if kv else None
+        cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
+        following = [stream.run(index, part, in_place=True, **cache) for part in states]
+        if not all(part.finite() for part in following):
+            raise BadInput(
+                f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
+            )
+        self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
+        stream.unload(index)
+        return following
+
+    def _write(
+        self,
+        name: str,
+        family: LayerMap,
+        records: Sequence[Mapping[str, InputStatistics]],
+        ranges: KvRanges | None,
+    ) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for split, statistics in zip(_SPLITS, records, strict=True):
+            for group in _groups(family):
+                if group[0] not in statistics:
+                    continue
+                record = statistics[group[0]]
+                start = f"{split}.{group[0]}"
+                tensors |= {f"{start}.{part}": getattr(record, part).cpu() for part in _PARTS}
+                tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
+        if ranges is not None:
+            tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
+        write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
+
+    def read(self, name: str, family: LayerMap, device: torch.device = HOST) -> LayerStatistics:
+        """The statistics of a layer or of the `head`, on a device.
+
+        Raises:
+            BadInput: they are missing.
+        """
+        path = self.folder / f"{name}.safetensors"
+        if not path.is_file():
+            raise BadInput(f"{path} is missing: remove the folder to measure again")
+        tensors = load_file(path)
+        splits: list[dict[str, InputStatistics]] = []
+        for split in _SPLITS:
+            statistics: dict[str, InputStatistics] = {}
+            for group in _groups(family):
+                start = f"{split}.{group[0]}"
+                if f"{start}.gram" not in tensors:
+                    continue
+                record = InputStatistics(0)
+                for part in _PARTS:
+                    setattr(record, part, tensors[f"{start}.{part}"].to(device))
+                record.num_tokens = int(tensors[f"{start}.num_tokens"])
+                statistics |= dict.fromkeys(group, record)
+            splits.append(statistics)
+        ranges = None
+        if "kv_ranges" in tensors:
+            ranges = KvRanges(False, *tensors["kv_ranges"])
+        return LayerStatistics(statistics=splits[0], held_out=splits[1], kv_ranges=ranges)
+
+    def _hidden(self, index: int) -> Path:
+        return self.folder / f"hidden-{index:05d}.safetensors"
+
+
+def _groups(family: LayerMap) -> list[tuple[str, ...]]:
+    return [*family.shared_inputs, *((router,) for router in family.routers)]
+
+
+class CachedCalibration(NoCalibration):
+    """A source that reads cached statistics and runs no layers; a later run reads the folder again."""
+
+    def __init__(self, folder: StatisticsFolder, stream: LayerStream):
+        self._folder = folder
+        self._stream = stream
+        self._ranges: KvRanges | None = None
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        stream = self._stream
+        name = f"layer-{index:05d}"
+        measured = self._folder.read(name, stream.family(index), stream.device)
+        self._ranges = measured.kv_ranges
+        return measured
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        return self._ranges
+
+    def measure_head(self) -> LayerStatistics:
+        return self._folder.read("head", HEAD_FAMILY, self._stream.device)

@@ -1,0 +1,306 @@
+"""Calibration sources: statistics measured while the model is quantized layer by layer, or none.
+
+`OnlineCalibration` runs each float layer on the outputs of the quantized layers before it (as in GPTQ), so
+that later layers are calibrated on their real inputs; the quantized layer's outputs go to the next layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ..base.atomic_io import layout_of, write_tensors
+from ..base.errors import BadInput
+from ..methods.base import InputStatistics, LayerResult
+from ..methods.sign_descent import TunableBlock
+from ..plan.selection import HEAD
+from ..stream.calibration import Calibration
+from ..stream.calls import States
+from ..stream.final_submodules import Finals, FinalSubmodules
+from ..stream.kv_scales import KvRanges
+from ..stream.layer_stream import LayerStream
+from .quantized_layer import LayerStatistics, QuantizedLayer
+
+_CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
+_JUDGED_SAMPLES = 16  # with which `awq --judge layer` runs a layer
+_LAYERS = 2**16  # more than any model has: seeds of layers do not meet
+
+
+class CalibrationSource(Protocol):
+    """A source of calibration statistics, layer by layer."""
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        """Input statistics of layer `index`; `tensors` are its weights."""
+        ...
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
+        """The float32 weights of the layer that was measured, if they are in memory."""
+        ...
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        """Advance past the quantized layer; returns its key and value ranges, if known."""
+        ...
+
+    def measure_head(self) -> LayerStatistics:
+        """Input statistics of the output projection."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the state that a resumed run needs for bit-identical results."""
+        ...
+
+
+class NoCalibration:
+    """A `CalibrationSource` without statistics and without hidden states."""
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        return LayerStatistics({})
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
+        return None
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        return None
+
+    def measure_head(self) -> LayerStatistics:
+        return LayerStatistics({})
+
+    def save(self, path: Path) -> None:
+        """No-op: there is no state."""
+
+
+class Tuning(NamedTuple):
+    """Needs of a method that tunes layers: a seed, and where to say how far it is."""
+
+    seed: int
+    status: Callable[[str], None]
+
+
+class OnlineCalibration:
+    """Statistics from the hidden states after the quantized layers, measured on demand."""
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        calibration: Calibration,
+        saved: Path | None,
+        *,
+        sequential: bool,
+        kv: bool,
+        asymmetric: bool = False,
+        tuning: Tuning | None = None,
+    ):
+        """Start at the embedding, or after the layers finished when `saved` was written.
+
+        Args:
+            sequential: whether the method requests each linear's statistics itself (true-sequential).
+            kv: whether to measure the ranges of keys and values.
+            asymmetric: whether the states of the float model are carried along (GPTAQ).
+            tuning: for a method that is given each layer as a `Block`: the states of the float model are
+                carried along, as its targets.
+        """
+        self._tuning, self._asymmetric = tuning, asymmetric
+        carries_floats = asymmetric or tuning is not None
+        self._sequential, self._kv = sequential, kv
+        self._stream = stream
+        samples = calibration.token_ids, calibration.images
+        held_out = calibration.held_out, calibration.held_out_images
+        stream.prepare(*samples)
+        if saved is None:
+            self._states = stream.embed(*samples)
+            self._held_out = stream.embed(*held_out)
+            self._floats = stream.embed(*samples) if carries_floats else None
+        else:
+            stored = load_file(saved)
+            self._states = States.restored(_CALIBRATION, samples[0], stored, samples[1])
+            self._held_out = States.restored(_HELD_OUT, held_out[0], stored, held_out[1])
+            floats = States.restored(_FLOAT, samples[0], stored, samples[1])
+            self._floats = floats if carries_floats else None
+        self._finals = Finals()
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        stream, states = self._stream, self._states
+        # Those of a tuning alone are its targets, and behind the layer by the time that it is measured.
+        floats = self._floats if self._asymmetric else None
+        stream.load(index, tensors)
+        return LayerStatistics(
+            statistics={} if self._sequential else stream.measure(index, states),
+            held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
+            remeasure=lambda replaced, only: stream.remeasure(
+                index, states, replaced, only, floats, self._kept(index)
+            ),
+            block=self._block(index),
+            layer_error=self._layer_error(index) if len(states) and stream.called(index) else None,
+        )
+
+    def _layer_error(self, index: int) -> Callable[[Mapping[str, torch.Tensor]], float]:
+        """Squared error of the loaded layer's output on some samples with some weights replaced."""
+        stream, states = self._stream, self._states
+        samples = torch.arange(min(_JUDGED_SAMPLES, len(states)))
+        batches = samples.split(stream.rows(states.token_ids))
+        wanted: list[dict[str, torch.Tensor]] = []
+
+        def outputs() -> list[dict[str, torch.Tensor]]:
+            return [stream.outputs(index, states, batch) for batch in batches]
+
+        def error(replaced: Mapping[str, torch.Tensor]) -> float:
+            wanted.extend([] if wanted else outputs())
+            before = stream.weights(index, replaced)
+            stream.substitute(index, replaced)
+            try:
+                given = outputs()
+            finally:
+                stream.substitute(index, before)
+            return sum(
+                float((part.to(torch.float32) - other[name]).square().sum())
+                for each, other in zip(given, wanted, strict=True)
+                for name, part in each.items()
+                if part.is_floating_point()
+            )
+
+        return error
+
+    def _kept(self, index: int) -> Finals:
+        """Submodules that passes of this layer share, made where it is first measured behind its linears."""
+        if self._finals == Finals():
+            floats = self._floats if self._asymmetric else None
+            self._finals = Finals(
+                self._stream.final_submodules(index, self._states),
+                None if floats is None else self._stream.final_submodules(index, floats),
+            )
+        return self._finals
+
+    def _block(self, index: int) -> TunableBlock | None:
+        """The layer to be tuned, with the float model's states behind it as targets; None where the method
+        does not ask for it, or no text reaches the layer."""
+        if self._tuning is None or not self._stream.called(index):
+            return None
+        assert self._floats is not None
+        # GPTAQ reads the float model's states before the layer too, until the layer is done.
+        targets = self._stream.run(index, self._floats, in_place=not self._asymmetric)
+        if not self._asymmetric:
+            self._floats = targets
+        seed = self._tuning.seed * _LAYERS + index
+        return StreamedBlock(self._stream, index, self._states, targets, seed, self._tuning.status)
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        return self._stream.weights(index, linears)
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        finals, self._finals = self._finals, Finals()
+        if self._floats is not None and (self._asymmetric or self._tuning is None):
+            self._floats = self._stream.run(
+                index, self._floats, in_place=True, finals=finals.floats
+            )
+        for name, quantized in work.result.weights.items():
+            self._stream.substitute(index, {name: quantized.dequantize()})
+        self._stream.substitute(index, work.result.norms | work.result.routers)
+        self._stream.substitute(index, work.result.norm_biases, "bias")
+        ranges = KvRanges(self._stream.is_latent) if self._kv else None
+        cache: dict[str, Any] = {"past_key_values": ranges} if self._kv else {}
+        try:
+            behind = None if self._kv else self._still(index, finals.behind, work.result)
+            self._states = self._stream.run(
+                index, self._states, in_place=True, finals=behind, **cache
+            )
+            self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
+        except AttributeError as error:  # a layer that asks more of a cache than to be updated
+            if not self._kv:
+                raise
+            raise BadInput(
+                f"--kv-cache: {work.prefix} keeps another kind of cache: {error}"
+            ) from error
+        self._stream.unload(index)
+        if not (self._states.finite() and self._held_out.finite()):
+            raise BadInput(
+                f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
+            )
+        return ranges
+
+    def _still(
+        self, index: int, finals: FinalSubmodules | None, result: LayerResult
+    ) -> FinalSubmodules | None:
+        """Submodules kept of the layer, if it was of the weights that the method ended with."""
+        changed = result.norms or result.routers or result.norm_biases
+        if finals is None or changed:
+            return None
+        weights = self._stream.weights(index, result.weights)
+        return finals if finals.holds_for(weights) else None
+
+    def measure_head(self) -> LayerStatistics:
+        held_out = {HEAD: head_statistics(self._stream, self._held_out)}
+        return LayerStatistics(
+            statistics={HEAD: head_statistics(self._stream, self._states)},
+            held_out=held_out if len(self._held_out) else {},
+        )
+
+    def save(self, path: Path) -> None:
+        state = self._states.stored(_CALIBRATION) | self._held_out.stored(_HELD_OUT)
+        if self._floats is not None:
+            state |= self._floats.stored(_FLOAT)
+        write_tensors(path, state, layout_of(state))
+
+
+def head_statistics(stream: LayerStream, states: States) -> InputStatistics:
+    """Input statistics of the output projection, from the states behind the last layer."""
+    record = InputStatistics(stream.hidden_size, stream.device)
+    for inputs in stream.head_inputs(states):
+        record.add(inputs)
+    return record
+
+
+class StreamedBlock:
+    """A layer of the stream as a `TunableBlock`: inputs from behind quantized layers, float targets.
+
+    Args:
+        inputs: the states that enter the layer behind quantized layers.
+        targets: the states behind the float layer in the float model.
+        status: takes a line that says how far the tuning is.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        index: int,
+        inputs: States,
+        targets: States,
+        seed: int,
+        status: Callable[[str], None],
+    ):
+        self.num_samples = len(inputs)
+        self.seed = seed
+        self.compute = stream.compute
+        self.status = status
+        self._stream, self._index = stream, index
+        self._inputs, self._targets = inputs, targets
+        self._weights: dict[str, float] = {}
+
+    def tuned(self, weights: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+        return self._stream.replaced(self._index, weights)
+
+    def batches(self, samples: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from samples.split(self._stream.rows(self._inputs.token_ids))
+
+    def losses(self, samples: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(samples))
+        for name, output in self._stream.outputs(self._index, self._inputs, samples).items():
+            if output.is_floating_point():
+                target = self._targets.tensors[name][samples]
+                error = (output.to(torch.float32) - target).square().flatten(1).sum(dim=1)
+                total = total + error * self._weight(name)
+        return total
+
+    def _weight(self, name: str) -> float:
+        """1 for the only output; of several, each is measured by its mean square."""
+        if name not in self._weights:
+            target = self._targets.tensors[name]
+            alone = len(self._targets.tensors) == 1
+            square = 1.0 if alone else float(target.to(torch.float32).square().mean())
+            self._weights[name] = 1 / square if square else 0.0
+        return self._weights[name]

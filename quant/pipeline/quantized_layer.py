@@ -1,0 +1,289 @@
+"""Quantization of one decoder layer or the output projection, and its tensors on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..base.device import HOST, creating_on
+from ..base.errors import BadInput
+from ..families.layer_map import LayerMap
+from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.fp8.kind import Fp8Tensor
+from ..kinds.integer.kind import IntTensor
+from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
+from ..methods.rounding import round_plain
+from ..methods.sign_descent import TunableBlock
+from ..plan.manifest import is_worse, judged, module_record
+from ..plan.plan import QuantizePlan
+from ..plan.selection import HEAD, TORCH_DTYPES
+from ..stream.kv_scales import KvRanges
+
+HEAD_FAMILY = LayerMap(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
+WORSE = "worse than plain rounding"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """Calibration statistics of a layer's inputs.
+
+    Attributes:
+        statistics: of calibration tokens, for each linear and router.
+        held_out: of held-out tokens, for reports only; may be empty.
+        remeasure, block, layer_error: see `LayerProblem`.
+        kv_ranges: of keys and values, where they were measured.
+    """
+
+    statistics: dict[str, InputStatistics]
+    held_out: dict[str, InputStatistics] = field(default_factory=dict)
+    remeasure: Remeasure | None = None
+    kv_ranges: KvRanges | None = None
+    block: TunableBlock | None = None
+    layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A quantized layer.
+
+    Attributes:
+        result: of the method, after falling back to RTN where it was worse.
+        others: the remaining float tensors in their stored dtype, by the name relative to the layer.
+        seconds: time of quantization.
+    """
+
+    prefix: str
+    result: LayerResult
+    others: dict[str, torch.Tensor]
+    seconds: float
+
+    def packed(
+        self, plan: QuantizePlan, weight_format: WeightFormat
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The packed tensors in a format, by full name, and the module records for journal and manifest.
+
+        Raises:
+            BadInput: several formats are written, and this one's scale dtype cannot hold another's.
+        """
+        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
+        if plan.kv_cache is not None and isinstance(weight_format, HoldsKvScales):
+            stored = {
+                weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
+                for name, tensor in stored.items()
+            }
+        records = []
+        for report, (name, quantized) in zip(
+            self.result.reports, self.result.weights.items(), strict=True
+        ):
+            module = full_name(self.prefix, name)
+            if len(plan.formats) > 1:
+                quantized = _with_scales(plan, weight_format, module, quantized)
+            stored |= weight_format.pack(module, quantized)
+            records.append(module_record(report, quantized))
+        return stored, records
+
+
+def _with_scales(
+    plan: QuantizePlan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
+) -> QuantizedTensor:
+    """The weight with its scales cast to the dtype of a format."""
+    if not isinstance(tensor, (IntTensor, Fp8Tensor)):
+        return tensor
+    stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+    scales = tensor.scales.to(weight_format.scale_dtype(stored, tensor.scheme))
+    if not torch.equal(scales.to(torch.float32), tensor.scales.to(torch.float32)):
+        raise BadInput(
+            f"{module} has scales that {tensor.scales.dtype} holds and {scales.dtype} of format "
+            f"{weight_format.name} does not: write the formats in separate runs"
+        )
+    return replace(tensor, scales=scales)
+
+
+def full_name(prefix: str, name: str) -> str:
+    """Full name of a layer-relative name; the output projection has no layer."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def quantize_tensors(
+    plan: QuantizePlan,
+    family: LayerMap,
+    prefix: str,
+    tensors: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | None,
+    measured: LayerStatistics,
+    *,
+    revert_worse: bool,
+) -> QuantizedLayer:
+    """Quantize the linears of a layer.
+
+    Args:
+        tensors: of the layer in the checkpoint's dtype, by relative name.
+        weights: its linears in float32, where they are in memory already.
+    """
+    began = time.perf_counter()
+    device = plan.device
+    linears = [name for name in family.linears if full_name(prefix, name) in plan.modules]
+    schemes = {name: plan.schemes[full_name(prefix, name)] for name in linears}
+    sources = {fold.source for fold in family.folds} - set(family.linears)
+    problem = LayerProblem(
+        prefix=prefix,
+        family=family,
+        schemes=schemes,
+        scale_dtypes={name: plan.scale_dtype(full_name(prefix, name)) for name in schemes},
+        weights={
+            name: weights[name] if weights else tensors[f"{name}.weight"].to(device, torch.float32)
+            for name in linears
+        },
+        statistics={
+            name: measured.statistics[name]
+            for name in (*linears, *family.routers)
+            if name in measured.statistics
+        },
+        norms={name: tensors[f"{name}.weight"].to(device) for name in sources},
+        norm_biases={
+            name: tensors[f"{name}.bias"].to(device)
+            for name in sources
+            if f"{name}.bias" in tensors
+        },
+        with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
+        routers={
+            name: tensors[f"{name}.weight"].to(device, torch.float32) for name in family.routers
+        },
+        held_out={name: one for name, one in measured.held_out.items() if name in schemes},
+        remeasure=measured.remeasure,
+        block=measured.block,
+        devices=plan.devices,
+        layer_error=measured.layer_error if plan.options.judge == "layer" else None,
+        options=plan.options,
+        importance={
+            name: plan.importance[full_name(prefix, name)]
+            for name in linears
+            if full_name(prefix, name) in plan.importance
+        },
+    )
+    with torch.no_grad(), creating_on(device):
+        result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])
+        if revert_worse:
+            result = reverted(problem, result)
+    result = _on_host(result)
+    if not prefix:  # the output projection: the module's name is the linear's
+        reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
+        result = replace(result, reports=reports)
+    others = dict(tensors)
+    for name in linears:
+        del others[f"{name}.weight"]
+    for name, tensor in (*result.norms.items(), *result.routers.items()):
+        others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
+    others |= {f"{name}.bias": tensor for name, tensor in result.norm_biases.items()}
+    return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
+
+
+def _on_host(result: LayerResult) -> LayerResult:
+    """The result with its tensors on the host, where they are packed and written."""
+    tensors = {
+        name: {key: tensor.to(HOST) for key, tensor in getattr(result, name).items()}
+        for name in ("weights", "norms", "routers", "norm_biases")
+    }
+    return replace(result, **tensors)
+
+
+def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
+    """The result with a fallback to RTN wherever the method did worse.
+
+    Linears whose scales are folded into other linears or norms cannot fall back one by one: there the
+    whole layer falls back to RTN, if the sum of its errors is worse.
+    """
+    errors = [judged(report) for report in result.reports]
+    folded = bool(result.norms or result.routers) or any(
+        report.ratio is not None for report in result.reports
+    )
+    if folded:
+        worse = is_worse(sum(error for error, _ in errors), sum(rtn for _, rtn in errors))
+        taken_back = [worse] * len(errors)
+    else:
+        taken_back = [is_worse(*pair) for pair in errors]
+    if not any(taken_back):
+        return result
+    weights, reports = dict(result.weights), []
+    for name, report, back in zip(result.weights, result.reports, taken_back, strict=True):
+        if not back:
+            reports.append(report)
+            continue
+        plain = round_plain(problem, name, problem.weights[name])
+        rounded = plain.dequantize()
+        again = problem.report(name, rounded, rounded, fallback=WORSE)
+        # Of trellis codes RTN is on integers, and the nearest path may have more error than the method.
+        if not folded and judged(again)[0] >= judged(report)[0]:
+            reports.append(report)
+            continue
+        weights[name] = plain
+        reports.append(again)
+    return LayerResult(
+        weights=weights,
+        norms={} if folded else result.norms,
+        reports=reports,
+        routers={} if folded else result.routers,
+        norm_biases={} if folded else result.norm_biases,
+    )
+
+
+class WrittenWeights(Mapping[str, torch.Tensor]):
+    """Tensors by their names in the plain checkpoint, read from shards as they are asked for.
+
+    Args:
+        folder: of the shards.
+        shards: their records in the journal.
+        config: the `quantization_config` that they are read by.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[Mapping[str, Any]],
+        weight_format: WeightFormat,
+        config: Mapping[str, Any],
+    ):
+        self._folder, self._format, self._config = folder, weight_format, config
+        self._quantized = {
+            f"{module['module']}.weight": shard["shard"]
+            for shard in shards
+            for module in shard["modules"]
+        }
+        self._shard_of = {name: shard["shard"] for shard in shards for name in shard["tensors"]}
+        self._plain = {
+            name: shard
+            for name, shard in self._shard_of.items()
+            if (
+                name not in self._quantized
+                and f"{name.rpartition('.')[0]}.weight" not in self._quantized
+            )
+            or name.endswith(".bias")
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._quantized:
+            module = name.removesuffix(".weight")
+            return self._format.unpack(module, self, self._config).dequantize()
+        return self.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._quantized, **self._plain})
+
+    def __len__(self) -> int:
+        return len({**self._quantized, **self._plain})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._quantized or name in self._shard_of
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor as it is stored, codes included."""
+        path = self._folder / self._shard_of[name]
+        with safe_open(path, framework="pt") as shard:
+            return shard.get_tensor(name)

@@ -1,0 +1,325 @@
+"""Manifest of a checkpoint, which `verify` checks, and the model cards of quantized and converted ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.registry import scheme_record
+from ..methods.base import ModuleReport
+from ..methods.options import MethodOptions
+from ..model.parameters import by_kind
+from ..stream.calibration import Calibration
+from .contents import stored
+from .journal import sha256_of, sha256_of_file
+from .loaders import loaders, loads_in
+from .plan import QuantizePlan
+from .request import QuantizeRequest
+
+MANIFEST_NAME = "llmopt_quantization.json"
+CARD_NAME = "README.md"
+_ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in row-major order, as on disk."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def is_worse(error: float, rounded: float) -> bool:
+    """Whether an error exceeds that of RTN by more than summation noise."""
+    return error > rounded * (1 + 1e-6)
+
+
+def judged(report: ModuleReport) -> tuple[float, float]:
+    """The errors to compare, of the method and of RTN: on held-out tokens where there are any; else zeros."""
+    if report.held_out_error is not None and report.rtn_held_out_error is not None:
+        return report.held_out_error, report.rtn_held_out_error
+    return report.error or 0.0, report.rtn_error or 0.0
+
+
+def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
+    """A module's manifest record, with digests of the tensors before packing."""
+    return asdict(report) | {
+        "worse_than_rounding": is_worse(*judged(report)),
+        "out_features": tensor.out_features,
+        "in_features": tensor.in_features,
+        "scheme": scheme_record(tensor.scheme),
+        "sha256": {name: sha256_of(tensor_bytes(part)) for name, part in tensor.parts().items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Summary figures of a checkpoint, over its modules.
+
+    Attributes:
+        num_worse: how many ended worse than RTN, on held-out tokens where there are any.
+        error, rtn_error: means of the relative output errors over the quantized linears; None: not measured.
+        source_bytes, checkpoint_bytes: all weight files before and after.
+        bits_per_weight: of the quantized linears with their scales and zeros.
+    """
+
+    num_modules: int
+    num_worse: int
+    error: float | None
+    rtn_error: float | None
+    source_bytes: int
+    checkpoint_bytes: int
+    bits_per_weight: float
+
+
+def summarise(
+    plan: QuantizePlan,
+    modules: list[dict[str, Any]],
+    *,
+    checkpoint_bytes: int,
+    quantized_bytes: int,
+) -> Summary:
+    """Figures over all `modules` records; `quantized_bytes` are those of the quantized linears alone."""
+    num_weights = sum(out * inner for out, inner in plan.modules.values())
+    return Summary(
+        num_modules=len(modules),
+        num_worse=sum(module["worse_than_rounding"] for module in modules),
+        error=_mean(modules, "error"),
+        rtn_error=_mean(modules, "rtn_error"),
+        source_bytes=plan.checkpoint.weight_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        bits_per_weight=quantized_bytes * 8 / num_weights,
+    )
+
+
+def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
+    """The mean of an error over all modules; None where it was not measured."""
+    errors = [module[name] for module in modules]
+    return None if None in errors else sum(errors) / len(errors)
+
+
+def build_manifest(
+    plan: QuantizePlan,
+    number: int,
+    calibration: Calibration,
+    *,
+    request: QuantizeRequest,
+    signature: str,
+    source_hashes: dict[str, str],
+    modules: list[dict[str, Any]],
+    parts: list[dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+    summary: Summary,
+) -> dict[str, Any]:
+    """The manifest of format `number`.
+
+    It holds no time and no path, so that equal runs write identical bytes.
+    """
+    samples, length = calibration.token_ids.shape
+    source_type = plan.checkpoint.source_type
+    return {
+        "llmopt": version("llmopt"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "model": request.model_name or request.model.resolve().name,
+        "signature": signature,
+        "source_sha256": source_hashes,
+        **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
+        "method": plan.method.name,
+        "solver": plan.method.solver_name(plan.options.solver),
+        "format": plan.formats[number].name,
+        "scheme": plan.label,
+        "options": _options(plan, request),
+        "ignored": list(plan.ignored),
+        **({} if plan.search is None else {"search": plan.search}),
+        "calibration": {
+            "source": calibration.source,
+            "samples": samples,
+            "tokens_per_sample": length,
+            "held_out_samples": calibration.held_out.shape[0],
+            "chat_template": calibration.chat_template,
+            "conversations": calibration.conversations,
+            "conversations_refused": calibration.refused,
+            "documents": calibration.documents,
+            "documents_with_bos": calibration.with_bos,
+            "duplicates_dropped": calibration.duplicates,
+            "tokens_by_document": calibration.lengths,
+            **({"images": calibration.num_images} if calibration.num_images else {}),
+            "seed": request.seed,
+            "sha256": calibration.sha256,
+            "compute": str(plan.compute).removeprefix("torch."),
+            "device": plan.device.type,
+        },
+        "error": _error_formula(plan, request),
+        "summary": asdict(summary),
+        **({"parts": parts} if parts else {}),
+        "modules": modules,
+        "files": files,
+    }
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file except the manifest and the card."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        for path in sorted(folder.iterdir())
+        if path.name not in (MANIFEST_NAME, CARD_NAME)
+    }
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """JSON for a file: indented, and refusing NaN."""
+    return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
+    """Options beyond method and scheme that differ from their defaults."""
+    asked = asdict(request.options) | {
+        "asymmetric": plan.options.asymmetric,
+        "overrides": list(request.overrides),
+        "revert_worse": request.revert_worse,
+        "stored_statistics": request.stats is not None,
+        "target_bpw": request.target_bpw,
+        "target_bytes": request.target_bytes,
+        "kv_cache": request.kv_cache,
+        "kv_cache_strategy": request.kv_cache_strategy,
+        "vision": request.vision,
+        "rotations": list(plan.rotations),
+    }
+    usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
+    usual |= {
+        "overrides": [],
+        "revert_worse": False,
+        "stored_statistics": False,
+        "kv_cache_strategy": "tensor",
+        "vision": False,
+        "rotations": [],
+    }
+    return {name: value for name, value in asked.items() if value != usual[name]}
+
+
+def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
+    """How the errors are defined: X is what the method was calibrated on."""
+    if not request.errors:
+        return "not measured"
+    if request.stats is not None:
+        return f"{_ERROR_FORMULA}, X from the float model"
+    if plan.method.sequential and plan.options.true_sequential:
+        return (
+            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
+            "on held-out tokens from the float layer behind the quantized layers before it"
+        )
+    return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
+
+
+def _source_lines(manifest: dict[str, Any]) -> list[str]:
+    """A row of the card where the float weights are those of a file that was quantized already."""
+    origin = manifest.get("dequantized_from")
+    return [f"| dequantized from | {origin}, which was quantized already |"] if origin else []
+
+
+def _error_lines(manifest: dict[str, Any]) -> list[str]:
+    """Mean and largest error of the linears, as rows of the card's table; none where not measured."""
+    summary = manifest["summary"]
+    if summary["error"] is None:
+        return []
+    worst = max(manifest["modules"], key=lambda module: module["error"])
+    return [
+        f"| mean relative output error | {summary['error']:.3e} "
+        f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
+        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+    ]
+
+
+def _part_lines(manifest: dict[str, Any]) -> list[str]:
+    """A row for each part of a model that has more than text."""
+    rows = []
+    for part in manifest.get("parts", ()):
+        error = "" if part["error"] is None else f", mean error {part['error']:.3e}"
+        bits = "" if part["bits_per_weight"] is None else f" at {part['bits_per_weight']:.2f} bits"
+        rows.append(
+            f"| {part['part']} | {part['quantized']} of {part['quantized'] + part['plain']} linears "
+            f"quantized{bits}, {part['bytes']:,} bytes from {part['source_bytes']:,}{error} |"
+        )
+    return rows
+
+
+def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
+    """The README model card, from the manifest alone."""
+    summary, calibration = manifest["summary"], manifest["calibration"]
+    lines = [
+        f"# {manifest['model']}, {plan.label}",
+        "",
+        f"Weights of `{manifest['model']}` quantized by llmopt {manifest['llmopt']} with the method "
+        f"`{manifest['method']}`, solver `{manifest['solver']}`, and stored in the format "
+        f"`{manifest['format']}`.",
+        "",
+        "| | |",
+        "|---|---|",
+        *_source_lines(manifest),
+        f"| quantized linears | {summary['num_modules']} |",
+        f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
+        f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
+        f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
+        *_error_lines(manifest),
+        *_part_lines(manifest),
+        f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
+        f"{calibration['source']} |",
+        f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
+        "",
+        f"The error is {manifest['error']}. All figures by module, and digests of the computed codes, are in "
+        f"`{MANIFEST_NAME}`; `llmopt verify` checks the files against them.",
+        "",
+    ]
+    return "\n".join(lines).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A converted checkpoint.
+
+    Attributes:
+        modules: records of all quantized linears: `error` 0 and `reason` empty where lossless.
+        loads_in: the loaders that support the result.
+    """
+
+    output: Path
+    source_format: str
+    target_format: str
+    scheme: str
+    modules: dict[str, dict[str, Any]]
+    loads_in: str
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every dequantized weight is unchanged."""
+        return not any(module["reason"] for module in self.modules.values())
+
+
+def conversion_card(result: Conversion, manifest: dict[str, Any]) -> bytes:
+    """A short README of a converted checkpoint, made from its manifest."""
+    origin = manifest["converted_from"]
+    worst = max(manifest["modules"], key=lambda module: module["error"])
+    changed = (
+        "every dequantized weight is unchanged"
+        if result.lossless
+        else f"some weights were requantized, `{worst['module']}` the most: by {worst['error']:.2e} "
+        "of its square"
+    )
+    lines = [
+        f"# {manifest['model']}, {result.scheme}",
+        "",
+        f"Converted by llmopt {manifest['llmopt']} from the format `{origin['format']}` to "
+        f"`{result.target_format}`: {changed}.",
+        "",
+        f"Loads in: {result.loads_in}.",
+        "",
+        f"`{MANIFEST_NAME}` holds digests of every part of every quantized linear and of the files that "
+        "they came from; `llmopt verify` checks the files against them.",
+        "",
+    ]
+    return "\n".join(lines).encode()

@@ -1,0 +1,358 @@
+"""The quantization request: all options, before the model is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+from ..base.errors import BadInput
+from ..base.names import INT8_CACHE, LARGEST, KvStrategy, device_names
+from ..base.option import option, option_like, options_of, within
+from ..methods.options import MethodOptions, SchemeOptions, check_group_size
+from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked
+from ..stream.sources import check_source
+
+# Headings on the help screen.
+_GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
+
+
+def _rotations(text: str) -> tuple[str, ...]:
+    """The rotations by name; `none` is no rotation."""
+    return tuple(name for part in text.split(",") if (name := part.strip()) not in ("", "none"))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeRequest:
+    """All options of a quantization. None means automatic; the choice is reported in a note.
+
+    Attributes:
+        model: folder of the source checkpoint.
+        output: folder to create; with several formats, the parent of one folder each.
+        rotations: that are folded into the model before anything else; None: what is best for the method,
+            see `with_defaults`.
+        model_name: the model's name in records; empty: the name of its folder.
+    """
+
+    model: Path
+    output: Path
+    method: str = option(
+        "awq",
+        "Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
+        "nf4, fp4, nvfp4, mxfp4, trellis, quip; or auto: gptq with mixed precision under a target.",
+    )
+    format: str | None = option(
+        None,
+        "awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3, quip or "
+        "gguf; several with commas. Default: the method's own if it supports the scheme, else "
+        "compressed-tensors.",
+    )
+    bits: int | None = option_like(SchemeOptions, "bits")
+    group_size: int | None = option_like(SchemeOptions, "group_size")
+    symmetric: bool | None = option_like(SchemeOptions, "symmetric")
+    granularity: str | None = option_like(SchemeOptions, "granularity")
+    activations: str | None = option_like(SchemeOptions, "activations")
+    double_quant: bool = option_like(SchemeOptions, "double_quant")
+    outlier_threshold: float | None = option_like(SchemeOptions, "outlier_threshold")
+    sparse_fraction: float | None = option_like(SchemeOptions, "sparse_fraction")
+    gguf_type: str | None = option(None, "Block type or mix, such as Q4_K_M or Q8_0.", panel=_GRID)
+    imatrix: Path | None = option(
+        None,
+        "GGUF: importance matrix to weigh errors by, in llama.cpp's formats (.gguf, .dat); "
+        "measured and written where there is no such file.",
+        writes="cache",
+        panel=_GRID,
+    )
+    overrides: tuple[str, ...] = option(
+        (),
+        "Options for the linears that match a regular expression, such as "
+        "'down_proj$=bits:8,group_size:64'. Repeatable.",
+        flag="--override",
+        panel=_GRID,
+        word=list[str],
+        parse=tuple,
+    )
+    ignore: tuple[str, ...] = option(
+        (),
+        "Regular expression: matching linears are not quantized. Repeatable.",
+        panel=_GRID,
+        word=list[str],
+        parse=tuple,
+    )
+    lm_head: bool = option(
+        False, "Quantize the output projection too.", flag="--quantize-lm-head", panel=_GRID
+    )
+    vision: bool = option(
+        False,
+        "Quantize the vision tower and the projector too.",
+        flag="--quantize-vision",
+        panel=_GRID,
+    )
+    options: MethodOptions = option(
+        MISSING, "Hyperparameters of the method.", factory=MethodOptions, config=MethodOptions
+    )
+    target_bpw: float | None = option(
+        None, "auto, trellis: maximum bits per quantized weight.", panel=_METHOD
+    )
+    target_bytes: int | None = option(
+        None,
+        "auto, trellis: maximum size of all tensors: 3.5GiB.",
+        flag="--target-size",
+        word=str,
+        panel=_METHOD,
+    )
+    rotations: tuple[str, ...] | None = option(
+        (),
+        "R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
+        "values (R2) into the weights first; the float model's logits stay. Default: R2 with awq; none: "
+        "no rotation.",
+        panel=_METHOD,
+        flag="--rotate",
+        word=str,
+        parse=_rotations,
+    )
+    kv_cache: str | None = option(
+        None,
+        "fp8: calibrate and store the scales of an fp8 KV cache; int8: servers measure its scales.",
+        panel=_METHOD,
+    )
+    kv_cache_strategy: KvStrategy = option(
+        "tensor", "fp8 scales for a layer's keys and values, or for each KV head.", panel=_METHOD
+    )
+    revert_worse: bool = option(
+        False,
+        "Fall back to round-to-nearest where the method is worse than it.",
+        flag="--revert-worse",
+        panel=_METHOD,
+    )
+    calibration: str | None = option(
+        None,
+        "A .txt, .jsonl or .json file or a hub dataset id; conversations get the chat template; "
+        "rows may have `images`, a list of paths. Default: bundled text (code, dialogue, prose, 40 "
+        "languages), for models that read images bundled pictures before it.",
+        panel=_DATA,
+    )
+    num_samples: int | None = option(
+        None,
+        "Calibration samples. Default: 512 for methods that are calibrated, or what the text holds.",
+        limit=within(ge=1),
+        panel=_DATA,
+    )
+    seq_len: int | None = option(
+        None,
+        "Tokens in a sample. Default: 2048, or the model's context if shorter.",
+        limit=within(ge=1),
+        panel=_DATA,
+    )
+    held_out: int | None = option(
+        None, "Held-out samples, for measuring only. Default: an eighth.", panel=_DATA
+    )
+    errors: bool = option(
+        True,
+        "Measure output errors. Without, data-free methods (rtn, hqq, fp8, int8, nf4, fp4, nvfp4, "
+        "mxfp4) read no calibration text and run no layer.",
+        panel=_DATA,
+    )
+    evaluation: str | None = option(
+        None,
+        "A .txt or .jsonl file that calibration texts must not overlap with. "
+        "Default: the bundled evaluation text.",
+        panel=_DATA,
+    )
+    seed: int = option(0, "Random seed of the calibration texts' order.", panel=_DATA)
+    device: str = option(
+        "cpu",
+        "Where layers are run and solved: cpu, cuda, cuda:N, or several with commas.",
+        panel=_DATA,
+    )
+    compute: str = option(
+        "auto",
+        "GEMMs of the calibration passes: float32, bfloat16, or auto: bfloat16 for models "
+        "stored in it where the CPU is faster at it.",
+        panel=_DATA,
+    )
+    stats: Path | None = option(
+        None,
+        "Folder of cached statistics of the float model: measured once, reused by "
+        "later runs with other bits, groups or methods.",
+        writes="cache",
+        panel=_DATA,
+    )
+    tensor_parallel: int = option(
+        1,
+        "vLLM tensor-parallel size, for the table of loaders.",
+        flag="--tensor-parallel-size",
+        span=(1, None),
+        panel=_RUN,
+    )
+    trust_remote_code: bool = option(
+        False, "Run code that the checkpoint brings.", flag="--trust-remote-code", panel=_RUN
+    )
+    restart: bool = option(
+        False, "Discard the unfinished work of an earlier run.", flag="--restart", panel=_RUN
+    )
+    model_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_request(self)
+
+    @property
+    def scheme_options(self) -> SchemeOptions:
+        """The scheme options of the request."""
+        shared = {name: getattr(self, name) for name in options_of(SchemeOptions)}
+        return SchemeOptions(**shared, act_order=self.options.act_order)
+
+
+def check_request(request: QuantizeRequest) -> None:
+    """Raises BadInput for a request that no model could fulfil."""
+    check_method(request.method)
+    formats = formats_asked(request.format)
+    device_names(request.device)
+    if searches(request):
+        _check_target(request)
+    _check_options(request)
+    _check_kv_cache(request)
+    if request.calibration is not None:
+        check_source(request.calibration)
+    if request.gguf_type is not None and "gguf" not in formats:
+        raise BadInput("--gguf-type belongs to --format gguf")
+    if not request.errors:
+        _check_data_free(request)
+
+
+def searches(request: QuantizeRequest) -> bool:
+    """Whether the widths of the linears are searched, under a target."""
+    return request.method == AUTO or (request.target_bpw, request.target_bytes) != (None, None)
+
+
+def _check_target(request: QuantizeRequest) -> None:
+    known = [AUTO, *(one.name for one in METHODS.values() if one.by_target)]
+    if request.method not in known:
+        raise BadInput(f"--target-bpw and --target-size belong to --method {' and '.join(known)}")
+    if [request.target_bpw, request.target_bytes].count(None) != 1:
+        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
+    if request.bits is not None or request.overrides:
+        raise BadInput(
+            f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "
+            "--override out"
+        )
+
+
+def _check_options(request: QuantizeRequest) -> None:
+    method = METHODS[AUTO_METHOD if request.method == AUTO else request.method]
+    solver = method.solver(request.options.solver)
+    method.choose_bits(request.bits)
+    check_group_size(request.group_size)
+    method.refuse_solver(solver)
+    method.refuse_knobs(replace(request.options, solver=solver))
+
+
+def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
+    """The request with `options.asymmetric` decided where it is None, and `rotations` where none are tried.
+
+    `awq`, `trellis` and `quip` aim at the float model's outputs (GPTAQ) where there is error feedback on
+    decoder layers that are run as they are quantized; `awq` has R2 beside it, which is tried when the model
+    is read: `rotations` stay None. `tools/choices.py` measures both on a real model (docs/rotations.md).
+    Nothing of it changes what a loader sees: R2 turns the values of heads inside a layer, so that a tied
+    output projection stays tied.
+    """
+    options, method = request.options, METHODS.get(request.method)
+    feeds_back = method is not None and method.best_solver == "gptq" == method.solver(
+        options.solver
+    )
+    transformed = method is not None and method.transformed
+    runs = request.errors and request.stats is None and options.true_sequential
+    runs = runs and not request.vision
+    to_gguf = request.gguf_type is not None or "gguf" in (request.format or "")
+    rotations = request.rotations
+    if rotations is None and not (feeds_back and runs and not to_gguf):
+        rotations = ()
+    if options.asymmetric is None:
+        options = replace(options, asymmetric=(feeds_back or transformed) and runs)
+    return replace(request, rotations=rotations, options=options)
+
+
+def _check_kv_cache(request: QuantizeRequest) -> None:
+    known = (*LARGEST, INT8_CACHE)
+    if request.kv_cache is not None and request.kv_cache not in known:
+        raise BadInput(f"--kv-cache {request.kv_cache}: choose {' or '.join(known)}")
+    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
+        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
+
+
+def _check_data_free(request: QuantizeRequest) -> None:
+    """Raises BadInput for `--no-errors` where an option needs the calibration data."""
+    method = METHODS.get(request.method)
+    needs = {
+        f"method {request.method} is calibrated": searches(request)
+        or (method is not None and method.needs_statistics)
+        or (method is not None and method.solver(request.options.solver) == "gptq"),
+        "--kv-cache scales are measured": request.kv_cache in LARGEST,
+        "--stats are measured": request.stats is not None,
+        "--revert-worse compares errors": request.revert_worse,
+        f"{request.imatrix} is measured": request.imatrix is not None
+        and not request.imatrix.exists(),
+    }
+    for reason, holds in needs.items():
+        if holds:
+            raise BadInput(f"--no-errors: {reason}: leave one of them out")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Scheme options for the modules whose names match a regular expression."""
+
+    pattern: re.Pattern[str]
+    changes: Mapping[str, Any]
+
+    def apply(self, options: SchemeOptions) -> SchemeOptions:
+        """The options with the override applied."""
+        return replace(options, **self.changes)
+
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse_override(text: str) -> Override:
+    """Read `REGEX=key:value,key:value`.
+
+    Raises:
+        BadInput: no regular expression, an unknown key, or a value that the key cannot have.
+    """
+    pattern, divider, rest = text.rpartition("=")
+    if not divider or not pattern or not rest:
+        raise BadInput(f"--override {text!r}: write REGEX=key:value, such as 'down_proj$=bits:8'")
+    changes: dict[str, Any] = {}
+    for item in rest.split(","):
+        key, _, value = (part.strip() for part in item.partition(":"))
+        key = key.replace("-", "_")
+        if key not in options_of(SchemeOptions):
+            known = ", ".join(options_of(SchemeOptions))
+            raise BadInput(f"--override {text!r}: unknown key {key!r}, choose of {known}")
+        changes[key] = _value(text, key, value)
+    return Override(compiled("--override", pattern), MappingProxyType(changes))
+
+
+def compiled(option: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression, or BadInput naming the option."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BadInput(f"{option} {pattern!r} is no regular expression: {error}") from error
+
+
+def _value(text: str, key: str, value: str) -> int | float | bool | str:
+    kind = get_args(get_type_hints(SchemeOptions)[key])[0] if key != "double_quant" else bool
+    try:
+        if kind is bool:
+            return _BOOLEANS[value.lower()]
+        if kind is not str:
+            return kind(value)
+    except (ValueError, KeyError) as error:
+        raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
+    if not value:
+        raise BadInput(f"--override {text!r}: {key} has no value")
+    return value

@@ -1,1 +1,0 @@
-"""The quantization request, and the selection of linears."""

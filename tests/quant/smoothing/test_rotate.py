@@ -1,0 +1,164 @@
+"""Rotated checkpoints against the models that they came from, for every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.verify import verify
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.smoothing.rotate import rotated, write_plain
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
+from ...support.quant_support import TINY
+from ...support.vision_checkpoints import image_prompt, save_wrapped
+
+# Norms that subtract the mean (BLOOM, GPT-NeoX, GPT-J, StableLM), that follow a sublayer (Gemma), and readers
+# that are no linears (gpt-oss).
+REFUSED = {"gemma2", "gemma3", "gpt_oss", "stablelm", "gpt_neox", "bloom", "gptj"}
+
+
+@torch.no_grad()
+def logits(folder: Path) -> torch.Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()(input_ids=token_ids(), use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", [*MAPPED, *OTHERS])
+def test_logits_stay_or_the_family_is_refused(tmp_path: Path, name: str) -> None:
+    save_model(name, tmp_path / "plain")
+    checkpoint = Checkpoint(tmp_path / "plain")
+    if name in REFUSED:
+        with pytest.raises(BadInput, match="cannot be rotated"):
+            rotated(checkpoint, ("R1",), 0)
+        return
+    turned = rotated(checkpoint, ("R1",), 0)
+    assert changed(checkpoint, turned) > 4
+    after = logits(write_plain(turned, tmp_path / "rotated"))
+    before = logits(tmp_path / "plain")
+    assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
+
+
+def changed(plain: Checkpoint, turned: Checkpoint) -> int:
+    """How many matrices differ."""
+    return sum(
+        not torch.equal(plain.tensor(name), turned.tensor(name))
+        for name in plain.names
+        if len(plain.shape(name)) == 2
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-grouped", "qwen2", "phi3"])
+def test_values_are_turned_head_by_head(tmp_path: Path, name: str) -> None:
+    save_model(name, tmp_path / "plain")
+    checkpoint = Checkpoint(tmp_path / "plain")
+    turned = rotated(checkpoint, ("R1", "R2"), 3)
+    value_only = rotated(checkpoint, ("R2",), 3)
+    assert changed(checkpoint, value_only) == 4  # v and o of two layers
+    before = logits(tmp_path / "plain")
+    for number, each in enumerate((turned, value_only)):
+        after = logits(write_plain(each, tmp_path / str(number)))
+        assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
+
+
+def test_channels_of_the_stream_become_alike(tmp_path: Path) -> None:
+    """A loud channel of what is written into the stream is spread over all."""
+    model = save_model("llama", tmp_path / "plain")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[3] *= 50
+    model.save_pretrained(tmp_path / "plain")
+    checkpoint = Checkpoint(tmp_path / "plain")
+    turned = rotated(checkpoint, ("R1",), 0)
+    name = "model.layers.1.mlp.down_proj.weight"
+    loud = [
+        c.tensor(name).norm(dim=1).max() / c.tensor(name).norm(dim=1).mean()
+        for c in (checkpoint, turned)
+    ]
+    assert loud[0] > 10 and loud[1] < 2
+
+
+def request(output: Path, **options: Any) -> QuantizeRequest:
+    settings: dict[str, Any] = {
+        "method": "rtn",
+        "bits": 8,
+        "group_size": -1,
+        "num_samples": 4,
+        "seq_len": 32,
+        "held_out": 0,
+        "model_name": "tiny",
+        "rotations": ("R1", "R2"),
+    }
+    return QuantizeRequest(TINY, output, **(settings | options))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_rotated_model_is_quantized_and_resumed_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quantize(request(tmp_path / "whole")).output
+    config = json.loads((whole / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert '"rotations": [\n' in (whole / MANIFEST_NAME).read_text()
+    assert verify(whole).ok
+    written = pipeline._write_layer
+
+    class Killed(BaseException):
+        pass
+
+    def killed(plan: Any, journal: Any, index: int, work: Any) -> Any:
+        if index == 2:
+            raise Killed
+        return written(plan, journal, index, work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_write_layer", killed)
+        with pytest.raises(Killed):
+            quantize(request(tmp_path / "out"))
+    result = quantize(request(tmp_path / "out"))
+    assert result.resumed_layers == 2
+    assert contents(result.output) == contents(whole)
+    other = quantize(request(tmp_path / "other", seed=1)).output
+    assert (
+        contents(other)["model-layer-00000.safetensors"]
+        != (contents(whole)["model-layer-00000.safetensors"])
+    )
+
+
+@torch.no_grad()
+def logits_behind_image(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()(**inputs, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
+def test_answers_about_images_stay_or_the_rotation_is_refused(tmp_path: Path, name: str) -> None:
+    """The features of images enter the residual stream behind the embedding, so R1 cannot turn it alone."""
+    save_wrapped(tmp_path / "plain", name)
+    checkpoint = Checkpoint(tmp_path / "plain")
+    for rotations in (("R1",), ("R1", "R2")):
+        with pytest.raises(BadInput, match=r"R1: .*Generation writes features of images"):
+            rotated(checkpoint, rotations, 0)
+    turned = rotated(checkpoint, ("R2",), 0)
+    assert changed(checkpoint, turned) == 4
+    inputs = image_prompt(tmp_path / "plain", name)
+    before = logits_behind_image(tmp_path / "plain", inputs)
+    after = logits_behind_image(write_plain(turned, tmp_path / "rotated"), inputs)
+    assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
+
+
+def test_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--rotate R5: choose of R1, R2"):
+        quantize(request(tmp_path / "out", rotations=("R5",)))
