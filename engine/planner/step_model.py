@@ -1,0 +1,380 @@
+"""Step time of an engine: the operators of one step, each from its bytes, FLOP and messages.
+
+An operator takes the smooth maximum of moving its bytes and computing its FLOP at fractions of the data
+sheet's roofs, and its launches or messages a latency each. Fractions and latencies were fitted to measured
+deployments by `tools/plan_error`; a parameter is a value times the factor of each tag that a deployment has
+(engine, GPU generation, weight dtype, architecture), so that a device or a model that was not measured takes
+the shared physics. Loads are per rank of one tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
+from .devices import Device
+from .probed_shape import ProbedShape
+from .weights import WeightRecipe
+
+ACTIVATION_BYTES = 2
+OVERLAP_POWER = 3
+"""Exponent of the smooth maximum of memory and compute time: 1 adds them, infinity overlaps them wholly."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Tokens that one engine step computes, summed over its sequences.
+
+    `decode_context_tokens` are the cached tokens that the decode rows read; `prefill_context_tokens` sums,
+    over the prompt tokens of the step, the tokens that each attends to.
+    """
+
+    decode_sequences: int = 0
+    decode_context_tokens: float = 0
+    prefill_tokens: int = 0
+    prefill_context_tokens: float = 0
+    prefill_sequences: int = 0
+
+    @classmethod
+    def of(cls, sequences: int, context: float, prompt: int = 0, cached: int = 0) -> StepWork:
+        """A decode of `sequences` of mean length `context`, and one prompt chunk after `cached` tokens."""
+        attended = prompt * (cached + (prompt + 1) / 2)
+        return cls(sequences, sequences * context, prompt, attended, int(prompt > 0))
+
+
+class Loads(NamedTuple):
+    """Bytes, FLOP, messages and launches of one step on one rank."""
+
+    linear_bytes: float
+    linear_flops: float
+    expert_bytes: float
+    expert_flops: float
+    cache_bytes: float
+    cache_flops: float
+    pair_flops: float
+    state_bytes: float
+    activation_bytes: float
+    reduces: float
+    reduce_bytes: float
+    exchanges: float
+    exchange_bytes: float
+    layers: float
+    mixture_layers: float
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Ranks of a deployment: the attention is split over `tp` and repeated `attention_dp` times, the experts
+    over `ep` ranks and their widths over the rest, the layers over `pp`."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    attention_dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "attention_dp"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if (self.tp * self.attention_dp) % self.ep:
+            raise BadInput(
+                f"--ep {self.ep} does not divide the {self.tp * self.attention_dp} ranks of a stage"
+            )
+
+    @property
+    def gpus(self) -> int:
+        """Devices of one replica."""
+        return self.tp * self.pp * self.attention_dp
+
+
+@cache
+def parameter_table() -> Mapping[str, Mapping[str, Any]]:
+    """The fitted parameters: value, unit, standard error, and the factors of tags."""
+    path = Path(__file__).with_name("step_parameters.json")
+    return json.loads(path.read_text(encoding="utf-8"))["parameters"]
+
+
+def resolve(table: Mapping[str, Mapping[str, Any]], tags: Iterable[str]) -> dict[str, float]:
+    """The parameters of a deployment: each value times the factors of the deployment's tags."""
+    chosen = tuple(tags)
+    resolved = {}
+    for name, entry in table.items():
+        value, factors = entry["value"], entry.get("factors", {})
+        for tag in chosen:
+            value *= factors.get(tag, 1.0)
+        resolved[name] = value
+    return resolved
+
+
+def longer(moving: Any, computing: Any) -> Any:
+    """Smooth maximum of two times, which overlap; of floats or arrays."""
+    return (moving**OVERLAP_POWER + computing**OVERLAP_POWER) ** (1 / OVERLAP_POWER)
+
+
+def operator_seconds(loads: Any, roofs: Any, p: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds of each operator of a step; plain arithmetic, so that a fit can pass columns for numbers."""
+    bandwidth, link = roofs.bandwidth, roofs.link
+    return {
+        "linear layers": longer(
+            loads.linear_bytes / (bandwidth * p["linear.bandwidth"]),
+            loads.linear_flops / (roofs.linear_peak * p["linear.compute"]),
+        ),
+        "experts": longer(
+            loads.expert_bytes / (bandwidth * p["experts.bandwidth"]),
+            loads.expert_flops / (roofs.expert_peak * p["experts.compute"]),
+        ),
+        "decode attention": longer(
+            loads.cache_bytes / (bandwidth * p["attention.bandwidth"]),
+            loads.cache_flops / (roofs.attention_peak * p["attention.compute"]),
+        ),
+        "prefill attention": loads.pair_flops / (roofs.attention_peak * p["prefill.compute"]),
+        "states": loads.state_bytes / (bandwidth * p["states.bandwidth"]),
+        "norms and activations": loads.activation_bytes / (bandwidth * p["activations.bandwidth"]),
+        "all-reduce": loads.reduces * p["all_reduce.latency"]
+        + loads.reduce_bytes / (link * p["all_reduce.bandwidth"]),
+        "all-to-all": loads.exchanges * p["all_to_all.latency"]
+        + loads.exchange_bytes / (link * p["all_to_all.bandwidth"]),
+        "launches": loads.layers * p["layer.seconds"]
+        + loads.mixture_layers * p["mixture_layer.seconds"],
+        "host": p["host.step"] + loads.rows * p["host.sequence"],
+    }
+
+
+class Roofs(NamedTuple):
+    """Data-sheet roofs that a deployment's operators run against: bytes/s and FLOP/s of one device."""
+
+    bandwidth: float
+    link: float
+    linear_peak: float
+    expert_peak: float
+    attention_peak: float
+
+
+class _Weights(NamedTuple):
+    """Weight bytes and parameters on a rank, of what each token passes and of one expert."""
+
+    linear_bytes: float
+    linear_elements: float
+    head_bytes: float
+    head_elements: float
+    expert_bytes: float
+    expert_elements: float
+    used_expert_elements: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Times of an engine's steps for one model on one kind of device.
+
+    Raises:
+        BadInput: the device's speed is unknown.
+    """
+
+    shape: ModelShape
+    recipe: WeightRecipe
+    device: Device
+    engine: str
+    parallel: Parallelism
+    kv_bytes_per_element: float
+    parameters: Mapping[str, float]
+    roofs: Roofs
+    _weights: _Weights
+    _cache: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def build(
+        cls,
+        shape: ModelShape,
+        recipe: WeightRecipe,
+        device: Device,
+        *,
+        engine: str = "llmopt",
+        parallel: Parallelism = Parallelism(),
+        kv_bytes_per_element: float = 2,
+        parameters: Mapping[str, float] | None = None,
+    ) -> StepModel:
+        """The model of a deployment, with the fitted parameters unless others are given."""
+        chosen = parameters
+        if chosen is None:
+            tags = deployment_tags(shape, recipe, device, engine)
+            chosen = resolve(parameter_table(), tags)
+        return cls(
+            shape,
+            recipe,
+            device,
+            engine,
+            parallel,
+            float(kv_bytes_per_element),
+            chosen,
+            roofs_of(device, recipe),
+            _weights_on_rank(shape, recipe, parallel),
+            _cache_classes(shape, parallel.tp),
+        )
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of one step, all its pipeline stages."""
+        return sum(operator_seconds(self.loads(work), self.roofs, self.parameters).values())
+
+    def operators(self, work: StepWork) -> tuple[tuple[str, float, str], ...]:
+        """Each operator of the step that takes time: its name, its seconds, and their source."""
+        parts = operator_seconds(self.loads(work), self.roofs, self.parameters)
+        return tuple((name, seconds, "fit") for name, seconds in parts.items() if seconds > 0)
+
+    def loads(self, work: StepWork) -> Loads:
+        """Loads of the step on one rank; with pipeline stages, summed along a token's way."""
+        shape, parallel, weights = self.shape, self.parallel, self._weights
+        tokens = work.decode_sequences + work.prefill_tokens
+        per_rank = tokens / parallel.attention_dp
+        rows = (work.decode_sequences + work.prefill_sequences) / parallel.attention_dp
+        layers, experts = shape.num_layers, shape.experts
+        message = per_rank * shape.hidden_size * ACTIVATION_BYTES
+        mixture_layers = 0
+        expert_bytes = expert_flops = exchange_bytes = 0.0
+        if experts is not None:
+            mixture_layers = layers - len(experts.dense_layers)
+            touched = experts.expected_distinct(tokens) / experts.count
+            expert_bytes = weights.expert_bytes * touched
+            expert_flops = 2 * tokens * weights.used_expert_elements
+            if parallel.attention_dp > 1:
+                exchange_bytes = 2 * mixture_layers * message * min(experts.per_token, parallel.ep)
+        share = (parallel.tp - 1) / parallel.tp
+        reduces = 2 * layers if parallel.tp > 1 else 0
+        exchanges = 2 * mixture_layers if parallel.attention_dp > 1 else 0
+        cache_bytes, cache_flops = self._decode_attention(work)
+        return Loads(
+            linear_bytes=weights.linear_bytes + weights.head_bytes,
+            linear_flops=2 * (per_rank * weights.linear_elements + rows * weights.head_elements),
+            expert_bytes=expert_bytes,
+            expert_flops=expert_flops,
+            cache_bytes=cache_bytes,
+            cache_flops=cache_flops,
+            pair_flops=self._prefill_attention(work),
+            state_bytes=2 * rows * shape.state_bytes / parallel.tp,
+            activation_bytes=message * layers,
+            reduces=reduces,
+            reduce_bytes=2 * share * message * reduces,
+            exchanges=exchanges,
+            exchange_bytes=exchange_bytes,
+            layers=layers,
+            mixture_layers=mixture_layers,
+            rows=work.decode_sequences + work.prefill_sequences,
+        )
+
+    def _decode_attention(self, work: StepWork) -> tuple[float, float]:
+        """Bytes of the cache that the decode rows of a rank read, and their FLOP."""
+        if not work.decode_sequences:
+            return 0.0, 0.0
+        context = work.decode_context_tokens / work.decode_sequences
+        sequences = work.decode_sequences / self.parallel.attention_dp
+        read = sum(min(context, window) * elements for window, elements in self._cache)
+        shape, heads = self.shape, ceil(self.shape.num_heads / self.parallel.tp)
+        # Multiplications of a cached element: by each query head that shares it.
+        if shape.latent:
+            reuse = heads * (1 + shape.latent.kv_rank / shape.latent.cached_elements)
+        else:
+            reuse = max(1.0, heads / ceil(shape.num_kv_heads / self.parallel.tp))
+        return sequences * read * self.kv_bytes_per_element, 2 * sequences * read * reuse
+
+    def _prefill_attention(self, work: StepWork) -> float:
+        """FLOP of the prompt tokens' attention on a rank, each layer within its window."""
+        shape = self.shape
+        if not work.prefill_tokens:
+            return 0.0
+        attended = work.prefill_context_tokens / work.prefill_tokens
+        value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
+        query_dim = shape.latent.query_dim if shape.latent else shape.head_dim
+        keys = sum(attended if w is None else min(attended, w) for w in shape.windows)
+        heads = ceil(shape.num_heads / self.parallel.tp)
+        tokens = work.prefill_tokens / self.parallel.attention_dp
+        return 2 * tokens * keys * heads * (query_dim + value_dim)
+
+
+def deployment_tags(
+    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str
+) -> tuple[str, ...]:
+    """Tags whose factors apply: engine, GPU generation, weight dtype and architecture."""
+    attention = "latent" if shape.latent else "linear attention" if shape.state_bytes else "heads"
+    mixture = "mixture" if shape.experts else "dense"
+    return engine, generation(device), weight_dtype(recipe), attention, mixture
+
+
+_GENERATIONS = {
+    "hopper": ("H100", "H200", "H20", "GH200"),
+    "blackwell": ("B200", "B300", "GB200", "GB300"),
+    "ampere": ("A100", "A10", "A10G", "RTX 3090"),
+}
+
+
+def generation(device: Device) -> str:
+    """GPU generation of a device: hopper, blackwell, ampere, or other."""
+    model = device.name.split(" ")[0]
+    for name, members in _GENERATIONS.items():
+        if model in members or device.name in members:
+            return name
+    return "other"
+
+
+def weight_dtype(recipe: WeightRecipe) -> str:
+    """Class of a weight format: fp4 and fp8 multiply in their own tensor cores, int ones in 16 bit."""
+    if recipe.bits >= 16:
+        return "bf16"
+    if "fp4" in recipe.name:
+        return "fp4"
+    return "fp8" if recipe.name.startswith(("fp8", "mxfp8")) else "int"
+
+
+def roofs_of(device: Device, recipe: WeightRecipe) -> Roofs:
+    """Roofs of a device for weights of a recipe.
+
+    Raises:
+        BadInput: the device's speed is unknown.
+    """
+    peaks = device.peaks or {}
+    plain = peaks.get("bf16", peaks.get("fp16"))
+    if device.bandwidth is None or plain is None:
+        raise BadInput(f"{device.name} has no known speed: name a GPU, or give --measured")
+    quantized = peaks.get(weight_dtype(recipe), plain)
+    linear = quantized if "linear" in recipe.roles else plain
+    return Roofs(device.bandwidth, device.link_bytes_per_second, linear, quantized, plain)
+
+
+def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallelism) -> _Weights:
+    tp, ranks = parallel.tp, parallel.tp * parallel.attention_dp
+    parts = {"ranks": tp, "kv_heads": min(tp, shape.num_kv_heads), "whole": 1}
+    total = dict.fromkeys(_Weights._fields, 0.0)
+    for tensor in shape.tensors():
+        role = "expert" if tensor.role in ("expert", "expert_bias") else "linear"
+        if tensor.role == "head" or (tensor.role == "embedding" and shape.tied):
+            role = "head"
+        elif tensor.role in ("embedding", "position", "vision", "projector"):
+            continue
+        split = ranks if role == "expert" else parts[tensor.shard]
+        total[f"{role}_bytes"] += recipe.tensor_bytes(tensor) * tensor.count / split
+        total[f"{role}_elements"] += tensor.num_elements * tensor.count / split
+        if role == "expert":
+            total["used_expert_elements"] += tensor.num_elements * tensor.used / split
+    return _Weights(**total)
+
+
+def _cache_classes(shape: ModelShape, tp: int) -> tuple[tuple[float, float], ...]:
+    """Cached elements per token on a rank by the window that they are read within."""
+    heads = 1.0 if shape.latent else ceil(shape.num_kv_heads / tp) / shape.num_kv_heads
+    classes: dict[float, float] = {}
+    if isinstance(shape, ProbedShape):
+        for tensor in shape.growing:
+            window = tensor.window + 1 if tensor.window else float("inf")
+            elements = tensor.heads * tensor.width / tensor.stride * heads
+            classes[window] = classes.get(window, 0.0) + elements
+    else:
+        for size in shape.windows:
+            window = float("inf") if size is None else float(size)
+            classes[window] = classes.get(window, 0.0) + shape.cached_elements * heads
+    return tuple(classes.items())
