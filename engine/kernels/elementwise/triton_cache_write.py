@@ -262,7 +262,7 @@ def _latent_queries(
 ):
     """Write `[absorbed, rotated]`. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * LATENT_HEADS + tl.arange(0, LATENT_HEADS)[:, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     is_head = head < NUM_HEADS
     is_latent = is_head & (lane < RANK)

@@ -211,7 +211,7 @@ def _biased_gate(
 ):
     """`activation(gate) * up` of rows [gate, up] plus their expert's bias. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size
     bias = bias_ptr + tl.load(expert_ptr + row) * 2 * size + lanes
     place = row_ptr + row * row_stride + lanes
@@ -264,9 +264,9 @@ def _weighted_sum(
 ):
     """Sum of a token's rows in float32. Grid: tokens, blocks of a row."""
     token = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         row = token * TOP_K + place
         x = tl.load(row_ptr + row * size + lanes, mask=mask, other=0.0).to(tl.float32)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from llmopt import engine
 from llmopt.engine.kernels.common.devices import VARIABLE
 
 from tools.launches import launches_per_layer
@@ -23,3 +27,26 @@ def test_launches_a_layer(family: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     counts = launches_per_layer(*FAMILIES[family], tmp_path)
     assert 0 < counts.total() <= MOST[family], counts
+
+
+ENGINE = Path(engine.__path__[0])
+KERNELS = [path for path in ENGINE.rglob("*.py") if "@triton.jit" in path.read_text()]
+
+
+def test_the_modules_of_kernels_are_found() -> None:
+    assert len(KERNELS) > 10
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_kernels_read_no_plain_number_of_their_module(path: Path) -> None:
+    """Triton compiles none that does, though its interpreter runs it."""
+    place = path.relative_to(ENGINE).with_suffix("").parts
+    module = import_module(".".join(("llmopt", "engine", *place)))
+    plain: list[str] = []
+    for name, kernel in vars(module).items():
+        function: Any = getattr(kernel, "fn", None)
+        for instruction in () if function is None else dis.get_instructions(function):
+            held = getattr(module, str(instruction.argval), None)
+            if instruction.opname == "LOAD_GLOBAL" and isinstance(held, int | float | str):
+                plain.append(f"{name}: {instruction.argval}")
+    assert not plain
