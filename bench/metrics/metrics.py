@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
 from .trace import LoadPass, RequestTrace
 
 METRICS = {
@@ -47,7 +46,6 @@ FORMULAS = {
     "max_concurrent_requests": "most requests alive within one whole second, as vLLM counts",
     "percentiles": "linear interpolation between order statistics (numpy); std divides by n",
 }
-SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 def samples(traces: Iterable[RequestTrace]) -> dict[str, np.ndarray]:
@@ -166,28 +164,6 @@ def slo_share(
         return None
     done = [trace for trace in traces if trace.success]
     return count_good(done, limits_ms, from_schedule=from_schedule) / len(traces)
-
-
-def parse_goodput(words: Iterable[str]) -> dict[str, float]:
-    """`["ttft:200", "tpot:50"]`, or one text with both, as {metric: milliseconds}.
-
-    Raises:
-        BadInput: a word that is not `metric:milliseconds` with a metric of `SLO_METRICS`.
-    """
-    limits: dict[str, float] = {}
-    for word in " ".join(words).replace(",", " ").split():
-        metric, _, value = word.partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if metric not in SLO_METRICS or not limit >= 0:
-            raise BadInput(
-                f"--goodput {word!r}: write metric:milliseconds with a metric of "
-                f"{', '.join(SLO_METRICS)}, such as ttft:200"
-            )
-        limits[metric] = limit
-    return limits
 
 
 def peaks_by_second(traces: Iterable[RequestTrace]) -> tuple[int, int]:

@@ -321,7 +321,10 @@ class MetricOptions:
         limit=each(within(ge=0, le=100)),
     )
     goodput: tuple[str, ...] = option(
-        (), 'Limits in ms, such as "ttft:200 tpot:50"; repeatable.', word=list[str], parse=tuple
+        (),
+        'Limits, in ms without a unit, such as "ttft:200 tpot:50" or "ttft:1s"; repeatable.',
+        word=list[str],
+        parse=tuple,
     )
 
 

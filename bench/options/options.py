@@ -23,11 +23,12 @@ from pydantic import (
     model_validator,
 )
 
+from ...engine.base.slo import parse_slo
 from ...engine.config.config import EngineConfig
 from ...quant.base.errors import BadInput
 from ...quant.base.names import offer
 from ...quant.base.option import Option, options_of
-from ..metrics.metrics import METRICS, parse_goodput
+from ..metrics.metrics import METRICS
 from ..quality.passage import ProtocolOptions
 from .definitions import (
     ArrivalOptions,
@@ -176,7 +177,7 @@ class BenchOptions(_Fields, _EngineFields, BaseModel):
     @field_validator("goodput")
     @classmethod
     def _limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        parse_goodput(words)
+        parse_slo(words)
         return words
 
     @model_validator(mode="after")
@@ -262,7 +263,7 @@ class BenchOptions(_Fields, _EngineFields, BaseModel):
             raise ValueError(
                 f"--tasks needs a model that generates: --backend {self.backend} does not"
             )
-        if set(parse_goodput(self.goodput)) - {"e2el"}:
+        if set(parse_slo(self.goodput)) - {"e2el"}:
             raise ValueError(f"--goodput of --backend {self.backend} has one metric, e2el")
         return self
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ...engine.base.slo import parse_slo
 from ..load.load import lora_part
 from ..machine.machine_meter import MachineMeter
-from ..metrics.metrics import aggregate, parse_goodput, slo_share
+from ..metrics.metrics import aggregate, slo_share
 from ..metrics.run_statistics import (
     client_lag,
     cost_part,
@@ -222,7 +223,7 @@ def _load_parts(measured: Measurement) -> dict[str, Any]:
 def _pass_parts(measured: Measurement) -> dict[str, Any]:
     """Statistics per pass and over all passes."""
     loads = measured.loads
-    limits = parse_goodput(measured.options.goodput)
+    limits = parse_slo(measured.options.goodput)
     summaries = [summarize_pass(load, limits) for load in loads]
     return {
         "runs": [
@@ -310,7 +311,7 @@ def vllm_part(
         passes,
         metrics=options.reported_metrics,
         percentiles=options.metric_percentiles,
-        goodput_ms=parse_goodput(options.goodput),
+        goodput_ms=parse_slo(options.goodput),
     )
     if options.save_detailed:
         record |= detailed([trace for load_pass in passes for trace in load_pass.traces])

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.base.slo import PRECISION, SloResult, highest_count, highest_rate, parse_slo
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
-from ..metrics.metrics import aggregate, parse_goodput, slo_share
+from ..metrics.metrics import aggregate, slo_share
 from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv
 from ..metrics.trace import LoadPass
@@ -44,11 +45,8 @@ KEPT_UP_RULE = (
     f"requests completed per second, over the whole pass with its drain, are at least {KEPT_UP:.0%} "
     "of the rate; more prompts make the pass longer and the drain count for less"
 )
-PRECISION = 0.05
-SHARE = 0.95
 # Fraction of the serial rate: there requests hardly overlap, so a failure there is a failure at any rate.
 LOWEST_RATE = 0.25
-MAX_DOUBLINGS = 10
 RULE = (
     "a load keeps the limits if the given share of all requests, failed ones counted as misses, meets "
     "every limit; a rate must also be kept up with, and its TTFT and end-to-end time count from when a "
@@ -123,7 +121,7 @@ class SweepTarget:
         if options.request_rate is not None or options.ramp_up_strategy is not None:
             raise BadInput("a sweep or a search sets the rate: leave --request-rate and ramps away")
         self.kind: Kind = kind
-        self._limits = parse_goodput(options.goodput)
+        self._limits = parse_slo(options.goodput)
         self._progress = progress
         self._engine: Any = None
         self.sweep: Sweep | None = None
@@ -281,19 +279,6 @@ def double_until_flat(
 
 
 @dataclass(frozen=True, slots=True)
-class SloResult:
-    """Result of a search.
-
-    Attributes:
-        best: the highest load that met the limits; None when the lowest did not.
-        failed: the lowest load above it that was measured and failed; None when none failed.
-    """
-
-    best: float | None
-    failed: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class SloSearch:
     """A search: its limits, result and sweep."""
 
@@ -339,44 +324,3 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
         found = highest_count(keeps, sweep_target.max_requests)
     assert sweep_target.sweep is not None
     return SloSearch(sweep_target.sweep, limits, share, found)
-
-
-def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
-    """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
-    if not keeps(lowest):
-        return SloResult(None, lowest)
-    good, bad = lowest, math.inf
-    for _ in range(MAX_DOUBLINGS):
-        if not keeps(good * 2):
-            bad = good * 2
-            break
-        good *= 2
-    if math.isinf(bad):
-        return SloResult(good, None)
-    while bad / good > 1 + PRECISION:
-        middle = math.sqrt(good * bad)
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
-    return SloResult(good, bad)
-
-
-def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
-    """Double from 1 up to `most` until a count fails, then bisect to adjacent counts."""
-    if not keeps(1):
-        return SloResult(None, 1)
-    good, bad = 1, None
-    while good < most:
-        tried = min(good * 2, most)
-        if not keeps(tried):
-            bad = tried
-            break
-        good = tried
-    while bad is not None and bad - good > 1:
-        middle = (good + bad) // 2
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
-    return SloResult(good, bad)

@@ -29,7 +29,8 @@ class SweepOptions:
         "Measure at each of these request rates, or auto: from half the rate of a single user.",
     )
     slo: str | None = option(
-        None, 'Find the highest load within these limits in ms, such as "ttft:200 tpot:50".'
+        None,
+        'Find the highest load within these limits, in ms without a unit: "ttft:1s tpot:20ms".',
     )
     slo_by: str = option("rate", "rate or concurrency.")
     slo_share: float = option(0.95, "Fraction of requests that must meet the limits.")
@@ -46,7 +47,7 @@ class SweepOptions:
         Raises:
             BadInput: two sweeps at once, or invalid limits.
         """
-        from ...bench.metrics.metrics import parse_goodput
+        from ...engine.base.slo import required_slo
         from ...quant.base.errors import BadInput
 
         asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
@@ -56,8 +57,7 @@ class SweepOptions:
             return "concurrency" if self.sweep_concurrency is not None else "rate"
         if self.slo_by not in ("rate", "concurrency"):
             raise BadInput(f"--slo-by {self.slo_by!r}: rate or concurrency")
-        if not parse_goodput((self.slo,)):
-            raise BadInput('--slo names no limit: write such as "ttft:200 tpot:50"')
+        required_slo(self.slo)
         return "concurrency" if self.slo_by == "concurrency" else "rate"
 
 

@@ -9,13 +9,13 @@ import pytest
 from llmopt.bench.metrics.metrics import (
     aggregate,
     exact_peaks,
-    parse_goodput,
     peaks_by_second,
     percentile_word,
     samples,
     summary,
 )
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
+from llmopt.engine.base.slo import parse_slo
 from llmopt.quant.base.errors import BadInput
 
 SELECTED = ("ttft", "tpot", "itl", "e2el")
@@ -109,9 +109,9 @@ def test_passes_are_pooled() -> None:
 
 def test_goodput_counts_requests_that_meet_every_limit() -> None:
     def goodput(*words: str) -> float:
-        return aggregate(
-            [ALL], metrics=SELECTED, percentiles=(99,), goodput_ms=parse_goodput(words)
-        )["request_goodput"]
+        return aggregate([ALL], metrics=SELECTED, percentiles=(99,), goodput_ms=parse_slo(words))[
+            "request_goodput"
+        ]
 
     assert goodput("ttft:200") == pytest.approx(2 / 4)
     assert goodput("ttft:200 tpot:100") == pytest.approx(1 / 4)
@@ -123,7 +123,7 @@ def test_goodput_counts_requests_that_meet_every_limit() -> None:
 @pytest.mark.parametrize("word", ["itl:5", "ttft", "ttft:fast", "ttft:-1", "ttft:nan"])
 def test_goodput_refuses(word: str) -> None:
     with pytest.raises(BadInput, match="goodput"):
-        parse_goodput([word])
+        parse_slo([word])
 
 
 def test_peaks_as_vllm_counts() -> None:

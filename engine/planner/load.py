@@ -1,0 +1,192 @@
+"""Loads that a plan simulates: lengths of prompts and answers, clients or arrival rate, shared prefixes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from itertools import accumulate
+from math import ceil, floor
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...recipes import DATA
+
+Lengths = tuple[int, int]
+"""Prompt and output tokens of a request."""
+
+DATASETS = ("sharegpt", "azure", "mooncake")
+TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
+"""About a token of a vocabulary of 100,000: a word of English, or a piece of a long one."""
+
+
+@cache
+def dataset_lengths(name: str) -> tuple[Lengths, ...]:
+    """Lengths of the requests of a bundled data set, in its order.
+
+    Those of the traces are recorded; the text of `sharegpt`, the stand-in of `bench`, is counted without a
+    tokenizer.
+
+    Raises:
+        BadInput: no such data set.
+    """
+    if name == "azure":
+        with (DATA / "azure_conversations.csv").open(encoding="utf-8") as file:
+            rows = [(r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
+    elif name == "mooncake":
+        lines = (DATA / "mooncake.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [(row["input_length"], row["output_length"]) for row in map(json.loads, lines)]
+    elif name == "sharegpt":
+        entries = json.loads((DATA / "sharegpt_stand_in.json").read_text(encoding="utf-8"))
+        rows = [_counted(entry["conversations"]) for entry in entries]
+    else:
+        close = get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4) or DATASETS
+        raise BadInput(f"--dataset {name!r}: lengths are bundled of {', '.join(close)}")
+    return tuple((int(prompt), int(output)) for prompt, output in rows if int(output) > 0)
+
+
+def _counted(turns: Sequence[dict[str, Any]]) -> Lengths:
+    prompt, output = (max(1, len(TOKEN.findall(turn["value"]))) for turn in turns[:2])
+    return prompt, output
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that clients send to a server.
+
+    Exactly one of `concurrency` (closed loop: so many clients, each with one request at a time) and `rate`
+    (open loop: Poisson arrivals, in requests per second) is given.
+
+    Attributes:
+        lengths: those that occur; a longer load draws from them, by `seed`, unless there is only one.
+        prefix_share: the share of every prompt that is a prefix of one text, which the server caches.
+    """
+
+    lengths: tuple[Lengths, ...]
+    concurrency: int | None = None
+    rate: float | None = None
+    prefix_share: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.rate is None):
+            raise BadInput("give --concurrency or --request-rate: a load has one of them")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise BadInput(f"--concurrency {self.concurrency}: at least 1 is needed")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise BadInput(f"--request-rate {self.rate}: requests per second, above 0, are needed")
+        if not 0 <= self.prefix_share < 1:
+            raise BadInput(
+                f"--prefix-hit-rate {self.prefix_share}: a share of the prompt tokens, at least 0 and "
+                "below 1, is needed"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, prompt and output."""
+        return max(map(sum, self.lengths))
+
+    def of_rank(self, ranks: int) -> Load:
+        """The load of each of `ranks` equal ranks."""
+        if self.rate is not None:
+            return replace(self, rate=self.rate / ranks)
+        return replace(self, concurrency=ceil((self.concurrency or 0) / ranks))
+
+    def mean_lengths(self) -> tuple[float, float]:
+        """Mean prompt and output tokens."""
+        prompts, outputs = zip(*self.lengths, strict=True)
+        return sum(prompts) / len(prompts), sum(outputs) / len(outputs)
+
+    def requests(self, count: int) -> list[Lengths]:
+        """The lengths of `count` requests."""
+        if len(self.lengths) == 1:
+            return list(self.lengths) * count
+        return random.Random(self.seed).choices(self.lengths, k=count)
+
+    def arrivals(self, count: int) -> list[float]:
+        """Seconds at which requests arrive; in a closed loop those of the first wave, all at once."""
+        if self.rate is None:
+            return [0.0] * min(count, self.concurrency or count)
+        draw = random.Random(self.seed + 1)
+        return list(accumulate(draw.expovariate(self.rate) for _ in range(count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Mean and quantiles of a latency, in seconds, by linear interpolation between order statistics."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        """Those of one value or more."""
+        ordered = sorted(values)
+
+        def at(share: float) -> float:
+            place = share * (len(ordered) - 1)
+            low, high = ordered[floor(place)], ordered[ceil(place)]
+            return low + (high - low) * (place - floor(place))
+
+        return cls(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """A request's seconds from its arrival to its first and its last token, and its output tokens."""
+
+    ttft: float
+    e2e: float
+    output_tokens: int
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per output token after the first; 0 where there is none."""
+        return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    def keeps(self, limits_ms: dict[str, float]) -> bool:
+        """Whether it meets every limit of an SLO."""
+        reached = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2e}
+        return all(1e3 * reached[metric] <= limit for metric, limit in limits_ms.items())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Latencies and throughput under a load, as a client of the whole deployment sees them.
+
+    Attributes:
+        requests: in order of arrival, without the first wave of a closed loop, which arrives all at once.
+        steps, preemptions, most_running, most_waiting: of one attention-data-parallel rank, of all requests.
+    """
+
+    requests: tuple[RequestTiming, ...]
+    output_tokens_per_second: float
+    requests_per_second: float
+    steps: int
+    preemptions: int
+    most_running: int
+    most_waiting: int
+
+    @property
+    def ttft(self) -> Quantiles:
+        return Quantiles.of([request.ttft for request in self.requests])
+
+    @property
+    def tpot(self) -> Quantiles:
+        several = [request.tpot for request in self.requests if request.output_tokens > 1]
+        return Quantiles.of(several or [0.0])
+
+    @property
+    def e2e(self) -> Quantiles:
+        return Quantiles.of([request.e2e for request in self.requests])
+
+    def share_within(self, limits_ms: dict[str, float]) -> float:
+        """Share of the requests that meet every limit."""
+        return sum(request.keeps(limits_ms) for request in self.requests) / len(self.requests)
