@@ -255,7 +255,7 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
 
     `awq`, `trellis` and `quip` aim at the float model's outputs (GPTAQ) where there is error feedback on
     decoder layers that are run as they are quantized; `awq` has R2 beside it, which is tried when the model
-    is read: `rotations` stay None. `tools/choices.py` measures both on a real model (docs/rotations.md).
+    is read: `rotations` stay None. docs/rotations.md has when they gain.
     Nothing of it changes what a loader sees: R2 turns the values of heads inside a layer, so that a tied
     output projection stays tied.
     """

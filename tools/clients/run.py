@@ -6,8 +6,7 @@ Makes a virtual environment (or an npm folder) in FOLDER for each client and ins
 one that is there is used as it is. Then a server is started for each model, and every client's script is run
 against it. The server's `--scripted-output` lets the model call a tool where it is asked to, and answer after
 the result, because small models will not. aider is left out where the context is too short for its prompt.
-Exit code 1 if a check fails. `agents.py` does the same for Claude Code and Codex CLI, `external_clients.py`
-for load clients.
+Exit code 1 if a check fails. `agents.py` does the same for Claude Code and Codex CLI.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from llmopt.engine.sampling.grammar import (
 )
 from llmopt.quant.base.errors import BadInput
 
-from tools.structured_output import make_schemas
+from ...support.json_schemas import make_schemas
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
