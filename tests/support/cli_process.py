@@ -64,6 +64,10 @@ def _main(
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "COVERAGE_PROCESS_START" in env:  # `python -m tools.suite_coverage record`
+        from tools.coverage_contexts import measure_forked_process
+
+        measure_forked_process()
     run(*args)
 
 
