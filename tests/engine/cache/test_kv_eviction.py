@@ -187,6 +187,7 @@ def test_a_budget_of_the_whole_length_changes_nothing(tokens, method) -> None:
     assert built.stats.num_evicted_tokens == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_do_not_depend_on_the_schedule(tokens, method) -> None:
     prompts = [tokens[:PROMPT], tokens[90:270], tokens[20:60], tokens[:PROMPT]]

@@ -60,6 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_serves_without_a_fault(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, *FAMILIES[family])

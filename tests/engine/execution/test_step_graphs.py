@@ -58,6 +58,7 @@ def test_graphs_change_no_bit(options: dict[str, Any]) -> None:
     assert (tokens, scored) == decoded(enforce_eager=True, **options)[:2]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("sizes", [(4, 12), (1, 2, 4, 8), (1, 3, 5, 7, 8), (16,)], ids=str)
 @pytest.mark.parametrize("capture", ["recorded", "called again"])
 def test_rows_up_to_the_next_size_change_nothing(

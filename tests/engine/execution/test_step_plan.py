@@ -77,6 +77,7 @@ def contents(plan: StepPlan) -> Any:
     return [(str(row), *tokens) for row, *tokens in rows], plan.copies
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("loop", "options"), product(LOOPS, OPTIONS))
 def test_a_plan_does_not_change_while_later_steps_are_scheduled_and_computed(
     monkeypatch: pytest.MonkeyPatch, loop: str, options: str
@@ -153,6 +154,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     return Watched.writers
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("loop", ["serial", "threaded"])
 def test_only_the_scheduler_writes_requests_and_only_in_the_thread_of_the_engine(

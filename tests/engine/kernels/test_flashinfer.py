@@ -150,6 +150,7 @@ def test_it_says_why_it_does_not_serve(
     assert old is not None and "compute capability 7.5" in old
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [

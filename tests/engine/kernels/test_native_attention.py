@@ -38,6 +38,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
+@pytest.mark.sweep(2)
 def test_it_agrees_with_the_definition(path: str) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(st.data())
@@ -79,6 +80,7 @@ def mask_of(parents: tuple[int, ...]) -> pa.TreeMask:
     return pa.TreeMask(torch.tensor(tree.depths), ancestors)
 
 
+@pytest.mark.sweep(1)
 def test_token_trees(path: str) -> None:
     """Of some sequences of a batch; their first draft tokens may have been computed before."""
 

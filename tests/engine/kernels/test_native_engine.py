@@ -51,6 +51,7 @@ def run(built: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize(("kind", "bits"), [("weights", 16), ("weights", 8), ("both", 16)])
 def test_tokens_depend_on_no_neighbour_and_no_chunk(

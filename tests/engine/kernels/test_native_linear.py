@@ -296,6 +296,7 @@ def test_blocks_of_inputs_have_scales_of_their_own(path: str) -> None:
     sweep()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", ["int8", "blocks of 32", "blocks of 64", "bfloat16", "float32"])
 def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
     for scheme in (

@@ -79,6 +79,7 @@ def weight_of(scheme: Scheme) -> QuantizedTensor:
     return quantized(weight, scheme, torch.float16)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("format_name", "scheme"), FORMAT_SCHEMES, ids=lambda value: getattr(value, "label", value)
 )

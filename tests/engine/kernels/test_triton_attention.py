@@ -49,6 +49,7 @@ def check(world: World, rule: pa.AttentionRule, bound: float = 2e-5) -> None:
     torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(("shape", "rule", "lengths", "news"), CASES)
 def test_it_agrees_with_the_definition(
     shape: dict[str, Any], rule: dict[str, Any], lengths: list[int], news: list[int]
@@ -115,6 +116,7 @@ def test_a_row_depends_on_its_own_prefix_alone() -> None:
         assert torch.equal(world.attend(attend_triton, rule, [index]), together[rows])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "given", [{}, {"sinks": SINKS}, {"window": 300, "num_sink_tokens": 3}], ids=str
 )

@@ -36,6 +36,7 @@ def tokens(model: Path, **options: Any) -> list[tuple[int, ...]]:
     return [tuple(result.token_ids) for result in built.generate(PROMPTS, params)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "options", [{}, {"kv_cache_dtype": "int8", "prefill_chunk_size": 9, "block_size": 16}], ids=str
 )
@@ -75,6 +76,7 @@ def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert calls or DEVICE == "cuda"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("scheme", "rounded"),
     [

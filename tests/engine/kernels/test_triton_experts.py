@@ -62,6 +62,7 @@ def routing(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, to
     return x.to(DEVICE), chosen.values.to(DEVICE), chosen.indices.to(DEVICE)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
     experts = [expert(number, scheme, False, "silu") for number in range(COUNT)]
@@ -98,6 +99,7 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     assert dict(some.reasons)["triton-grouped"] == "it needs all experts in one process"
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
 @pytest.mark.parametrize("spread", ["even", "one", "first and last"])
 def test_every_routed_token_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
@@ -119,6 +121,7 @@ def test_every_routed_token_is_in_a_tile_of_its_expert(total: int, spread: str) 
     assert sorted(met) == list(range(total))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3", "gemma-3"])
 def test_greedy_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, *FAMILIES[family])

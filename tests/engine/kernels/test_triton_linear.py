@@ -88,6 +88,7 @@ def is_close(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool
     return bool((got.double() - exact).norm() <= bound * exact.norm())
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gemm(case: tuple[Scheme, int, int]) -> None:
     scheme, out, inputs = case
@@ -146,6 +147,7 @@ ROUNDED: list[tuple[Scheme, int, int]] = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
 def test_quantized_inputs(case: tuple[Scheme, int, int]) -> None:
     """Inputs already on the quantization grid, which the GEMM leaves as they are."""

@@ -182,6 +182,7 @@ def test_sampling_depends_on_no_other_row(batched: SamplingKernel) -> None:
     assert batched.draw(logits.flip(0), rows[::-1]).tolist() == together[::-1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("filters", [(0.7, 0.0, 1.0, 0), (2.0, 0.1, 0.8, 9)])
 def test_samples_follow_the_distribution(
     batched: SamplingKernel, filters: tuple[float, float, float, int]

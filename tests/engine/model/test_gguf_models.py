@@ -59,6 +59,7 @@ def write_plain(read: Checkpoint, source: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sweep(6)
 def test_logits_are_those_of_the_dequantized_weights(written, tmp_path):
     source, path = written
     plain = write_plain(open_checkpoint(path), source, tmp_path / "plain")

@@ -45,6 +45,7 @@ def test_logits_agree_with_transformers(checkpoint):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sweep(16)
 def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
     folder, model = checkpoint
     tokens = torch.randint(3, VOCAB, (100,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -70,6 +71,7 @@ def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
     assert built.stats.prefix_cache_hits >= 20
 
 
+@pytest.mark.sweep(12)
 def test_the_cache_has_the_planned_size(checkpoint, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder, _ = checkpoint

@@ -47,6 +47,7 @@ def expected_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Ten
         return model(TOKENS).logits[0]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "family",
     [

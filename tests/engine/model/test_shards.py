@@ -109,6 +109,7 @@ DIVIDED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("family", DIVIDED)
 def test_two_parts_of_a_family_are_the_whole(tmp_path, family):
     save_model(tmp_path / "model", *FAMILIES[family][:2])

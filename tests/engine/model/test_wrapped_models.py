@@ -34,6 +34,7 @@ def saved(built: Case) -> Checkpoint:
     return Checkpoint(built.folder / "saved")
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
