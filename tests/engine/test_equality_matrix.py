@@ -77,6 +77,7 @@ def run(built: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_two_features_leave_the_tokens_as_they_are(prompts, expected, pair):
     built = engine(**FEATURES[pair[0]], **FEATURES[pair[1]])
@@ -106,6 +107,7 @@ def divided() -> Iterator[list[Engine]]:
         built.close()
 
 
+@pytest.mark.whole
 def test_tensor_parallel_with_each_of_them_leaves_the_tokens_as_they_are(
     prompts, expected, divided
 ):

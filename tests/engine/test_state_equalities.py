@@ -151,6 +151,7 @@ def run(built: Engine, prompts: list[list[int]], **params: Any) -> list[list[int
     return tokens
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_schedule_leaves_the_tokens_as_they_are(served, schedule):
     folder, prompts, expected = served

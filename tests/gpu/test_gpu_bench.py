@@ -70,6 +70,7 @@ def test_servers_are_given_requests_of_the_same_lengths(monkeypatch: pytest.Monk
     assert {*options, "--ignore-eos", "--json"} <= known
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_every_section_measures(section, world, tmp_path, monkeypatch):
     monkeypatch.setattr(served, "_is_installed", lambda name: False)
@@ -89,6 +90,7 @@ def test_every_section_measures(section, world, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.whole
 def test_a_run_with_triton_interpreted_leaves_a_file_and_a_table(tmp_path):
     """Without what a machine with no more than torch, triton and transformers lacks of our dependencies."""
     (tmp_path / "lacking").mkdir()

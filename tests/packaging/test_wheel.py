@@ -127,6 +127,7 @@ def test_quantize_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert json.loads(plan.stdout)["weight_bytes"] == sum(map(payload, made.glob("*.safetensors")))
 
 
+@pytest.mark.whole
 def test_bench_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     options = "--num-prompts 2 --output-len 4 --num-runs 1 --max-concurrency 2 --quality-tokens 64"
     run = run_llmopt(
@@ -136,5 +137,6 @@ def test_bench_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
 
 
+@pytest.mark.whole
 def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert "--port" in run_llmopt(elsewhere, tmp_path, "serve-local", "--help").stdout

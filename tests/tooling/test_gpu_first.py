@@ -374,6 +374,7 @@ def test_kernels_are_told_one_by_one_until_the_card_is_unusable(
     assert [each.met for each in expectations(told)] == [True, False]
 
 
+@pytest.mark.whole
 def test_a_run_with_triton_interpreted_leaves_a_file_and_a_page(tmp_path: Path) -> None:
     out = tmp_path / "first.json"
     words = [*gpu_first.COMMAND[:-1], "--small", "--interpret", "--out", out, "--commit", "abc"]

@@ -90,6 +90,7 @@ def test_tensor_memory_limits_the_programs_of_a_multiprocessor() -> None:
     assert programs(few) > programs(replace(few, tensor_memory=256)) == 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability: int) -> None:
     """In a process of its own: here Triton may be its interpreter."""

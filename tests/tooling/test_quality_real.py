@@ -147,6 +147,7 @@ def test_rows_are_kept_and_not_measured_again(
         real.fill(session)
 
 
+@pytest.mark.whole
 def test_a_cell_from_worker_to_row(session: real.Session) -> None:
     cell = Cell("llmopt", "gptq", "int4", 4, {"symmetric": False})
     row = real.measure(cell, session, Path(sys.executable))

@@ -178,6 +178,7 @@ compare: {{threshold: 5%, gate: false}}
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("interleave", ["true", "false"])
 def test_recipe_ends_in_one_report(
     interleave: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -239,6 +240,7 @@ def test_unknown_recipe_names_the_bundled_ones(capsys: pytest.CaptureFixture[str
     assert "quickstart" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_interrupted_recipe_keeps_checkpoints_and_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

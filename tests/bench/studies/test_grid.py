@@ -193,6 +193,7 @@ def servers(words: str) -> list[Path]:
     return running
 
 
+@pytest.mark.whole
 def test_a_killed_grid_continues(tmp_path: Path) -> None:
     load = written(tmp_path / "load.json", {"a": {}, "b": {"seed": 1}})
     out = tmp_path / "grid"

@@ -216,6 +216,7 @@ def test_a_wrong_command_line_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.whole
 def test_two_real_starts_of_this_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def held_run(journal: Path, num_lines: int, *words: str) -> None:
     main()
 
 
+@pytest.mark.whole
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     lines = [
         line(f"n{number}", prompt=f"Tom {number}", max_tokens=80, ignore_eos=True)

@@ -59,6 +59,7 @@ def test_logits_are_transformers(case):
     assert_logits_are_transformers(case)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", im.OTHERS)
 def test_models_that_share_these_mechanisms(tmp_path, name):
     case = case_of(name, tmp_path)

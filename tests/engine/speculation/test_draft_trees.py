@@ -94,6 +94,7 @@ def test_attention_over_a_tree_agrees_with_its_definition(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("stored", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize(
     "family",
@@ -213,6 +214,7 @@ def generate(
     return [[tuple(one.token_ids) for one in result.completions] for result in results], llm
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, FORKED], ids=["greedy", "seeded", "forked"])
 @pytest.mark.parametrize(
     "options",

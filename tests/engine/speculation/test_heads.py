@@ -394,6 +394,7 @@ def fitted_heads(folder: Path, model: Any) -> None:
     save_file(tensors, path)
 
 
+@pytest.mark.whole
 def test_fitted_heads_predict_better_than_chance(tmp_path: Path, model: Any) -> None:
     """Far from good, but far from chance, and the same tokens as without."""
     fitted_heads(tmp_path, model)

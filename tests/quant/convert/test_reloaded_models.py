@@ -38,6 +38,7 @@ def case_of(model_type: str, folder: Path) -> Case:
     return Case(model_type, surveyed_types()[model_type], folder)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_transformers_loads_every_parameter_as_we_do(tmp_path: Path, model_type: str) -> None:
     case = case_of(model_type, tmp_path)

@@ -74,6 +74,7 @@ def test_what_we_write_is_proven(quantized: Quantized, options: dict[str, object
     assert report.ratio > (1.8 if options.get("bits") == 8 else 3.7)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("options", OTHERS, ids=ids)
 def test_what_we_write_in_other_formats_is_proven(
     quantized: Quantized, options: dict[str, object]

@@ -128,6 +128,7 @@ def test_the_search_beats_scales_from_the_range(bits):
     assert relative_error(weight, f"Q{bits}_K") < 0.9 * plain_error
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("type_name", [name for name in GGUF_BLOCKS if name != "Q8_0"])
 def test_importance_moves_the_error_to_where_it_costs_least(type_name):
     weight = sample()[8:]

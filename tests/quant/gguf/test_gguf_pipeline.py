@@ -14,6 +14,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from ...support.gguf_support import random_model
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "kind"), [("mixtral", "Q2_K"), ("phi", "IQ2_M")])
 def test_importance_mix_and_proof(tmp_path: Path, name: str, kind: str) -> None:
     source, path = random_model(tmp_path / name, name), tmp_path / "m.gguf"

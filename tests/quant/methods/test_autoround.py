@@ -72,6 +72,7 @@ def test_every_layer_ends_nearer_to_the_float_model(
     assert verify(result.output).ok
 
 
+@pytest.mark.whole
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

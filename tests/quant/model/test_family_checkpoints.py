@@ -82,6 +82,7 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(token_ids(samples=4)).logits
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
 @pytest.mark.parametrize("name", [*FAMILIES, "granite"])
 def test_a_model_of_every_family_goes_through_and_transformers_loads_it(
@@ -116,6 +117,7 @@ def test_a_model_of_every_family_goes_through_and_transformers_loads_it(
     assert 0.001 < distance < 0.7
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_smoothed_models_err_no_more_than_rtn(tmp_path: Path, name: str) -> None:
     """Norms are uneven, so that scales are moved, and any that were moved wrongly would show."""
@@ -193,6 +195,7 @@ def test_smoothing_moves_norms_and_routers_together(tmp_path: Path) -> None:
         assert (after.tensor(gate) / (before.tensor(gate) * scales) - 1).abs().max() < 1e-5
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
 def test_an_expert_without_tokens_falls_back_to_rtn_and_is_named(
     tmp_path: Path, method: str

@@ -99,6 +99,7 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("single_thread")
 @pytest.mark.parametrize("name", [*CASES, *TYPES])
 def test_killed_runs_end_with_the_same_bytes(

@@ -64,6 +64,7 @@ def start(
     return ForkedProcess(run, *words, cwd=output.parent, env=llmopt_environment())
 
 
+@pytest.mark.whole
 def test_killed_three_times_it_ends_with_the_same_bytes(
     quantized: Callable[..., QuantizeResult], tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", ["gptq", "smoothquant"])
 def test_killed_and_taken_up_again_by_another_process(
     quantized: Callable[..., QuantizeResult], tmp_path: Path, method: str

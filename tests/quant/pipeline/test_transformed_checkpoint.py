@@ -76,6 +76,7 @@ class KilledAfterALayer(Silent):
             raise Killed
 
 
+@pytest.mark.sweep(1)
 def test_a_killed_run_ends_with_the_same_bytes(model: Path, checkpoint: Path, method: str) -> None:
     request = request_for(model, model.parent / "again", method)
     with pytest.raises(Killed):

@@ -94,6 +94,7 @@ def test_the_pictures_are_part_of_what_layers_are_calibrated_on(
     assert sized.calibration.sha256 != one.manifest["calibration"]["sha256"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -136,6 +137,7 @@ def test_transformers_loads_what_was_computed(model: Path, tmp_path: Path) -> No
         )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layers", [1, 4, 5])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     layers: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

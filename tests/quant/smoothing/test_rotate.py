@@ -33,6 +33,7 @@ def logits(folder: Path) -> torch.Tensor:
     return model.eval()(input_ids=token_ids(), use_cache=False).logits
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", [*MAPPED, *OTHERS])
 def test_logits_stay_or_the_family_is_refused(tmp_path: Path, name: str) -> None:
     save_model(name, tmp_path / "plain")
@@ -143,6 +144,7 @@ def logits_behind_image(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.
     return model.eval()(**inputs, use_cache=False).logits
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
 def test_answers_about_images_stay_or_the_rotation_is_refused(tmp_path: Path, name: str) -> None:
     """The features of images enter the residual stream behind the embedding, so R1 cannot turn it alone."""
