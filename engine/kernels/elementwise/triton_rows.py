@@ -7,7 +7,7 @@ their output as they store it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -19,53 +19,45 @@ from .activations import RUN, ActivationQuant, QuantizedActivations
 from .reference import GatedActivation
 
 
+class Rounding(NamedTuple):
+    """Compile-time part of a quantization; `run`: the group size, 0 of rows that stay floats."""
+
+    run: int = 0
+    levels: float = 0.0
+    is_int8: bool = False
+    is_fixed: bool = False
+
+
 @triton.jit
-def quantize_block(
-    x, mask, fixed_ptr, LEVELS: tl.constexpr, IS_INT8: tl.constexpr, IS_FIXED: tl.constexpr
-):
+def quantize_block(x, mask, fixed_ptr, TO: tl.constexpr):
     """Scale float32 `x [groups, width]` into the range of its codes; returns it and the scales `[groups]`."""
-    if IS_FIXED:
+    if TO.is_fixed:
         scale = tl.load(fixed_ptr) + tl.zeros([x.shape[0]], tl.float32)
     else:
         largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
-        scale = tl.div_rn(largest, tl.full([x.shape[0]], LEVELS, tl.float32))
+        scale = tl.div_rn(largest, tl.full([x.shape[0]], TO.levels, tl.float32))
         scale = tl.where(scale > 0.0, scale, 1.0)
     x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    if IS_INT8:
+    if TO.is_int8:
         x = tl.minimum(tl.maximum(x, -128.0), 127.0)
         # Adding 1.5 * 2**23 leaves a float32 no fraction bits: rounds half to even, as torch does.
         x = (x + 12582912.0) - 12582912.0
     else:
-        x = tl.minimum(tl.maximum(x, -LEVELS), LEVELS)
+        x = tl.minimum(tl.maximum(x, -TO.levels), TO.levels)
     return x, scale
 
 
 @triton.jit
-def store_quantized(
-    x,
-    mask,
-    code_ptr,
-    scale_ptr,
-    fixed_ptr,
-    row,
-    num_runs,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_INT8: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-):
-    """Quantize and store a whole row `x [BLOCK]`; `mask` is its first SIZE elements, `RUN` the group size."""
+def store_quantized(x, mask, out, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
+    """Quantize and store a whole row `x [BLOCK]`; `mask` is its first SIZE elements.
+
+    `out`: pointers to codes, scales and a fixed scale, and the scales of a row.
+    """
+    code_ptr, scale_ptr, fixed_ptr, num_runs = out
+    RUN: tl.constexpr = TO.run
     RUNS: tl.constexpr = BLOCK // RUN
-    x, scale = quantize_block(
-        tl.reshape(x, [RUNS, RUN]),
-        tl.reshape(mask, [RUNS, RUN]),
-        fixed_ptr,
-        LEVELS,
-        IS_INT8,
-        IS_FIXED,
-    )
+    x, mask = tl.reshape(x, [RUNS, RUN]), tl.reshape(mask, [RUNS, RUN])
+    x, scale = quantize_block(x, mask, fixed_ptr, TO)
     lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     tl.store(code_ptr + row * SIZE + lanes, x.to(code_ptr.dtype.element_ty), mask=lanes < SIZE)
     run = tl.arange(0, RUNS)
@@ -82,20 +74,17 @@ def _per_token_quant(
     size,
     num_runs,
     RUNS: tl.constexpr,
-    RUN: tl.constexpr,
     WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_INT8: tl.constexpr,
-    IS_FIXED: tl.constexpr,
+    TO: tl.constexpr,
 ):
-    """Grid: rows, tiles of groups. `RUN` is the group size; `WIDTH` the power of two that holds it."""
+    """Grid: rows, tiles of groups. `WIDTH` is the power of two that holds a group."""
     row = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     within = tl.arange(0, WIDTH)
-    lanes = run[:, None] * RUN + within[None, :]
-    mask = (within < RUN)[None, :] & (lanes < size)
+    lanes = run[:, None] * TO.run + within[None, :]
+    mask = (within < TO.run)[None, :] & (lanes < size)
     x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
-    x, scale = quantize_block(x, mask, fixed_ptr, LEVELS, IS_INT8, IS_FIXED)
+    x, scale = quantize_block(x, mask, fixed_ptr, TO)
     tl.store(code_ptr + row * size + lanes, x.to(code_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + row * num_runs + run, scale, mask=run < num_runs)
 
@@ -107,8 +96,8 @@ def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedA
     rows = empty_quantized(x, size, activation_quant)
     num_runs = rows.scales.shape[1]
     if tokens:
-        run = RUN if activation_quant.activations.granularity == "group128" else size
-        runs, width = min(8, power_of_two(num_runs)), power_of_two(run)
+        to = rounding(activation_quant, size)
+        runs, width = min(8, power_of_two(num_runs)), power_of_two(to.run)
         _per_token_quant[(tokens, -(-num_runs // runs))](
             x,
             rows.codes,
@@ -118,9 +107,8 @@ def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedA
             size,
             num_runs,
             RUNS=runs,
-            RUN=run,
             WIDTH=width,
-            **constants(activation_quant),
+            TO=to,
             num_warps=min(16, max(1, runs * width // 512)),
         )
     return rows
@@ -139,37 +127,29 @@ def empty_quantized(
     )
 
 
-def constants(activation_quant: ActivationQuant) -> dict[str, float | bool]:
-    """Compile-time constants of `quantize_block`."""
-    is_int8 = activation_quant.activations.kind == "int8"
-    return {
-        "LEVELS": 127.5 if is_int8 else E4M3_MAX,
-        "IS_INT8": is_int8,
-        "IS_FIXED": activation_quant.input_scale is not None,
-    }
+def rounding(activation_quant: ActivationQuant, row: int) -> Rounding:
+    """Compile-time part of `quantize_block` for rows of a program, whose group is `row` elements at most."""
+    activations = activation_quant.activations
+    run, is_int8 = (
+        (RUN if activations.granularity == "group128" else row),
+        activations.kind == "int8",
+    )
+    levels = 127.5 if is_int8 else E4M3_MAX
+    return Rounding(run, levels, is_int8, activation_quant.input_scale is not None)
 
 
 def store_arguments(
     rows: QuantizedActivations, activation_quant: ActivationQuant, block: int
 ) -> dict[str, Any]:
     """Arguments of a kernel that stores its output with `store_quantized`."""
-    num_runs = rows.scales.shape[1]
-    return {
-        "scale_ptr": rows.scales,
-        "fixed_ptr": rows.scales
-        if activation_quant.input_scale is None
-        else activation_quant.input_scale,
-        "num_runs": num_runs,
-        "RUN": RUN if activation_quant.activations.granularity == "group128" else block,
-        **constants(activation_quant),
-    }
+    fixed, to = activation_quant.input_scale, rounding(activation_quant, block)
+    pointers = {"scale_ptr": rows.scales, "fixed_ptr": rows.scales if fixed is None else fixed}
+    return {**pointers, "num_runs": rows.scales.shape[1], "TO": to}
 
 
 def store_float_arguments(unread: torch.Tensor) -> dict[str, Any]:
     """The same arguments for an unquantized output; `unread` fills the unused pointers."""
-    pointers = {"scale_ptr": unread, "fixed_ptr": unread}
-    nothing = {"RUN": 0, "LEVELS": 0.0, "IS_INT8": False, "IS_FIXED": False}
-    return {**pointers, "num_runs": 0, **nothing}
+    return {"scale_ptr": unread, "fixed_ptr": unread, "num_runs": 0, "TO": Rounding()}
 
 
 def block_of(size: int) -> int:
@@ -193,15 +173,9 @@ def _norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDED: tl.constexpr,
-    RUN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_INT8: tl.constexpr,
-    IS_FIXED: tl.constexpr,
+    TO: tl.constexpr,
 ):
-    """Grid: rows. The sum is rounded to the stored dtype before its norm is taken, as in torch.
-
-    `RUN`: group size of the output's quantization; 0: unquantized.
-    """
+    """Grid: rows. The sum is rounded to the stored dtype before its norm is taken, as in torch."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
@@ -214,23 +188,9 @@ def _norm(
     weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     out = (x * factor * weight).to(x_ptr.dtype.element_ty)
-    if RUN > 0:
-        out = out.to(tl.float32)
-        store_quantized(
-            out,
-            mask,
-            out_ptr,
-            scale_ptr,
-            fixed_ptr,
-            row,
-            num_runs,
-            SIZE,
-            BLOCK,
-            RUN,
-            LEVELS,
-            IS_INT8,
-            IS_FIXED,
-        )
+    if TO.run > 0:
+        quantized = out_ptr, scale_ptr, fixed_ptr, num_runs
+        store_quantized(out.to(tl.float32), mask, quantized, row, SIZE, BLOCK, TO)
     else:
         tl.store(out_ptr + row * SIZE + lanes, out, mask=mask)
 
@@ -350,10 +310,7 @@ def _quantized_gate(
     ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_INT8: tl.constexpr,
-    IS_FIXED: tl.constexpr,
+    TO: tl.constexpr,
 ):
     """Gated activation with quantized output. Grid: whole rows, because a scale depends on all of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -362,21 +319,8 @@ def _quantized_gate(
     gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
     out = activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION).to(tl.float32)
-    store_quantized(
-        out,
-        mask,
-        code_ptr,
-        scale_ptr,
-        fixed_ptr,
-        row,
-        num_runs,
-        SIZE,
-        BLOCK,
-        RUN,
-        LEVELS,
-        IS_INT8,
-        IS_FIXED,
-    )
+    quantized = code_ptr, scale_ptr, fixed_ptr, num_runs
+    store_quantized(out, mask, quantized, row, SIZE, BLOCK, TO)
 
 
 class TritonGate:
