@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[C
         packed = self._pack_args(backend, kwargs, bound, specialization, options)
         options, signature, constants, attributes = packed
         source = ASTSource(self, signature, constants, attributes)
-        variant = {name: bound[name] for name in CONSTANTS if name in bound}
+        variant = _variant(bound)
         try:
             kernel = compile(source, target=target, options=options.__dict__)
         except Exception as error:  # whatever the compiler raises is this kernel's verdict
@@ -138,6 +138,19 @@ def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[C
         yield kernels
     finally:
         jit.JITFunction.run = original
+
+
+def _variant(bound: dict[str, Any]) -> dict[str, Any]:
+    """The values of `CONSTANTS`: arguments, or fields of arguments that hold several."""
+    found = {}
+    several = [each for each in bound.values() if isinstance(each, tuple) or is_dataclass(each)]
+    for name in CONSTANTS:
+        holders = (each for each in several if hasattr(each, name.lower()))
+        if name in bound:
+            found[name] = bound[name]
+        elif (holder := next(holders, None)) is not None:
+            found[name] = getattr(holder, name.lower())
+    return found
 
 
 def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compiled:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ..common.devices import GpuLimits, gpu_limits, power_of_two
-from .batch import AttentionRule
 from .paged_attention import AttentionCall, attention_kernel
 from .triton_attention_kernels import attend, reduce_parts
 from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, Visibility
@@ -59,6 +58,11 @@ class HeadShape:
     def shares_tiles(self) -> bool:
         """Whether a tile of keys serves as the tile of values."""
         return self.in_keys and self.value_dim == self.front_dim
+
+    @property
+    def precision(self) -> str:
+        """Precision of products of float32."""
+        return "ieee" if self.query_bytes == 4 else "tf32"
 
     @property
     def is_wide(self) -> bool:
@@ -156,14 +160,24 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
         chosen = tiling(heads, limits, is_short)
         if (tiles := metadata.tiles(chosen.rows // chosen.group_tile, is_short)) is None:
             continue
-        given = _constants(heads, chosen, rule, batch.block_size)
-        given |= {"HAS_SINK_QUERIES": sink_queries is not None, "IN_PARTS": is_short}
-        given |= {"HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile)}
-        # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
-        given |= {"maxnreg": MOST_REGISTERS if is_short else None}
+        seen = rule.window or 0, rule.num_sink_tokens, rule.chunk or 0
+        given: dict[str, Any] = {
+            "HEADS": heads,
+            "TILING": chosen,
+            "SEES": Visibility(chosen.tile, *seen),
+            "BLOCK_SIZE": batch.block_size,
+            "SOFTCAP": rule.softcap or 0.0,
+            "HAS_SINKS": rule.sinks is not None,
+            "IN_PARTS": is_short,
+            "HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile),
+            "num_warps": chosen.warps,
+            "num_stages": chosen.stages,
+            # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
+            "maxnreg": MOST_REGISTERS if is_short else None,
+        }
         if is_short:
             most = max(1, SLOTS * limits.multiprocessors // given["HEAD_PROGRAMS"])
-            _attend_in_parts(out, most, chosen, given, call, metadata, tiles)
+            _attend_in_parts(out, most, given, call, metadata, tiles)
         else:
             programs = tiles.index.shape[0] * given["HEAD_PROGRAMS"]
             _launch(programs, (out, out, out, out, out), 1, given, call, metadata, tiles)
@@ -173,7 +187,6 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
 def _attend_in_parts(
     out: torch.Tensor,
     most: int,
-    chosen: Tiling,
     given: dict[str, Any],
     call: AttentionCall,
     metadata: AttentionMetadata,
@@ -186,8 +199,8 @@ def _attend_in_parts(
     part = out.new_empty(*shape, values.dim, dtype=torch.float32)
     state = out.new_empty(*shape, 2, dtype=torch.float32)
     used = out.new_empty(shape[:2], dtype=torch.int32)
-    visibility = Visibility(chosen.tile, rule.window or 0, rule.num_sink_tokens, rule.chunk or 0)
-    work = metadata.work_list(chosen.rows // chosen.group_tile, visibility, num_parts)
+    heads, chosen = given["HEADS"], given["TILING"]
+    work = metadata.work_list(chosen.rows // chosen.group_tile, given["SEES"], num_parts)
     workers = min(most, tiles.index.shape[0] * num_parts)
     results = out, part, state, used, work
     _launch(workers * given["HEAD_PROGRAMS"], results, num_parts, given, call, metadata, tiles)
@@ -202,7 +215,7 @@ def _attend_in_parts(
         num_heads,
         num_parts,
         VALUE_DIM=values.dim,
-        VALUE_TILE=given["VALUE_TILE"],
+        VALUE_TILE=heads.value_tile,
         STRIDE=8,
         HAS_SINKS=rule.sinks is not None,
         num_warps=4,
@@ -246,32 +259,3 @@ def _launch(
         HAS_SCALES=key_scales is not None,
         **given,
     )
-
-
-def _constants(
-    heads: HeadShape, chosen: Tiling, rule: AttentionRule, block_size: int
-) -> dict[str, Any]:
-    """Compile-time constants of `attend`, and its launch options."""
-    return {
-        "KEY_DIM": heads.key_dim,
-        "VALUE_DIM": heads.value_dim,
-        "FRONT_DIM": heads.front_dim,
-        "REST_DIM": heads.rest_dim,
-        "VALUE_TILE": heads.value_tile,
-        "VALUES_IN_KEYS": heads.shares_tiles,
-        "GROUP": heads.group,
-        "GROUP_TILE": chosen.group_tile,
-        "ROWS": chosen.rows,
-        "TILE": chosen.tile,
-        "BLOCK_SIZE": block_size,
-        "WINDOW": rule.window or 0,
-        "NUM_SINK_TOKENS": rule.num_sink_tokens,
-        "CHUNK": rule.chunk or 0,
-        "SOFTCAP": rule.softcap or 0.0,
-        "HAS_SINKS": rule.sinks is not None,
-        "PART_TILES": max(1, PART_TOKENS // chosen.tile),
-        "MAX_PARTS": MAX_PARTS,
-        "PRECISION": "ieee" if heads.query_bytes == 4 else "tf32",
-        "num_warps": chosen.warps,
-        "num_stages": chosen.stages,
-    }

@@ -1,4 +1,5 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """Triton kernels of paged attention: FlashAttention-2 over block tables, and Flash-Decoding's reduction.
 
 The block table's entries of a tile of keys are loaded one tile ahead and carried through the loop: a load
@@ -36,16 +37,7 @@ def _with_sink(top, total, acc, sink):
 
 @triton.jit
 def _visible_tiles(
-    first,
-    num_cached,
-    count,
-    sink_length,
-    evicted_span,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINK_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    first, num_cached, count, sink_length, evicted_span, TOKENS: tl.constexpr, SEES: tl.constexpr
 ):
     """Key tiles that `TOKENS` query tokens from `first` on see: sink tokens, then from the window's edge on.
 
@@ -55,20 +47,20 @@ def _visible_tiles(
     highest = tl.minimum(lowest + TOKENS, num_cached) - 1
     end = _held_slot(highest, sink_length, evicted_span) + 1
     start = lowest * 0
-    if WINDOW:
-        start = tl.maximum(lowest - (WINDOW - 1), 0)
-    if CHUNK:
-        start = tl.maximum(start, lowest - lowest % CHUNK)
-    sink_tiles = (tl.minimum(end, NUM_SINK_TOKENS) + TILE - 1) // TILE
-    start_tile = tl.maximum(_held_slot(start, sink_length, evicted_span) // TILE, sink_tiles)
-    num_tiles = sink_tiles + tl.maximum((end + TILE - 1) // TILE - start_tile, 0)
+    if SEES.window:
+        start = tl.maximum(lowest - (SEES.window - 1), 0)
+    if SEES.chunk:
+        start = tl.maximum(start, lowest - lowest % SEES.chunk)
+    sink_tiles = (tl.minimum(end, SEES.num_sink_tokens) + SEES.tile - 1) // SEES.tile
+    start_tile = tl.maximum(_held_slot(start, sink_length, evicted_span) // SEES.tile, sink_tiles)
+    num_tiles = sink_tiles + tl.maximum((end + SEES.tile - 1) // SEES.tile - start_tile, 0)
     return end, sink_tiles, start_tile, num_tiles
 
 
 @triton.jit
-def _part_tiles(num_tiles, PART_TILES: tl.constexpr, MAX_PARTS: tl.constexpr):
+def _part_tiles(num_tiles, SEES: tl.constexpr):
     """Key tiles of a part of the split: they follow from the sequence alone."""
-    return tl.maximum((num_tiles + MAX_PARTS - 1) // MAX_PARTS, PART_TILES)
+    return tl.maximum((num_tiles + SEES.max_parts - 1) // SEES.max_parts, SEES.part_tiles)
 
 
 @triton.jit(do_not_specialize=["num_query_tiles"])
@@ -78,15 +70,10 @@ def list_parts(
     segment_ptr,
     num_query_tiles,
     TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINK_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART_TILES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    SEES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The work list of the split keys: `[0]` the number of parts, then query tile * `MAX_PARTS` + part each.
+    """The work list of the split keys: `[0]` the number of parts, then query tile * `max_parts` + part each.
 
     Grid: blocks of query tiles; a program counts the parts before its own.
     """
@@ -102,18 +89,9 @@ def list_parts(
         sink_length = tl.load(segment + 3)
         evicted_span = tl.load(segment + 4)
         _, _, _, num_tiles = _visible_tiles(
-            first,
-            num_cached,
-            count,
-            sink_length,
-            evicted_span,
-            TOKENS,
-            TILE,
-            WINDOW,
-            NUM_SINK_TOKENS,
-            CHUNK,
+            first, num_cached, count, sink_length, evicted_span, TOKENS, SEES
         )
-        each = _part_tiles(num_tiles, PART_TILES, MAX_PARTS)
+        each = _part_tiles(num_tiles, SEES)
         parts = tl.where(is_tile, tl.maximum((num_tiles + each - 1) // each, 1), 0).to(tl.int32)
         if begin < own:
             before += tl.sum(parts, 0)
@@ -121,7 +99,7 @@ def list_parts(
             ends = tl.cumsum(parts, 0)
             place = work_ptr + 1 + before + ends - parts
             for part in range(tl.max(parts, 0)):
-                tl.store(place + part, tile * MAX_PARTS + part, mask=part < parts)
+                tl.store(place + part, tile * SEES.max_parts + part, mask=part < parts)
             if own + BLOCK >= num_query_tiles:
                 tl.store(work_ptr, before + tl.sum(parts, 0))
 
@@ -164,29 +142,15 @@ def attend(
     value_head,
     scale_block,
     scale_slot,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    FRONT_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILING: tl.constexpr,
+    SEES: tl.constexpr,
     HEAD_PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINK_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    HAS_SINK_QUERIES: tl.constexpr,
     IN_PARTS: tl.constexpr,
-    PART_TILES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """FlashAttention-2 forward. Grid: query tiles x tiles of heads, the heads fastest.
 
@@ -195,6 +159,11 @@ def attend(
     partial results; `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span,
     offset of its block table.
     """
+    GROUP: tl.constexpr = HEADS.group
+    GROUP_TILE: tl.constexpr = TILING.group_tile
+    ROWS: tl.constexpr = TILING.rows
+    TILE: tl.constexpr = TILING.tile
+    HAS_SINK_QUERIES: tl.constexpr = HEADS.num_queries > 1
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     TOKENS: tl.constexpr = ROWS // GROUP_TILE
     worker = tl.program_id(0) // HEAD_PROGRAMS
@@ -203,9 +172,9 @@ def attend(
     row = tl.arange(0, ROWS)
     in_group = (head_program % HEAD_TILES) * GROUP_TILE + row % GROUP_TILE
     head = kv_head * GROUP + in_group
-    lanes = tl.arange(0, FRONT_DIM)
-    rest = FRONT_DIM + tl.arange(0, REST_DIM if REST_DIM else 1)
-    value_lanes = tl.arange(0, VALUE_TILE)
+    lanes = tl.arange(0, HEADS.front_dim)
+    rest = HEADS.front_dim + tl.arange(0, HEADS.rest_dim if HEADS.rest_dim else 1)
+    value_lanes = tl.arange(0, HEADS.value_tile)
     key_head_ptr = key_ptr + kv_head * key_head
     value_head_ptr = value_ptr + kv_head * value_head
     if IN_PARTS:
@@ -216,7 +185,7 @@ def attend(
         query_tile, part = item, 0
         if IN_PARTS:
             work = tl.load(work_ptr + 1 + item)
-            query_tile, part = work // MAX_PARTS, work % MAX_PARTS
+            query_tile, part = work // SEES.max_parts, work % SEES.max_parts
         at = tile_ptr + query_tile * 3
         first = tl.load(at + 1)
         part_row = tl.load(at + 2)
@@ -232,10 +201,10 @@ def attend(
         is_row = (token < count) & (in_group < GROUP)
         query_position = num_cached - count + token
         place = (begin + token) * query_row + head * query_head
-        lane_mask = is_row[:, None] & (lanes < KEY_DIM)[None, :]
+        lane_mask = is_row[:, None] & (lanes < HEADS.key_dim)[None, :]
         query = tl.load(query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0)
-        if REST_DIM:
-            rest_mask = is_row[:, None] & (rest < KEY_DIM)[None, :]
+        if HEADS.rest_dim:
+            rest_mask = is_row[:, None] & (rest < HEADS.key_dim)[None, :]
             query_rest = tl.load(
                 query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
             )
@@ -244,26 +213,17 @@ def attend(
             sink_queries = tl.load(
                 sink_query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0
             )
-            if REST_DIM:
+            if HEADS.rest_dim:
                 sink_query_rest = tl.load(
                     sink_query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
                 )
 
         end, sink_tiles, start_tile, num_tiles = _visible_tiles(
-            first,
-            num_cached,
-            count,
-            sink_length,
-            evicted_span,
-            TOKENS,
-            TILE,
-            WINDOW,
-            NUM_SINK_TOKENS,
-            CHUNK,
+            first, num_cached, count, sink_length, evicted_span, TOKENS, SEES
         )
         from_tile, to_tile = num_tiles * 0, num_tiles
         if IN_PARTS:
-            each = _part_tiles(num_tiles, PART_TILES, MAX_PARTS)
+            each = _part_tiles(num_tiles, SEES)
             from_tile = part * each
             to_tile = tl.minimum(from_tile + each, num_tiles)
             place = (part_row + row // GROUP_TILE) * num_heads + head
@@ -272,7 +232,7 @@ def attend(
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
-        acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
+        acc = tl.full([ROWS, HEADS.value_tile], 0.0, tl.float32)
         # Where sink tokens meet queries of their own, their tiles are a loop of its own: a branch within the
         # loop would leave it without a software pipeline.
         for phase in tl.static_range(1 - HAS_SINK_QUERIES, 2):
@@ -297,28 +257,28 @@ def attend(
                 position = slot + tl.where(slot >= sink_length, evicted_span, 0)
 
                 key_place = key_blocks * key_block + inside[None, :] * key_slot
-                mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
+                mask = is_held[None, :] & (lanes < HEADS.key_dim)[:, None]
                 key = tl.load(key_head_ptr + key_place + lanes[:, None], mask=mask, other=0.0)
                 if HAS_SCALES:
                     key = key.to(tl.float32)
                 key = key.to(query.dtype)
-                scores = tl.dot(query, key, input_precision=PRECISION)
-                if REST_DIM:
-                    mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
+                scores = tl.dot(query, key, input_precision=HEADS.precision)
+                if HEADS.rest_dim:
+                    mask = is_held[None, :] & (rest < HEADS.key_dim)[:, None]
                     key_rest = tl.load(
                         key_head_ptr + key_place + rest[:, None], mask=mask, other=0.0
                     )
                     if HAS_SCALES:
                         key_rest = key_rest.to(tl.float32)
                     key_rest = key_rest.to(query.dtype)
-                    scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
+                    scores = tl.dot(query_rest, key_rest, scores, input_precision=HEADS.precision)
                 if HAS_SINK_QUERIES and phase == 0:
-                    others = tl.dot(sink_queries, key, input_precision=PRECISION)
-                    if REST_DIM:
+                    others = tl.dot(sink_queries, key, input_precision=HEADS.precision)
+                    if HEADS.rest_dim:
                         others = tl.dot(
-                            sink_query_rest, key_rest, others, input_precision=PRECISION
+                            sink_query_rest, key_rest, others, input_precision=HEADS.precision
                         )
-                    scores = tl.where((position < NUM_SINK_TOKENS)[None, :], others, scores)
+                    scores = tl.where((position < SEES.num_sink_tokens)[None, :], others, scores)
                 scores = scores * scale
                 if HAS_SCALES:
                     scale_place = scale_blocks * scale_block + inside * scale_slot + kv_head
@@ -331,11 +291,11 @@ def attend(
                     )
                 scores = scores * _LOG2E
                 visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
-                if WINDOW:
-                    in_window = position[None, :] > query_position[:, None] - WINDOW
-                    visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
-                if CHUNK:
-                    chunk_start = query_position - query_position % CHUNK
+                if SEES.window:
+                    in_window = position[None, :] > query_position[:, None] - SEES.window
+                    visible = visible & (in_window | (position < SEES.num_sink_tokens)[None, :])
+                if SEES.chunk:
+                    chunk_start = query_position - query_position % SEES.chunk
                     visible = visible & (position[None, :] >= chunk_start[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
 
@@ -348,11 +308,11 @@ def attend(
                 top = highest_score
                 if HAS_SCALES:
                     weights = weights * value_scale[None, :]
-                if VALUES_IN_KEYS:
+                if HEADS.shares_tiles:
                     value = tl.trans(key)
                 else:
                     value_place = value_blocks * value_block + inside[:, None] * value_slot
-                    mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
+                    mask = is_held[:, None] & (value_lanes < HEADS.value_dim)[None, :]
                     value = tl.load(
                         value_head_ptr + value_place + value_lanes[None, :], mask=mask, other=0.0
                     )
@@ -360,7 +320,7 @@ def attend(
                         value = value.to(tl.float32)
                     value = value.to(query.dtype)
                 acc = acc * old[:, None]
-                acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
+                acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=HEADS.precision)
 
                 following = index + 1
                 tile = tl.where(
@@ -371,20 +331,22 @@ def attend(
                 value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
                 scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
 
-        out_mask = is_row[:, None] & (value_lanes < VALUE_DIM)[None, :]
+        out_mask = is_row[:, None] & (value_lanes < HEADS.value_dim)[None, :]
         if IN_PARTS:
             place = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts + part
             tl.store(state_ptr + place * 2, top, mask=is_row)
             tl.store(state_ptr + place * 2 + 1, total, mask=is_row)
             tl.store(
-                part_ptr + place[:, None] * VALUE_DIM + value_lanes[None, :], acc, mask=out_mask
+                part_ptr + place[:, None] * HEADS.value_dim + value_lanes[None, :],
+                acc,
+                mask=out_mask,
             )
         else:
             if HAS_SINKS:
                 sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
                 total, acc = _with_sink(top, total, acc, sink)
             acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            place = ((begin + token) * num_heads + head) * VALUE_DIM
+            place = ((begin + token) * num_heads + head) * HEADS.value_dim
             out = acc.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + place[:, None] + value_lanes[None, :], out, mask=out_mask)
 

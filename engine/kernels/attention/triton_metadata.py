@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ class Visibility:
     window: int
     num_sink_tokens: int
     chunk: int
+
+    max_parts: ClassVar[int] = MAX_PARTS
+
+    @property
+    def part_tiles(self) -> int:
+        """Tiles of a part, where that does not make more than `max_parts`."""
+        return max(1, PART_TOKENS // self.tile)
 
 
 class AttentionMetadata:
@@ -121,12 +128,7 @@ class AttentionMetadata:
                 self.segments,
                 count,
                 TOKENS=tokens,
-                TILE=visibility.tile,
-                WINDOW=visibility.window,
-                NUM_SINK_TOKENS=visibility.num_sink_tokens,
-                CHUNK=visibility.chunk,
-                PART_TILES=max(1, PART_TOKENS // visibility.tile),
-                MAX_PARTS=MAX_PARTS,
+                SEES=visibility,
                 BLOCK=LISTED,
                 num_warps=4,
             )

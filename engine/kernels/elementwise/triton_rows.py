@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Row kernels in Triton: activation quantization, fused add + RMSNorm, and gated activations (SwiGLU, GeGLU).
 
 Quantization per token or group is bit-identical to `fake_quantize_activations`; norms and gates can quantize
