@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -85,23 +84,24 @@ def _bytes(name: str, pools: Sequence[str]) -> list[str]:
 
 
 @triton.jit
-def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):
+def scale_of(ptr, outer_ptr, group, output, columns, GRID: tl.constexpr):
     """Scales, or minimums (offsets), of a group: float32 `[OUTPUTS]`."""
     scale = tl.load(ptr + group * columns + output).to(tl.float32)
-    if NESTED > 0:
-        scale *= tl.load(outer_ptr + (group // NESTED) * columns + output).to(tl.float32)
+    if GRID.nested > 0:
+        scale *= tl.load(outer_ptr + (group // GRID.nested) * columns + output).to(tl.float32)
     return scale
 
 
 @triton.jit
-def group_of(run, piece, PIECES: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr):
+def group_of(run, piece, GRID: tl.constexpr):
     """The group of a piece, in a form that lets the compiler merge loads where a run spans whole groups."""
-    if GROUP == 0:
+    RUN: tl.constexpr = GRID.pieces * GRID.piece
+    if GRID.group == 0:
         group = run * 0
-    elif PIECES * PIECE % GROUP == 0:
-        group = run * (PIECES * PIECE // GROUP) + piece * PIECE // GROUP
+    elif RUN % GRID.group == 0:
+        group = run * (RUN // GRID.group) + piece * GRID.piece // GRID.group
     else:
-        group = (run * PIECES + piece) * PIECE // GROUP
+        group = (run * GRID.pieces + piece) * GRID.piece // GRID.group
     return group
 
 
@@ -157,11 +157,8 @@ def decode(
     low,
     table_ptr,
     output,
+    GRID: tl.constexpr,
     KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
     MAGIC: tl.constexpr,
     TYPE: tl.constexpr,
 ):
@@ -173,11 +170,12 @@ def decode(
     Args:
         codes: with MAGIC in them, where it is not 0.
         scale, low: `[OUTPUTS]`, of the group: `low` is the zero point, or the minimum of an affine grid.
+        KIND: that of the grid; "element" where the codes are looked up already.
     """
     if KIND == "element":
         value = codes
     elif KIND == "table":
-        value = tl.load(table_ptr + output[:, None] * TABLE_ROW + codes.to(tl.int32))
+        value = tl.load(table_ptr + output[:, None] * GRID.table_row + codes.to(tl.int32))
     elif KIND == "e4m3":
         # e4m3 bits shifted into float16: the exponent is 8 too small; subnormals stay exact.
         bits = codes.to(tl.uint16)
@@ -185,31 +183,31 @@ def decode(
         value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     elif MAGIC > 0:
         value = codes.to(TYPE, bitcast=True)
-        if ZERO < 0:
+        if GRID.zero < 0:
             zero = (low | (MAGIC & 0xFFFF)).to(tl.uint16).to(TYPE, bitcast=True)
             value = value - zero[:, None]
         else:
             unit: tl.constexpr = 128.0 if MAGIC == 0x43004300 else 1024.0
-            value = value - tl.full(codes.shape, unit + ZERO, tl.float32).to(TYPE)
+            value = value - tl.full(codes.shape, unit + GRID.zero, tl.float32).to(TYPE)
     else:
         # The code as the low mantissa bits of 2**23: no int-to-float cast.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-        if IS_AFFINE:
+        if GRID.is_affine:
             value = (value - 8388608.0) * scale[:, None] - low[:, None]
-        elif ZERO < 0:
+        elif GRID.zero < 0:
             value = value - (8388608.0 + low.to(tl.float32))[:, None]
         else:
-            value = value - (8388608.0 + ZERO)
+            value = value - (8388608.0 + GRID.zero)
     return value
 
 
 @triton.jit
-def zeros_of(ptr, run, output, columns, BITS: tl.constexpr, ZERO: tl.constexpr):
+def zeros_of(ptr, run, output, columns, GRID: tl.constexpr):
     """The zero points of a run of 4-bit codes: int32 `[OUTPUTS]`, a byte for each piece.
 
     Whole words, because asynchronous copies take no fewer than four bytes.
     """
-    if BITS == 4 and ZERO < 0:
+    if GRID.bits == 4 and GRID.zero < 0:
         zeros = tl.load(ptr + run * columns + output)
     else:
         zeros = output * 0
@@ -217,21 +215,11 @@ def zeros_of(ptr, run, output, columns, BITS: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
-def low_of(
-    ptr,
-    outer_ptr,
-    group,
-    output,
-    columns,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
-):
+def low_of(ptr, outer_ptr, group, output, columns, GRID: tl.constexpr):
     """Minimums of an affine grid, float32, or zero points of 8-bit codes; without either an unread 0."""
-    if IS_AFFINE:
-        low = scale_of(ptr, outer_ptr, group, output, columns, NESTED)
-    elif ZERO < 0 and BITS != 4:
+    if GRID.is_affine:
+        low = scale_of(ptr, outer_ptr, group, output, columns, GRID)
+    elif GRID.zero < 0 and GRID.bits != 4:
         low = tl.load(ptr + group * columns + output)
     else:
         low = output * 0
@@ -254,58 +242,49 @@ def _dequantize(
     code_run,
     code_row,
     OUTPUTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    GRID: tl.constexpr,
 ):
     """Dequantize a weight to floats [outputs, inputs]. Grid: tiles of outputs, runs."""
-    PIECES: tl.constexpr = 4 if BITS == 4 else 1
-    WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
+    PIECES: tl.constexpr = GRID.pieces
+    WORDS: tl.constexpr = GRID.words
     # A word has an input of either half of a piece, or two neighbours.
-    BEHIND: tl.constexpr = PIECE // 2 if PIECE >= 32 else 1
-    SPACING: tl.constexpr = 1 if PIECE >= 32 else 2
+    BEHIND: tl.constexpr = GRID.piece // 2 if GRID.piece >= 32 else 1
+    SPACING: tl.constexpr = 1 if GRID.piece >= 32 else 2
     tile = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1).to(tl.int64)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + tl.arange(0, WORDS)[None, :]
     packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
-    zeros = zeros_of(low_ptr, run, output, columns, BITS, ZERO)
+    zeros = zeros_of(low_ptr, run, output, columns, GRID)
     for piece in tl.static_range(PIECES):
-        first = (run * PIECES + piece) * PIECE
-        group = group_of(run, piece, PIECES, PIECE, GROUP)
-        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
-        low = low_of(low_ptr, outer_low_ptr, group, output, columns, BITS, ZERO, IS_AFFINE, NESTED)
-        if BITS == 4 and ZERO < 0:
+        first = (run * PIECES + piece) * GRID.piece
+        group = group_of(run, piece, GRID)
+        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, GRID)
+        low = low_of(low_ptr, outer_low_ptr, group, output, columns, GRID)
+        if GRID.bits == 4 and GRID.zero < 0:
             low = (zeros >> (8 * piece)) & 255
-        place = output[:, None] * (num_runs * PIECES * PIECE) + first
+        place = output[:, None] * (num_runs * PIECES * GRID.piece) + first
         mask = (output < num_outputs)[:, None]
-        if BITS == 4:
+        if GRID.bits == 4:
             front, back = unpack(packed, piece)
             lanes = tl.arange(0, WORDS)[None, :] * SPACING
             for half in tl.static_range(2):
                 codes = front if half == 0 else back
                 value = decode(
-                    codes, scale, low, table_ptr, output, KIND, BITS, ZERO, IS_AFFINE,
-                    TABLE_ROW, 0, tl.float32,
-                ).to(tl.float32)  # fmt: skip
-                if not IS_AFFINE:
+                    codes, scale, low, table_ptr, output, GRID, GRID.kind, 0, tl.float32
+                ).to(tl.float32)
+                if not GRID.is_affine:
                     value = value * scale[:, None]
                 out = value.to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
         else:
             value = decode(
-                packed, scale, low, table_ptr, output, KIND, BITS, ZERO, IS_AFFINE,
-                TABLE_ROW, 0, tl.float32,
-            ).to(tl.float32)  # fmt: skip
-            if not IS_AFFINE:
+                packed, scale, low, table_ptr, output, GRID, GRID.kind, 0, tl.float32
+            ).to(tl.float32)
+            if not GRID.is_affine:
                 value = value * scale[:, None]
             out = value.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place + tl.arange(0, PIECE)[None, :], out, mask=mask)
+            tl.store(out_ptr + place + tl.arange(0, GRID.piece)[None, :], out, mask=mask)
 
 
 def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -321,7 +300,7 @@ def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
         weight.num_runs,
         *strides(weight, OUTPUTS),
         OUTPUTS=OUTPUTS,
-        **constants(weight),
+        GRID=weight.grid,
         num_warps=4,
     )
     return out
@@ -339,17 +318,3 @@ def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:
         return weight.codes.stride(0), weight.codes.stride(1), weight.codes.stride(2)
     row = weight.codes.stride(0)
     return outputs * row, weight.piece, row
-
-
-def constants(weight: TritonPackedWeight) -> dict[str, Any]:
-    """Compile-time constants of the kernels."""
-    return {
-        "PIECE": weight.piece,
-        "BITS": 4 if weight.is_packed else 8,
-        "KIND": weight.kind,
-        "GROUP": weight.group,
-        "ZERO": weight.zero,
-        "IS_AFFINE": weight.is_affine,
-        "NESTED": weight.nested,
-        "TABLE_ROW": 0 if weight.table is None or len(weight.table) == 1 else weight.table.shape[1],
-    }

@@ -1,5 +1,5 @@
-# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """Mixed-input GEMM with fused dequantization, `y = x @ weight.T`: one kernel for all grids and input dtypes.
 
 A tile of codes is dequantized in registers to the inputs' dtype: bfloat16, float16, float32, or int8 and
@@ -33,7 +33,6 @@ from ..common.devices import (
 from .triton_dequantize import (
     HAS_PTX,
     LOOKUP_REGISTERS,
-    constants,
     decode,
     group_of,
     look_up,
@@ -53,35 +52,17 @@ MOST_TILES = 1 << 16
 
 
 @triton.jit
-def _scales(
-    scale_ptr,
-    outer_scale_ptr,
-    low_ptr,
-    outer_low_ptr,
-    x_scale_ptr,
-    run,
-    piece,
-    output,
-    columns,
-    is_row,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
-    X_RUN: tl.constexpr,
-):
+def _scales(pointers, run, piece, output, columns, is_row, GRID: tl.constexpr, X_RUN: tl.constexpr):
     """The factors of the group of a piece: scales, zero points or minimums, scales of the inputs."""
-    group = group_of(run, piece, PIECES, PIECE, GROUP)
-    if GROUP > 0 or IS_AFFINE:
-        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
+    scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scale_ptr = pointers
+    group = group_of(run, piece, GRID)
+    if GRID.group > 0 or GRID.is_affine:
+        scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, GRID)
     else:
         scale = (output * 0).to(tl.float32)
-    low = low_of(low_ptr, outer_low_ptr, group, output, columns, BITS, ZERO, IS_AFFINE, NESTED)
+    low = low_of(low_ptr, outer_low_ptr, group, output, columns, GRID)
     if X_RUN > 0:
-        at = x_scale_ptr + (run * PIECES + piece) * PIECE // X_RUN
+        at = x_scale_ptr + (run * GRID.pieces + piece) * GRID.piece // X_RUN
         x_scale = tl.load(at, mask=is_row, other=0.0)
     else:
         x_scale = is_row.to(tl.float32)
@@ -89,32 +70,12 @@ def _scales(
 
 
 @triton.jit
-def _run_scales(
-    scale_ptr,
-    outer_scale_ptr,
-    low_ptr,
-    outer_low_ptr,
-    x_scale_ptr,
-    run,
-    output,
-    columns,
-    is_row,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
-    X_RUN: tl.constexpr,
-):
+def _run_scales(pointers, run, output, columns, is_row, GRID: tl.constexpr, X_RUN: tl.constexpr):
     """`_scales` of each piece of a run, as a tuple."""
+    PIECES: tl.constexpr = GRID.pieces
     scales = ()
     for piece in tl.static_range(PIECES):
-        one = _scales(
-            scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scale_ptr, run, piece, output,
-            columns, is_row, PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
-        )  # fmt: skip
+        one = _scales(pointers, run, piece, output, columns, is_row, GRID, X_RUN)
         scales = scales + (one,)  # noqa: RUF005 - a starred tuple is no Triton
     return scales
 
@@ -146,14 +107,7 @@ def _gemm(
     code_row,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
-    NESTED: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    GRID: tl.constexpr,
     X_RUN: tl.constexpr,
     SPAN: tl.constexpr,
     IS_INTEGER: tl.constexpr,
@@ -175,12 +129,12 @@ def _gemm(
     With `IS_SPLIT` (split-K) partial sums go to `split_ptr` [splits, rows, outputs], and the program of a
     tile that arrives last, by the count in `arrived_ptr`, adds them in their order.
     """
-    PIECES: tl.constexpr = 4 if BITS == 4 else 1
-    WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
-    HALVES: tl.constexpr = BITS == 4 and PIECE >= 32
+    PIECES: tl.constexpr = GRID.pieces
+    WORDS: tl.constexpr = GRID.words
+    HALVES: tl.constexpr = GRID.has_halves
     # Affine grids are dequantized with their scales. Hopper accumulates e4m3 in few bits: keep sums short.
     IS_E4M3: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
-    BY_GROUP: tl.constexpr = (GROUP > 0 and not IS_AFFINE) or X_RUN > 0 or IS_E4M3
+    BY_GROUP: tl.constexpr = (GRID.group > 0 and not GRID.is_affine) or X_RUN > 0 or IS_E4M3
     TYPE: tl.constexpr = tl.int32 if IS_INTEGER else tl.float32
     tile = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1).to(tl.int64)
@@ -209,43 +163,38 @@ def _gemm(
     end_run = tl.minimum(first_run + runs_per_split, num_runs)
     # Scales are loaded a run ahead, into registers: 8 or 16 bits are too short for asynchronous copies.
     start = tl.maximum(tl.minimum(first_run, num_runs - 1), 0)
-    scales = _run_scales(
-        scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scales, start, output, columns, is_row,
-        PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
-    )  # fmt: skip
+    pointers = scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scales
+    scales = _run_scales(pointers, start, output, columns, is_row, GRID, X_RUN)
     for run in tl.range(first_run, end_run, num_stages=STAGES):
         packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
         if TABLE_PTX != "":
             looked = look_up(packed, TABLE_PTX, REGISTERS)
         if MAGIC > 0:
             fronts, backs = packed.to(tl.int16), (packed >> 16).to(tl.int16)
-        zeros = zeros_of(low_ptr, run, output, columns, BITS, ZERO)
+        zeros = zeros_of(low_ptr, run, output, columns, GRID)
         following = tl.minimum(run + 1, num_runs - 1)
-        next_scales = _run_scales(
-            scale_ptr, outer_scale_ptr, low_ptr, outer_low_ptr, x_scales, following, output, columns, is_row,
-            PIECES, PIECE, BITS, GROUP, ZERO, IS_AFFINE, NESTED, X_RUN,
-        )  # fmt: skip
+        next_scales = _run_scales(pointers, following, output, columns, is_row, GRID, X_RUN)
         for piece in tl.static_range(PIECES):
             scale, low, x_scale = scales[piece]
-            if BITS == 4 and ZERO < 0:
+            if GRID.bits == 4 and GRID.zero < 0:
                 low = (zeros >> (8 * piece)) & 255
-            place = at_row + (run * PIECES + piece) * PIECE
+            place = at_row + (run * PIECES + piece) * GRID.piece
             if BY_GROUP and piece % SPAN == 0:
                 sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
-            if BITS == 4 and TABLE_PTX != "":
+            if GRID.bits == 4 and TABLE_PTX != "":
                 front = looked[piece].to(x_ptr.dtype.element_ty, bitcast=True)
                 back = looked[PIECES + piece].to(x_ptr.dtype.element_ty, bitcast=True)
             elif MAGIC > 0:
                 front = unpack_short(fronts, piece, MAGIC, PTX)
                 back = unpack_short(backs, piece, MAGIC, PTX)
-            elif BITS == 4:
+            elif GRID.bits == 4:
                 front, back = unpack(packed, piece)
             else:
                 front, back = packed, packed
-            if BITS == 4 and not HALVES:
+            if GRID.bits == 4 and not HALVES:
                 front = tl.interleave(front, back)
             for half in tl.static_range(2 if HALVES else 1):
-                lanes = half * WORDS + tl.arange(0, WORDS if HALVES else PIECE)
+                lanes = half * WORDS + tl.arange(0, WORDS if HALVES else GRID.piece)
                 x = tl.load(place + lanes[:, None], mask=is_row[None, :], other=0.0)
                 value = decode(
                     front if half == 0 else back,
@@ -253,11 +202,8 @@ def _gemm(
                     low,
                     table_ptr,
                     output,
-                    "element" if TABLE_PTX != "" else KIND,
-                    BITS,
-                    ZERO,
-                    IS_AFFINE,
-                    TABLE_ROW,
+                    GRID,
+                    "element" if TABLE_PTX != "" else GRID.kind,
                     MAGIC,
                     x.dtype,
                 ).to(x.dtype)
@@ -266,7 +212,7 @@ def _gemm(
                 part_sum = sums.to(tl.float32)
                 if X_RUN > 0:
                     part_sum *= x_scale[None, :]
-                if GROUP > 0 and not IS_AFFINE:
+                if GRID.group > 0 and not GRID.is_affine:
                     part_sum *= scale[:, None]
                 total += part_sum
         scales = next_scales
@@ -274,8 +220,8 @@ def _gemm(
         total = sums.to(tl.float32)
     if X_RUN == 0:
         total *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
-    if GROUP == 0 and not IS_AFFINE:
-        total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, NESTED)[:, None]
+    if GRID.group == 0 and not GRID.is_affine:
+        total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, GRID)[:, None]
     place = row[None, :] * num_outputs + column[:, None]
     mask = is_row[None, :] & (column < num_outputs)[:, None]
     if IS_SPLIT:
@@ -382,6 +328,7 @@ def gemm(
         *strides(weight, outputs),
         ROWS=rows,
         OUTPUTS=outputs,
+        GRID=weight.grid,
         X_RUN=x_run,
         SPAN=_span(x, weight, x_run),
         IS_INTEGER=x.dtype is torch.int8,
@@ -393,7 +340,6 @@ def gemm(
         TABLE_PTX=lookup_ptx(weight.entries) if HAS_PTX and weight.entries else "",
         REGISTERS=LOOKUP_REGISTERS,
         STAGES=_stages(x, weight, x_run, rows, outputs),
-        **constants(weight),
         num_warps=_warps(x, weight, x_run, rows),
     )
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.nn import functional
@@ -32,6 +32,39 @@ PIECES = 4
 """Pieces per run of 4-bit codes."""
 
 Kind = Literal["element", "code", "e4m3", "table"]
+
+
+class PackedGrid(NamedTuple):
+    """The compile-time part of a packed weight, with the fields of `TritonPackedWeight`.
+
+    Attributes:
+        bits: of a stored code: 4 or 8.
+        table_row: entries of a lookup table per output channel; 0: there is one for all, or none.
+    """
+
+    kind: Kind
+    bits: int
+    piece: int
+    group: int
+    zero: int
+    is_affine: bool
+    nested: int
+    table_row: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a run."""
+        return PIECES if self.bits == 4 else 1
+
+    @property
+    def words(self) -> int:
+        """Words, or bytes, of a run of an output channel."""
+        return self.piece // 2 if self.bits == 4 else self.piece
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether a word has an input of either half of a piece."""
+        return self.bits == 4 and has_halves(self.piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,14 @@ class TritonPackedWeight:
     def part_outputs(self) -> int:
         """Output channels of one part, padding included."""
         return self.padded // self.num_parts
+
+    @property
+    def grid(self) -> PackedGrid:
+        """The part of it that kernels are compiled for."""
+        bits, table = 4 if self.is_packed else 8, self.table
+        row = 0 if table is None or len(table) == 1 else table.shape[1]
+        scaled = self.group, self.zero, self.is_affine, self.nested
+        return PackedGrid(self.kind, bits, self.piece, *scaled, row)
 
     @property
     def weight_bytes(self) -> int:
