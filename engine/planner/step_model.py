@@ -9,21 +9,22 @@ the shared physics. Loads are per rank of one tensor-parallel group.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import Device
 from .probed_shape import ProbedShape
+from .step_parameters import Deployed, StepParameters, fitted_parameters
 from .weights import WeightRecipe
 
 ACTIVATION_BYTES = 2
+MEMORY_SHARE = 0.92
+RESERVED_BYTES = 3e9
+"""Memory of activations, graphs and communication that a server keeps from its cache. Assumed."""
 OVERLAP_POWER = 3
 """Exponent of the smooth maximum of memory and compute time: 1 adds them, infinity overlaps them wholly."""
 
@@ -93,25 +94,6 @@ class Parallelism:
     def gpus(self) -> int:
         """Devices of one replica."""
         return self.tp * self.pp * self.attention_dp
-
-
-@cache
-def parameter_table() -> Mapping[str, Mapping[str, Any]]:
-    """The fitted parameters: value, unit, standard error, and the factors of tags."""
-    path = Path(__file__).with_name("step_parameters.json")
-    return json.loads(path.read_text(encoding="utf-8"))["parameters"]
-
-
-def resolve(table: Mapping[str, Mapping[str, Any]], tags: Iterable[str]) -> dict[str, float]:
-    """The parameters of a deployment: each value times the factors of the deployment's tags."""
-    chosen = tuple(tags)
-    resolved = {}
-    for name, entry in table.items():
-        value, factors = entry["value"], entry.get("factors", {})
-        for tag in chosen:
-            value *= factors.get(tag, 1.0)
-        resolved[name] = value
-    return resolved
 
 
 def longer(moving: Any, computing: Any) -> Any:
@@ -184,7 +166,7 @@ class StepModel:
     engine: str
     parallel: Parallelism
     kv_bytes_per_element: float
-    parameters: Mapping[str, float]
+    parameters: StepParameters
     roofs: Roofs
     _weights: _Weights
     _cache: tuple[tuple[float, float], ...]
@@ -196,16 +178,19 @@ class StepModel:
         recipe: WeightRecipe,
         device: Device,
         *,
+        model: str = "",
         engine: str = "llmopt",
+        version: str = "",
         parallel: Parallelism = Parallelism(),
         kv_bytes_per_element: float = 2,
-        parameters: Mapping[str, float] | None = None,
+        parameters: StepParameters | None = None,
     ) -> StepModel:
-        """The model of a deployment, with the fitted parameters unless others are given."""
-        chosen = parameters
-        if chosen is None:
-            tags = deployment_tags(shape, recipe, device, engine)
-            chosen = resolve(parameter_table(), tags)
+        """The model of a deployment, with the fitted parameters unless others are given. `model` is its name
+        in the planner's table, by which measured deployments of it are found."""
+        if parameters is None:
+            tags = deployment_tags(shape, recipe, device, engine, parallel)
+            dtype = weight_dtype(recipe)
+            parameters = fitted_parameters(Deployed(model, engine, dtype, version, tags))
         return cls(
             shape,
             recipe,
@@ -213,7 +198,7 @@ class StepModel:
             engine,
             parallel,
             float(kv_bytes_per_element),
-            chosen,
+            parameters,
             roofs_of(device, recipe),
             _weights_on_rank(shape, recipe, parallel),
             _cache_classes(shape, parallel.tp),
@@ -221,12 +206,32 @@ class StepModel:
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of one step, all its pipeline stages."""
-        return sum(operator_seconds(self.loads(work), self.roofs, self.parameters).values())
+        return sum(seconds for _, seconds, _ in self.operators(work))
 
     def operators(self, work: StepWork) -> tuple[tuple[str, float, str], ...]:
-        """Each operator of the step that takes time: its name, its seconds, and their source."""
-        parts = operator_seconds(self.loads(work), self.roofs, self.parameters)
-        return tuple((name, seconds, "fit") for name, seconds in parts.items() if seconds > 0)
+        """Each operator of the step that takes time: its name, its seconds, and their source. What is known
+        of the model beyond its operators scales each."""
+        parts = operator_seconds(self.loads(work), self.roofs, self.parameters.values)
+        factor, source = self._factor(work), self.parameters.source
+        return tuple((name, factor * part, source) for name, part in parts.items() if part > 0)
+
+    def _factor(self, work: StepWork) -> float:
+        """The TPOT's factor for decode tokens and the TTFT's for prompt tokens, by their number."""
+        tokens = work.decode_sequences + work.prefill_tokens
+        share = work.prefill_tokens / tokens if tokens else 0.0
+        decode, prefill = self.parameters.tpot_factor, self.parameters.ttft_factor()
+        return decode + share * (prefill - decode)
+
+    def resident_sequences(self, prompt: int, output: int) -> float:
+        """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer: of a
+        memory share and a reserve that servers commonly leave."""
+        weights, ranks = self._weights, self.parallel.attention_dp
+        held = weights.linear_bytes + 2 * weights.head_bytes + weights.expert_bytes
+        free = self.device.memory_bytes * MEMORY_SHARE - RESERVED_BYTES - held
+        context = prompt + output / 2
+        cached = sum(min(context, window) * elements for window, elements in self._cache)
+        each = cached * self.kv_bytes_per_element + self.shape.state_bytes / self.parallel.tp
+        return max(1.0, free / each) * ranks if each else float("inf")
 
     def loads(self, work: StepWork) -> Loads:
         """Loads of the step on one rank; with pipeline stages, summed along a token's way."""
@@ -298,12 +303,16 @@ class StepModel:
 
 
 def deployment_tags(
-    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str
+    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str, parallel: Parallelism
 ) -> tuple[str, ...]:
-    """Tags whose factors apply: engine, GPU generation, weight dtype and architecture."""
+    """Tags whose factors apply: engine, GPU generation, weight dtype, attention and parallelism."""
     attention = "latent" if shape.latent else "linear attention" if shape.state_bytes else "heads"
-    mixture = "mixture" if shape.experts else "dense"
-    return engine, generation(device), weight_dtype(recipe), attention, mixture
+    tags = [engine, generation(device), weight_dtype(recipe), attention, f"tp{parallel.tp}"]
+    if parallel.ep > 1:
+        tags.append("ep")
+    if parallel.attention_dp > 1:
+        tags.append("attention_dp")
+    return tuple(tags)
 
 
 _GENERATIONS = {

@@ -1,0 +1,117 @@
+"""Parameters of the step model, as fitted to measured deployments (`step_parameters.json`).
+
+A parameter is a value times the factor of each tag of a deployment: its engine, GPU generation, weight dtype,
+attention, parallelism. What was not measured has no factor and takes the shared physics. A correction is what
+remains of a model in an engine and a weight format (and of a version), shrunk by how few rows it rests on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import exp, log2
+from pathlib import Path
+from typing import Any
+
+TYPICAL_LOAD = {"prompt": 2048, "answer": 1024, "clients": 32}
+"""Tokens and clients at which the slopes of the TTFT's corrections are nought."""
+Table = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParameters:
+    """Parameters of one deployment by name, the logarithms of its corrections by key, and their source."""
+
+    values: Mapping[str, float]
+    tpot_log: float = 0.0
+    ttft_log: float = 0.0
+    ttft_slopes: Mapping[str, float] = field(default_factory=dict)
+    source: str = "fit"
+
+    @property
+    def tpot_factor(self) -> float:
+        """Factor of decode steps."""
+        return exp(self.tpot_log)
+
+    def ttft_factor(self, load: Mapping[str, float] = TYPICAL_LOAD) -> float:
+        """Factor of the TTFT under a load: its prompt and answer in tokens, and its clients."""
+        doublings = load_doublings(load)
+        return exp(self.ttft_log + sum(s * doublings[name] for name, s in self.ttft_slopes.items()))
+
+
+def load_doublings(load: Mapping[str, float]) -> dict[str, float]:
+    """Doublings of a load from the typical one."""
+    return {name: log2(load[name] / typical) for name, typical in TYPICAL_LOAD.items()}
+
+
+@cache
+def parameter_file() -> Mapping[str, Any]:
+    """The file: `parameters` with units and standard errors, `corrections`, and what they were fitted to."""
+    path = Path(__file__).with_name("step_parameters.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def resolve(table: Table, tags: Iterable[str]) -> dict[str, float]:
+    """Each parameter's value times the factors of the tags."""
+    chosen = tuple(tags)
+    resolved = {}
+    for name, entry in table.items():
+        value, factors = entry["value"], entry.get("factors", {})
+        for tag in chosen:
+            if tag in factors:
+                value *= factors[tag]["value"]
+        resolved[name] = value
+    return resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A deployment as the parameters see it; `version` is the engine's, empty if it is not known."""
+
+    model: str
+    engine: str
+    weights: str
+    version: str = ""
+    tags: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Keys of its corrections: the model in this engine and format, and that in one version."""
+        name = f"{self.engine}|{self.model}|{self.weights}"
+        return name, f"{name}|{self.version}"
+
+    def slope_key(self, name: str) -> str:
+        """Key of the slope of its TTFT's correction in a part of the load."""
+        return f"{self.keys[0]}|per doubling of the {name}"
+
+
+def fitted_parameters(deployed: Deployed) -> StepParameters:
+    """The fitted parameters of a deployment, with the corrections that are known of it."""
+    file = parameter_file()
+    tpot, ttft = (_known(file["corrections"][measure]) for measure in ("tpot", "ttft"))
+    return StepParameters(
+        resolve(file["parameters"], deployed.tags),
+        sum(tpot.get(key, 0.0) for key in deployed.keys),
+        sum(ttft.get(key, 0.0) for key in deployed.keys),
+        {name: ttft.get(deployed.slope_key(name), 0.0) for name in TYPICAL_LOAD},
+    )
+
+
+def _known(corrections: Table) -> dict[str, float]:
+    return {key: entry["value"] for key, entry in corrections.items()}
+
+
+def measured_parameters(
+    bandwidth: float, compute: float, layer_seconds: float, source: str
+) -> StepParameters:
+    """Parameters of shares of the roofs that one machine reached, with the shared load parameters."""
+    shares = {"bandwidth": bandwidth, "compute": compute}
+    values = {}
+    for name, entry in parameter_file()["parameters"].items():
+        operator, quantity = name.split(".")
+        shared = operator in ("load", "all_reduce", "all_to_all")
+        values[name] = entry["value"] if shared else shares.get(quantity, 0.0)
+    values |= {"layer.seconds": layer_seconds, "load.fixed": 0.0}
+    return StepParameters(values, source=source)

@@ -1,0 +1,123 @@
+"""Columns of the measured configurations that a fit works on: loads, roofs and loops as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from llmopt.engine.planner.steady_state import Loop, closed_loop, loop_times, loop_works, throughput
+from llmopt.engine.planner.step_model import (
+    Loads,
+    Roofs,
+    StepModel,
+    deployment_tags,
+    generation,
+)
+from llmopt.engine.planner.step_parameters import StepParameters
+
+from .rows import Row
+
+Column = np.ndarray
+
+
+class Predicted(NamedTuple):
+    """Predicted columns."""
+
+    ttft: Column
+    tpot: Column
+    throughput: Column
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows as columns, with the tags of each."""
+
+    rows: tuple[Row, ...]
+    tags: tuple[frozenset[str], ...]
+    loads: tuple[Loads, Loads, Loads]
+    prompts: Column
+    roofs: Roofs
+    loop: Loop
+    measured: Predicted
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Columns:
+        """The columns of these rows."""
+        models = [_step_model(row) for row in rows]
+        loops = [_loop(row, model) for row, model in zip(rows, models, strict=True)]
+        works = [loop_works(loop) for loop in loops]
+        steps = [(w.decode, w.mixed, w.packed) for w in works]
+        loads = tuple(
+            _stacked(Loads, [m.loads(s[part]) for m, s in zip(models, steps, strict=True)])
+            for part in range(3)
+        )
+        loop = _stacked(Loop, loops)
+        ttft = np.array([row.ttft_seconds for row in rows])
+        tpot = np.array([row.tpot_seconds for row in rows])
+        return cls(
+            tuple(rows),
+            tuple(row_tags(row) for row in rows),
+            loads,  # type: ignore[arg-type]
+            np.array([work.packed_prompts for work in works], float),
+            _stacked(Roofs, [model.roofs for model in models]),
+            loop,
+            Predicted(ttft, tpot, throughput(loop, ttft, tpot)),
+        )
+
+    def take(self, mask: Column) -> Columns:
+        """The rows that a mask keeps."""
+        chosen = np.flatnonzero(mask)
+        part = lambda columns: type(columns)(*(column[chosen] for column in columns))  # noqa: E731
+        return Columns(
+            tuple(self.rows[i] for i in chosen),
+            tuple(self.tags[i] for i in chosen),
+            tuple(map(part, self.loads)),  # type: ignore[arg-type]
+            self.prompts[chosen],
+            part(self.roofs),
+            part(self.loop),
+            part(self.measured),
+        )
+
+    def predict(self, p: dict[str, Any]) -> tuple[Column, Column]:
+        """TTFT and TPOT of each row with these parameters, without corrections."""
+        times = loop_times(self.loads, self.prompts, self.roofs, p)
+        return closed_loop(self.loop, times, p)
+
+
+def row_tags(row: Row) -> frozenset[str]:
+    """Tags of a row: its deployment's, and those of a load generator that is not the usual one."""
+    shape = row.planned.shape
+    tags = deployment_tags(shape, row.recipe, row.device, row.engine, row.parallel)
+    return frozenset((*tags, f"{row.engine} {row.harness}"))
+
+
+def kv_bytes(row: Row) -> float:
+    """Bytes per cached element, which no row states: TensorRT-LLM's default for quantized weights is fp8, and
+    the dated runs on Blackwell ask for it."""
+    fp8 = row.engine == "trtllm" or (
+        generation(row.device) == "blackwell" and row.harness == "dated"
+    )
+    return 1.0 if fp8 and row.weights else 2.0
+
+
+def _step_model(row: Row) -> StepModel:
+    return StepModel.build(
+        row.planned.shape,
+        row.recipe,
+        row.device,
+        engine=row.engine,
+        parallel=row.parallel,
+        kv_bytes_per_element=kv_bytes(row),
+        parameters=StepParameters({}),
+    )
+
+
+def _loop(row: Row, model: StepModel) -> Loop:
+    resident = model.resident_sequences(row.prompt, row.output)
+    return Loop(row.prompt, row.output, row.concurrency, min(row.concurrency, resident))
+
+
+def _stacked(kind: Any, items: Sequence[Any]) -> Any:
+    return kind(*np.array(items, float).T)

@@ -1,0 +1,286 @@
+"""Robust fit of the step model's parameters, in logarithms, shrunk towards the shared physics.
+
+Least squares of the logarithmic errors of TPOT and TTFT under the pseudo-Huber loss, by Levenberg and
+Marquardt. A prior holds each value near a physical one and each tag's factor near one; its strength was
+chosen by cross-validation inside the fitting half, grouped by deployment. Then corrections: what remains of a
+model in an engine and weight format, and of a version of it, by ridge regression on the residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from llmopt.engine.planner.step_model import weight_dtype
+from llmopt.engine.planner.step_parameters import Deployed, load_doublings
+
+from .columns import Column, Columns, Predicted
+from .rows import Row
+
+PRIOR_WEIGHT = 0.5
+FACTOR_SPREAD = 0.5
+"""Prior spread of a factor's logarithm, in parts of its value's."""
+TPOT_SCALE, TTFT_SCALE = 0.08, 0.2
+"""Errors beyond which the loss grows linearly."""
+SMALLEST_FACTOR = 0.02
+"""A factor whose logarithm stays below this is dropped, and the rest are fitted again."""
+CORRECTION_ROWS = {"tpot": 1.0, "ttft": 2.0}
+"""Rows of no error that a correction is shrunk by."""
+
+SLOPE_ROWS = 20.0
+"""Rows at one doubling that a slope is shrunk by."""
+
+SMALLEST_CORRECTION = 0.005
+SOURCE = (
+    "python -m tools.plan_error --fit, on the fitting half of silicon_sample.csv "
+    "(aiconfigurator-core 0.12.0, Apache-2.0)"
+)
+
+_ENGINES = ("vllm", "sglang", "trtllm")
+_OWN = tuple(f"{engine} own" for engine in _ENGINES)
+_COMMON = (*_ENGINES, "blackwell")
+_DTYPES = ("bf16", "fp8", "fp4", "int")
+_ATTENTION = ("latent", "linear attention")
+_BANDWIDTH = "share of the data sheet's bandwidth"
+_PEAK = "share of the data sheet's peak"
+_LINK = "share of a link's bandwidth, one direction"
+
+
+class Prior(NamedTuple):
+    """Where a parameter starts, how far its logarithm may move, its tags, and its unit."""
+
+    value: float
+    spread: float
+    tags: tuple[str, ...]
+    unit: str
+
+
+PRIORS = {
+    "linear.bandwidth": Prior(0.7, 0.2, (*_COMMON, *_DTYPES, "attention_dp"), _BANDWIDTH),
+    "linear.compute": Prior(0.6, 0.4, (*_COMMON, *_DTYPES), _PEAK),
+    "experts.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _BANDWIDTH),
+    "experts.compute": Prior(0.4, 0.5, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _PEAK),
+    "attention.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_ATTENTION), _BANDWIDTH),
+    "attention.compute": Prior(0.3, 0.3, _COMMON, _PEAK),
+    "prefill.compute": Prior(0.4, 0.6, (*_COMMON, *_ATTENTION), _PEAK),
+    "states.bandwidth": Prior(0.5, 0.3, (), _BANDWIDTH),
+    "activations.bandwidth": Prior(0.05, 0.7, _COMMON, _BANDWIDTH),
+    "all_reduce.latency": Prior(8e-6, 0.7, (*_COMMON, "tp2", "tp4", "tp8"), "seconds per message"),
+    "all_reduce.bandwidth": Prior(0.5, 0.3, _COMMON, _LINK),
+    "all_to_all.latency": Prior(15e-6, 0.7, (), "seconds per message"),
+    "all_to_all.bandwidth": Prior(0.4, 0.4, (), _LINK),
+    "layer.seconds": Prior(
+        20e-6, 0.7, (*_COMMON, *_ATTENTION, *_DTYPES, "attention_dp"), "seconds per layer"
+    ),
+    "mixture_layer.seconds": Prior(
+        15e-6, 0.7, (*_COMMON, *_DTYPES, "ep", "attention_dp"), "seconds per layer with experts"
+    ),
+    "host.step": Prior(5e-4, 1.0, _COMMON, "seconds per step"),
+    "host.sequence": Prior(5e-6, 1.0, _COMMON, "seconds per sequence of a step"),
+    "load.interference": Prior(1.0, 0.2, (*_ENGINES, *_OWN), "prefills that a decode waits for"),
+    "load.queue": Prior(0.5, 1.0, (*_ENGINES, *_OWN), "prefills of an M/D/1 queue"),
+    "load.burst": Prior(0.1, 1.5, (*_ENGINES, *_OWN), "share of the requests in the first burst"),
+    "load.fixed": Prior(0.03, 1.5, (*_ENGINES, *_OWN), "seconds per request"),
+    "load.prompt": Prior(1.0, 0.5, (*_ENGINES, *_OWN), "prefills per prompt"),
+    "load.steps": Prior(1.0, 1.0, (*_ENGINES, *_OWN), "decode steps before the first token"),
+}
+
+Slot = tuple[str, str]
+"""A parameter and a tag; the empty tag is the value itself."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Logarithms of the fitted values and factors, with standard errors, and the corrections."""
+
+    slots: tuple[Slot, ...]
+    logs: Column
+    errors: Column
+    corrections: Mapping[str, Mapping[str, tuple[float, float]]]
+    num_rows: int
+
+    def parameters(self, columns: Columns) -> dict[str, Column]:
+        """Parameters of each row."""
+        return _resolved(self.slots, self.logs, columns)
+
+    def predict(self, columns: Columns) -> Predicted:
+        """Predictions for rows, with the corrections that are known of them."""
+        ttft, tpot = columns.predict(self.parameters(columns))
+        ttft = ttft * np.exp([self._correction("ttft", row) for row in columns.rows])
+        tpot = tpot * np.exp([self._correction("tpot", row) for row in columns.rows])
+        loop = columns.loop
+        total = ttft + (loop.output - 1) * tpot
+        return Predicted(ttft, tpot, loop.concurrency * loop.output / total)
+
+    def _correction(self, measure: str, row: Row) -> float:
+        known = self.corrections[measure]
+        terms = correction_terms(measure, row).items()
+        return sum(known[key][0] * weight for key, weight in terms if key in known)
+
+
+def correction_terms(measure: str, row: Row) -> dict[str, float]:
+    """Keys of the corrections of a row, with what each is multiplied by."""
+    deployed = Deployed(row.model, row.engine, weight_dtype(row.recipe), row.version)
+    terms = dict.fromkeys(deployed.keys, 1.0)
+    if measure == "ttft":
+        load = {"prompt": row.prompt, "answer": row.output, "clients": row.concurrency}
+        terms |= {deployed.slope_key(name): n for name, n in load_doublings(load).items()}
+    return terms
+
+
+def fit(columns: Columns) -> Fit:
+    """Fit the rows: once with every factor, and again with those that were needed."""
+    slots = [(name, tag) for name, prior in PRIORS.items() for tag in ("", *prior.tags)]
+    logs, _ = _solve(slots, columns)
+    kept = [s for s, log in zip(slots, logs, strict=True) if not s[1] or abs(log) > SMALLEST_FACTOR]
+    logs, errors = _solve(kept, columns)
+    ttft, tpot = columns.predict(_resolved(kept, logs, columns))
+    corrections = {
+        "tpot": _corrections("tpot", columns, np.log(columns.measured.tpot / tpot), TPOT_SCALE),
+        "ttft": _corrections("ttft", columns, np.log(columns.measured.ttft / ttft), TTFT_SCALE),
+    }
+    return Fit(tuple(kept), logs, errors, corrections, len(columns.rows))
+
+
+def _resolved(slots: Any, logs: Column, columns: Columns) -> dict[str, Column]:
+    sums = {name: np.zeros(len(columns.rows)) for name in PRIORS}
+    for (name, tag), log in zip(slots, logs, strict=True):
+        sums[name] += log * _indicator(tag, columns)
+    return {name: np.exp(total) for name, total in sums.items()}
+
+
+def _indicator(tag: str, columns: Columns) -> Column | float:
+    return np.array([tag in tags for tags in columns.tags], float) if tag else 1.0
+
+
+def _solve(slots: list[Slot], columns: Columns) -> tuple[Column, Column]:
+    """Logarithms at the optimum, and their standard errors."""
+    start = np.array([0.0 if tag else np.log(PRIORS[name].value) for name, tag in slots])
+    spread = [PRIORS[name].spread * (FACTOR_SPREAD if tag else 1.0) for name, tag in slots]
+    stiffness = PRIOR_WEIGHT / np.array(spread)
+    scales = np.repeat([TPOT_SCALE, TTFT_SCALE], len(columns.rows))
+    measured = np.log(np.concatenate([columns.measured.tpot, columns.measured.ttft]))
+    members = [np.tile(_indicator(tag, columns), 2) if tag else 1.0 for _, tag in slots]
+
+    def errors(parameters: dict[str, Column]) -> Column:
+        ttft, tpot = columns.predict(parameters)
+        return np.log(np.concatenate([tpot, ttft])) - measured
+
+    def residuals(logs: Column) -> Column:
+        raw = errors(_resolved(slots, logs, columns))
+        return np.concatenate([_huber(raw, scales), stiffness * (logs - start)])
+
+    def jacobian(logs: Column) -> Column:
+        parameters = _resolved(slots, logs, columns)
+        raw, step = errors(parameters), 1e-4
+        slope = _huber_slope(raw, scales)
+        moved = {
+            name: (errors({**parameters, name: value * np.exp(step)}) - raw) / step * slope
+            for name, value in parameters.items()
+        }
+        rows = [moved[name] * member for (name, _), member in zip(slots, members, strict=True)]
+        return np.concatenate([np.array(rows).T, np.diag(stiffness)])
+
+    logs = levenberg_marquardt(residuals, jacobian, start)
+    slopes = jacobian(logs)
+    variance = 2 * np.median(np.abs(residuals(logs)[: len(scales)])) ** 2
+    return logs, np.sqrt(variance * np.diag(np.linalg.inv(slopes.T @ slopes)))
+
+
+def _huber(errors: Column, scales: Column) -> Column:
+    """Signed root of the pseudo-Huber loss."""
+    return np.sign(errors) * scales * np.sqrt(2 * (np.hypot(1, errors / scales) - 1))
+
+
+def _huber_slope(errors: Column, scales: Column) -> Column:
+    root = _huber(errors, scales)
+    small = np.abs(errors) < 1e-9
+    return np.where(small, 1, errors / np.hypot(1, errors / scales) / np.where(small, 1, root))
+
+
+def levenberg_marquardt(
+    residuals: Callable[[Column], Column],
+    jacobian: Callable[[Column], Column],
+    start: Column,
+    steps: int = 60,
+) -> Column:
+    """Least squares from `start`, until a step gains less than one part in 100,000."""
+    x, damping = start, 1e-2
+    at = residuals(x)
+    cost = at @ at
+    for _ in range(steps):
+        slopes = jacobian(x)
+        normal, gradient = slopes.T @ slopes, slopes.T @ at
+        for _ in range(8):
+            scaled = normal + damping * np.diag(np.diag(normal) + 1e-6)
+            trial = x + np.clip(np.linalg.solve(scaled, -gradient), -1, 1)
+            found = residuals(trial)
+            if found @ found < cost:
+                break
+            damping *= 4
+        else:
+            return x
+        gained = cost - found @ found
+        x, at, cost, damping = trial, found, cost - gained, max(damping / 5, 1e-9)
+        if gained < 1e-5 * cost:
+            break
+    return x
+
+
+def _shrink(measure: str, key: str) -> float:
+    return SLOPE_ROWS if "per doubling" in key else CORRECTION_ROWS[measure]
+
+
+def _corrections(
+    measure: str, columns: Columns, residual: Column, scale: float
+) -> dict[str, tuple[float, float]]:
+    """Corrections by key, and their standard errors: ridge regression, reweighted against outliers."""
+    terms = [correction_terms(measure, row) for row in columns.rows]
+    names = sorted({key for row in terms for key in row})
+    place = {name: index for index, name in enumerate(names)}
+    design = np.zeros((len(terms), len(names)))
+    for row, weighed in enumerate(terms):
+        for key, weight in weighed.items():
+            design[row, place[key]] = weight
+    shrink = np.diag([_shrink(measure, name) for name in names])
+    weights, found = np.ones(len(terms)), np.zeros(len(names))
+    inverse = np.eye(len(names))
+    for _ in range(8):
+        weighted = design * weights[:, None]
+        inverse = np.linalg.inv(weighted.T @ design + shrink)
+        found = inverse @ (weighted.T @ residual)
+        weights = 1 / np.hypot(1, (residual - design @ found) / scale)
+    spread = 1.48 * np.median(np.abs(residual - design @ found))
+    errors = spread * np.sqrt(np.diag(inverse))
+    return {name: (found[i], errors[i]) for name, i in place.items()}
+
+
+def as_json(found: Fit) -> dict[str, Any]:
+    """The content of the planner's `step_parameters.json`."""
+    parameters: dict[str, dict[str, Any]] = {}
+    for (name, tag), log, error in zip(found.slots, found.logs, found.errors, strict=True):
+        entry = {"value": _rounded(np.exp(log)), "standard_error": _rounded(error)}
+        if tag:
+            parameters[name].setdefault("factors", {})[tag] = entry
+        else:
+            parameters[name] = {**entry, "unit": PRIORS[name].unit}
+    return {
+        "source": SOURCE,
+        "fitted_configurations": found.num_rows,
+        "standard_errors": "of the natural logarithm of a value, a factor or a correction",
+        "parameters": parameters,
+        "corrections": {
+            measure: {
+                key: {"value": _rounded(value), "standard_error": _rounded(error)}
+                for key, (value, error) in known.items()
+                if abs(value) >= SMALLEST_CORRECTION
+            }
+            for measure, known in found.corrections.items()
+        },
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
