@@ -73,7 +73,7 @@ def matrices() -> Iterator[tuple[dict[str, Any], str | None]]:
 def caches() -> Iterator[tuple[dict[str, Any], str | None]]:
     """KV-cache schemes: the one that is written, and one of int8."""
     writer: Any = FORMATS["compressed-tensors"]
-    scheme = writer.config({"m": IntScheme(4, 128, True)}, [], kv_cache="fp8")["kv_cache_scheme"]
+    scheme = writer.full_config({"m": IntScheme(4, 128, True)}, [], "fp8")["kv_cache_scheme"]
     yield {"kv_cache_scheme": scheme}, "accepted"
     yield {"kv_cache_scheme": scheme | {"strategy": "attn_head"}}, "accepted"
     yield {"kv_cache_scheme": scheme | {"type": "int"}}, None
@@ -102,7 +102,7 @@ def modelopt_configs() -> Iterator[tuple[dict[str, Any], str | None]]:
         kind = "ModelOptNvFp4Config" if "NVFP4" in algorithm else "ModelOptFp8Config"
         kind = kind if len(schemes) == 1 else "ModelOptMixedPrecisionConfig"
         for cache, said in ((None, "None"), ("fp8", "FP8")):
-            config = writer.config(schemes, [plain], kv_cache=cache)
+            config = writer.full_config(schemes, [plain], cache)
             for given in (config, hf_quant_config(config)):
                 question = {"modelopt": given, "linear": linear, "plain": plain}
                 yield question, f"{kind} {algorithm} KV {said}"

@@ -95,6 +95,11 @@ class Scheme(ABC):
         """Bits of codes, scales and all else that is stored, over the number of weights."""
 
     @property
+    def has_static_inputs(self) -> bool:
+        """Whether inputs are quantized with a calibrated scale."""
+        return self.activations is not None and not self.activations.dynamic
+
+    @property
     def asymmetric(self) -> bool:
         """Whether groups have integer zero codes of their own."""
         return False

@@ -24,9 +24,9 @@ from ..families.registry import type_of
 from ..formats.registry import FORMATS, completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
-from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat, config_of
+from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.kind import kind_of
-from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.registry import SCHEMES, scheme_record
 from ..methods.registry import check_format
 from ..model.auto import auto_class, read_config
@@ -149,8 +149,8 @@ class _Job:
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
-        quantization = config_of(
-            self._target, self._schemes, ignore, *(kv_cache or (None, "tensor"))
+        quantization = self._target.full_config(
+            self._schemes, ignore, *(kv_cache or (None, "tensor"))
         )
         quantization = completed_config(quantization, self._work)
         config["quantization_config"] = quantization
@@ -238,7 +238,7 @@ class _Job:
         if not held:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
-        if isinstance(self._target, HoldsKvScales) and record.get("type") != "int":
+        if self._target.holds_kv_scales and record.get("type") != "int":
             return "fp8", record.get("strategy", "tensor")
         if not self._allow_loss:
             raise BadInput(
@@ -249,7 +249,7 @@ class _Job:
 
     def _kv_name(self, name: str) -> str:
         """The name of a plain tensor in the target: formats differ in those of the KV cache's scales."""
-        if not name.endswith(KV_SCALES) or not isinstance(self._target, HoldsKvScales):
+        if not name.endswith(KV_SCALES) or not self._target.holds_kv_scales:
             return name
         return self._target.kv_scale_name(_OF_PROJECTION.sub("", name))
 
@@ -357,8 +357,7 @@ def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Re
     if plain is not tensor and (found := _exact(module, plain, target)[0]) is not None:
         return Requantized(found, reason=reason)
     weight = tensor.dequantize()
-    if not bool(torch.isfinite(weight).all()):
-        raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
+    require_finite(weight, module)
     scheme = _nearest_scheme(module, tensor, target)
     dtype = target.scale_dtype(_scale_dtype(tensor), scheme)
     rounded = kind_of(scheme).round(weight, dtype, name=module)

@@ -10,7 +10,14 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import BitsAndBytesCodes
-from ..kinds.base.format import COMPUTE_DTYPE, Config, TensorSource, WeightFormat, only_scheme
+from ..kinds.base.format import (
+    COMPUTE_DTYPE,
+    Config,
+    Stored,
+    TensorSource,
+    WeightFormat,
+    only_scheme,
+)
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
@@ -55,8 +62,8 @@ class BitsAndBytesFormat(WeightFormat):
         return _part(tensor.scheme).pack(module, tensor)
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
-        eight_bit = f"{module}.SCB" in source
-        return _of_bits(8 if eight_bit else 4).unpack(module, source, config)
+        stored = Stored(source, module)
+        return _of_bits(8 if "SCB" in stored else 4).unpack(stored, config)
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         scheme = only_scheme(self.name, schemes)

@@ -9,7 +9,7 @@ layout is `mixed-precision`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import CompressedLayouts, unsupported
-from ..kinds.base.format import Config, TensorSource, WeightFormat, matches
+from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat, matches
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
@@ -130,6 +130,7 @@ class CompressedTensorsFormat(WeightFormat):
 
     name = "compressed-tensors"
     keeps_scale_dtypes = True
+    holds_kv_scales = True
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (
         ".weight_packed",
@@ -164,22 +165,10 @@ class CompressedTensorsFormat(WeightFormat):
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         layout, scheme = read_group(*find_group(config, module))
-        return _part(scheme).unpack(module, source, layout, scheme)
+        return _part(scheme).unpack(Stored(source, module), layout, scheme)
 
-    def config(
-        self,
-        schemes: Mapping[str, Scheme],
-        ignore: Sequence[str],
-        *,
-        kv_cache: str | None = None,
-        kv_cache_strategy: str = "tensor",
-    ) -> dict[str, Any]:
-        """The `quantization_config`, with a group for each scheme.
-
-        Args:
-            kv_cache: `fp8` where `k_scale` and `v_scale` are stored beside the attention layers.
-            kv_cache_strategy: `tensor`, or `attn_head` where each KV head has its own.
-        """
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config`, with a group for each scheme."""
         members: dict[Scheme, list[str]] = {}
         for module, scheme in schemes.items():
             members.setdefault(scheme, []).append(module)
@@ -197,14 +186,12 @@ class CompressedTensorsFormat(WeightFormat):
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [*ignore, *_inside_experts(ignore)],
-            "kv_cache_scheme": None
-            if kv_cache is None
-            else _KV_CACHE | {"strategy": kv_cache_strategy},
+            "kv_cache_scheme": None,
         }
 
-    def kv_scale_name(self, name: str) -> str:
-        """The name itself."""
-        return name
+    def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
+        """`k_scale` and `v_scale` lie beside the attention layers, or one for each KV head."""
+        return {"kv_cache_scheme": _KV_CACHE | {"strategy": strategy}}
 
     def scheme(self, config: Config, module: str) -> Scheme:
         return read_group(*find_group(config, module))[1]

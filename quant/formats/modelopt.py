@@ -19,7 +19,7 @@ Source: `modelopt/torch/export` of NVIDIA's TensorRT-Model-Optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -28,11 +28,7 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import ModelOptAlgorithms
-from ..kinds.base.format import (
-    Config,
-    TensorSource,
-    WeightFormat,
-)
+from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
@@ -67,6 +63,7 @@ class ModelOptFormat(WeightFormat):
 
     name = "modelopt"
     inverts_global_scales = True
+    holds_kv_scales = True
     markers: tuple[str, ...] = (".weight_scale",)
     suffixes: tuple[str, ...] = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale")
 
@@ -85,29 +82,21 @@ class ModelOptFormat(WeightFormat):
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         scheme = self.scheme(config, module)
-        return _part(scheme).unpack(module, source, scheme)
+        return _part(scheme).unpack(Stored(source, module), scheme)
 
-    def config(
-        self,
-        schemes: Mapping[str, Scheme],
-        ignore: Sequence[str],
-        *,
-        kv_cache: str | None = None,
-        kv_cache_strategy: str = "tensor",
-    ) -> dict[str, Any]:
-        """The `quantization_config`, as ModelOpt writes it into `config.json`.
-
-        Args:
-            kv_cache: `fp8` where `k_proj.k_scale` and `v_proj.v_scale` are stored.
-        """
-        if kv_cache_strategy != "tensor":
+    def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
+        if strategy != "tensor":
             raise BadInput(
-                f"--kv-cache-strategy {kv_cache_strategy}: format modelopt has a scale for each layer"
+                f"--kv-cache-strategy {strategy}: format modelopt has a scale for each layer"
             )
-        if kv_cache is not None and any(name.endswith(_LATENT) for name in schemes):
+        if any(name.endswith(_LATENT) for name in modules):
             raise BadInput(
                 "--kv-cache: format modelopt has no names for scales of latent attention"
             )
+        return {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config`, as ModelOpt writes it into `config.json`."""
         algorithms = {module: _algorithm(scheme) for module, scheme in schemes.items()}
         kinds = list(dict.fromkeys(algorithms.values()))
         groups = {f"group_{n}": _group(ALGORITHMS[kind]) for n, kind in enumerate(kinds)}
@@ -124,8 +113,6 @@ class ModelOptFormat(WeightFormat):
                 module: {"quant_algo": kind} | _group_size(ALGORITHMS[kind])
                 for module, kind in algorithms.items()
             }
-        if kv_cache is not None:
-            config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         return config
 
     def scheme(self, config: Config, module: str) -> Scheme:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
 from .base import LayerProblem, LayerResult
-from .rounding import module_name, require_finite, round_plain
+from .rounding import module_name, round_plain
 
 ITERATIONS = 20
 _NORM = 0.7

@@ -18,7 +18,7 @@ from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap, fused_name
 from ..kinds.base.grid import Grid
 from ..kinds.base.kind import kind_of
-from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.tensor import QuantizedTensor, require_finite, require_scales
 from ..kinds.fp4.kind import global_scale_of
 from ..kinds.fp8.kind import E4M3_MAX
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport
@@ -102,7 +102,6 @@ def squares_of(problem: LayerProblem, linear: str) -> torch.Tensor:
 
 
 _LEAST_IMPORTANCE = 1e-4  # of the mean
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def round_weight(
@@ -184,19 +183,6 @@ def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Gri
         mse=problem.options.ranges == "mse",
         largest=fused_largest(problem, linear, weight),
     )
-
-
-def require_scales(tensor: QuantizedTensor, module: str) -> None:
-    """Raises BadInput naming the module whose weights are too large for the dtype of its scales."""
-    for part in tensor.parts().values():
-        if part.dtype in _SCALE_DTYPES and not bool(torch.isfinite(part).all()):
-            raise BadInput(f"{module} holds values too large for {part.dtype} scales")
-
-
-def require_finite(weight: torch.Tensor, module: str) -> None:
-    """Raises BadInput naming the module whose weight holds NaN or infinity."""
-    if not bool(torch.isfinite(weight).all()):
-        raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
 
 
 def module_name(problem: LayerProblem, linear: str) -> str:

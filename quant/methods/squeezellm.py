@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.lookup.kind import (
     LookupTensor,
     assign,
@@ -29,7 +29,7 @@ from ..kinds.lookup.kind import (
 )
 from ..kinds.lookup.scheme import LookupScheme
 from .base import InputStatistics, LayerProblem, LayerResult
-from .rounding import module_name, require_finite
+from .rounding import module_name
 
 _SENSITIVE_SHARE = 1 / 9
 _FLOOR = 0.01  # of the mean: never-activated channels still count a little

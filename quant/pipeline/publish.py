@@ -12,7 +12,6 @@ from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomica
 from ..base.errors import BadInput
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
-from ..kinds.base.format import WeightFormat, config_of
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..plan.journal import Journal, sha256_of_file
 from ..plan.manifest import (
@@ -95,9 +94,7 @@ def _write_format(
     for file_name, content in plan.checkpoint.companions().items():
         write_atomically(folder / file_name, content)
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = completed_config(
-        quantization_config(plan, weight_format), folder
-    )
+    config["quantization_config"] = completed_config(plan.config_in(weight_format), folder)
     write_atomically(folder / "config.json", to_json(config))
     for file_name, facts in config_files(config["quantization_config"]).items():
         write_atomically(folder / file_name, to_json(facts))
@@ -146,12 +143,6 @@ def _write_index(folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]])
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_atomically(folder / INDEX_NAME, to_json(index))
-
-
-def quantization_config(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, Any]:
-    """`quantization_config` of `config.json`, with the KV cache if its scales are stored."""
-    strategy = plan.kv_cache_strategy
-    return config_of(weight_format, plan.schemes, plan.unquantized, plan.kv_cache, strategy)
 
 
 def other_tensors(plan: QuantizePlan) -> dict[str, Entry]:

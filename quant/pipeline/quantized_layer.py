@@ -14,7 +14,7 @@ from safetensors import safe_open
 from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
 from ..families.layer_map import LayerMap
-from ..kinds.base.format import KV_SCALES, HoldsKvScales, WeightFormat
+from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.fp8.kind import Fp8Tensor
 from ..kinds.integer.kind import IntTensor
@@ -73,7 +73,7 @@ class QuantizedLayer:
             BadInput: several formats are written, and this one's scale dtype cannot hold another's.
         """
         stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
-        if plan.kv_cache is not None and isinstance(weight_format, HoldsKvScales):
+        if plan.kv_cache is not None and weight_format.holds_kv_scales:
             stored = {
                 weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
                 for name, tensor in stored.items()

@@ -18,7 +18,7 @@ from ..stream.calibration import Calibration, with_images
 from ..stream.layer_stream import LayerStream
 from .cached_calibration import CachedCalibration, StatisticsFolder
 from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
-from .publish import layer_folder, quantization_config
+from .publish import layer_folder
 from .quantized_layer import WrittenWeights
 
 
@@ -137,5 +137,5 @@ def _written(session: Session, layers: int, journal: Journal) -> WrittenWeights:
         layer_folder(journal, plan, 0),
         [record["shards"][plan.format.name] for record in journal.layers[:layers]],
         plan.format,
-        quantization_config(plan, plan.format),
+        plan.config_in(plan.format),
     )

@@ -17,7 +17,7 @@ from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
-from ..kinds.base.format import HoldsKvScales, WeightFormat, config_of
+from ..kinds.base.format import WeightFormat
 from ..methods.options import MethodOptions, SchemeOptions
 from ..methods.registry import METHODS, Method, formats_asked
 from ..model.architecture import Architecture, architecture_of
@@ -123,6 +123,12 @@ class QuantizePlan:
         """The schemes in use, most common first."""
         labels = [scheme.label for scheme in self.schemes.values()]
         return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
+
+    def config_in(self, weight_format: WeightFormat) -> dict[str, Any]:
+        """The `quantization_config` of a format, with the KV cache if its scales are stored."""
+        return weight_format.full_config(
+            self.schemes, self.unquantized, self.kv_cache, self.kv_cache_strategy
+        )
 
     def scale_dtype(self, module: str) -> torch.dtype:
         """The dtype of a module's scales: one that every target format stores exactly."""
@@ -388,15 +394,13 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
 
 def check_plan(plan: QuantizePlan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
-    holds_kv = all(isinstance(weight_format, HoldsKvScales) for weight_format in plan.formats)
+    holds_kv = all(weight_format.holds_kv_scales for weight_format in plan.formats)
     if plan.kv_cache is not None and not holds_kv:
         raise BadInput(
             "--kv-cache: only --format compressed-tensors and modelopt can store its scales"
         )
     for weight_format in plan.formats:
-        config_of(
-            weight_format, plan.schemes, plan.unquantized, plan.kv_cache, plan.kv_cache_strategy
-        )
+        plan.config_in(weight_format)
         if weight_format.name == "gguf":
             check_source(plan.checkpoint)
 

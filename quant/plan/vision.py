@@ -13,7 +13,7 @@ from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..families.vision import vision_map
-from ..kinds.base.format import WeightFormat, config_of
+from ..kinds.base.format import WeightFormat
 from ..methods.registry import METHODS
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
@@ -177,7 +177,7 @@ def vision_misfits(
     for weight_format in formats:
         for scheme in dict.fromkeys(schemes[name] for name in vision if name in schemes):
             try:
-                config_of(weight_format, {**text, "vision": scheme}, (), None, "tensor")
+                weight_format.config({**text, "vision": scheme}, ())
             except BadInput:
                 misfits += [
                     name

@@ -15,7 +15,7 @@ import torch
 
 from ...base.errors import BadInput
 from ...base.scheme import Activations, Scheme
-from .format import SCALE_DTYPES, Config, TensorSource, expect_dtype, expect_shape
+from .format import SCALE_DTYPES, Config, Stored
 from .raw import Entries, Raw
 from .tensor import QuantizedTensor
 
@@ -60,9 +60,7 @@ class CompressedLayouts(ABC):
         """Pack one module; tensors by full name."""
 
     @abstractmethod
-    def unpack(
-        self, module: str, source: TensorSource, layout: str, scheme: Any
-    ) -> QuantizedTensor:
+    def unpack(self, stored: Stored, layout: str, scheme: Any) -> QuantizedTensor:
         """Unpack one module."""
 
     @abstractmethod
@@ -94,7 +92,7 @@ class ModelOptAlgorithms(ABC):
         """Pack one module; tensors by full name."""
 
     @abstractmethod
-    def unpack(self, module: str, source: TensorSource, scheme: Any) -> QuantizedTensor:
+    def unpack(self, stored: Stored, scheme: Any) -> QuantizedTensor:
         """Unpack one module."""
 
     @abstractmethod
@@ -132,7 +130,7 @@ class BitsAndBytesCodes(ABC):
         """Pack one module; tensors by full name."""
 
     @abstractmethod
-    def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
+    def unpack(self, stored: Stored, config: Config) -> QuantizedTensor:
         """Unpack one module."""
 
     @abstractmethod
@@ -190,19 +188,21 @@ def input_record(activations: Activations) -> dict[str, Any]:
     } | ({"group_size": 128} if grouped else {})
 
 
-def read_scales(module: str, source: TensorSource, shape: tuple[int, int]) -> torch.Tensor:
+def read_scales(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:
     """The scales of rows in groups or blocks, as compressed-tensors names them."""
-    name = f"{module}.weight_scale"
-    return spread_over_rows(name, expect_dtype(name, source.tensor(name), *SCALE_DTYPES), shape)
+    return spread_over_rows(stored, "weight_scale", *SCALE_DTYPES, shape=shape)
 
 
-def spread_over_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Expand a scalar or a vector of rows to a matrix of `shape`."""
+def spread_over_rows(
+    stored: Stored, ending: str, *dtypes: torch.dtype, shape: tuple[int, int]
+) -> torch.Tensor:
+    """A matrix of `shape`; a stored scalar or vector of rows is expanded to it."""
+    tensor = stored.tensor(ending, *dtypes)
     if tensor.numel() == 1:
         return tensor.reshape(1, 1).expand(shape).contiguous()
     if tensor.shape == (shape[0],) and shape[1] == 1:
         return tensor.reshape(shape)
-    return expect_shape(name, tensor, shape)
+    return stored.tensor(ending, shape=shape)
 
 
 def input_scale_part(module: str, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -211,23 +211,23 @@ def input_scale_part(module: str, scale: torch.Tensor | None) -> dict[str, torch
 
 
 def read_input_scale(
-    module: str, source: TensorSource, activations: Activations | None
+    stored: Stored, activations: Activations | None, ending: str = "input_scale"
 ) -> torch.Tensor | None:
     """The scale of static activations, float32 `[1]`."""
     if activations is None or activations.dynamic:
         return None
-    name = f"{module}.input_scale"
-    scale = source.tensor(name)
+    scale = stored.tensor(ending, *SCALE_DTYPES)
     if scale.numel() != 1:
         raise BadInput(
-            f"{name} has shape {tuple(scale.shape)}: only a per-tensor scale is supported"
+            f"{stored.module}.{ending} has shape {tuple(scale.shape)}: only a per-tensor scale is "
+            "supported"
         )
-    return expect_dtype(name, scale, *SCALE_DTYPES).to(torch.float32).reshape(1)
+    return scale.to(torch.float32).reshape(1)
 
 
-def one_number(name: str, source: TensorSource) -> torch.Tensor:
+def one_number(stored: Stored, ending: str) -> torch.Tensor:
     """A scale of a whole tensor, float32 `[1]`; BadInput where it is no positive number."""
-    scale = expect_dtype(name, source.tensor(name), torch.float32)
+    name, scale = f"{stored.module}.{ending}", stored.tensor(ending, torch.float32)
     if scale.numel() != 1:
         raise BadInput(f"{name} has shape {tuple(scale.shape)}: only one scale is supported")
     if not float(scale) > 0 or not bool(torch.isfinite(scale)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ class WeightFormat(ABC):
         rounds_to: what method rtn rounds to in this format, where integers are not what it holds.
         keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
         inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
+        holds_kv_scales: whether it also stores the scales of a quantized KV cache.
     """
 
     name: str
@@ -52,6 +53,7 @@ class WeightFormat(ABC):
     rounds_to: Scheme | None = None
     keeps_scale_dtypes: bool = False
     inverts_global_scales: bool = False
+    holds_kv_scales: bool = False
 
     @property
     def quant_method(self) -> str:
@@ -94,6 +96,29 @@ class WeightFormat(ABC):
             BadInput: the format cannot mix such schemes in one model.
         """
 
+    def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
+        """The fields of the `quantization_config` that say what the scales of a KV cache are for.
+
+        Raises:
+            BadInput: a strategy (`tensor`, `attn_head`) that the format has no place for.
+        """
+        return {}
+
+    def kv_scale_name(self, name: str) -> str:
+        """The name on disk of `self_attn.k_scale` or `self_attn.v_scale`."""
+        return name
+
+    def full_config(
+        self,
+        schemes: Mapping[str, Scheme],
+        ignore: Sequence[str],
+        kv_cache: str | None,
+        strategy: str = "tensor",
+    ) -> dict[str, Any]:
+        """The `quantization_config`, with the KV cache's dtype if the format stores its scales."""
+        fields = {} if kv_cache is None else self.kv_fields(kv_cache, strategy, schemes)
+        return self.config(schemes, ignore) | fields
+
     @abstractmethod
     def scheme(self, config: Config, module: str) -> Scheme:
         """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
@@ -105,49 +130,6 @@ class WeightFormat(ABC):
     def completed_config(self, config: dict[str, Any], folder: Path) -> dict[str, Any]:
         """The `quantization_config` with what it says of the shards in their folder, if it lists them."""
         return config
-
-
-@runtime_checkable
-class HoldsKvScales(Protocol):
-    """A format that also stores the scales of a quantized KV cache."""
-
-    def config(
-        self,
-        schemes: Mapping[str, Scheme],
-        ignore: Sequence[str],
-        *,
-        kv_cache: str | None = None,
-        kv_cache_strategy: str = "tensor",
-    ) -> dict[str, Any]:
-        """The `quantization_config`, which says in `kv_cache` what the scales are for.
-
-        Raises:
-            BadInput: a strategy (`tensor`, `attn_head`) that the format has no place for.
-        """
-        ...
-
-    def kv_scale_name(self, name: str) -> str:
-        """The name on disk of `self_attn.k_scale` or `self_attn.v_scale`."""
-        ...
-
-
-def config_of(
-    weight_format: WeightFormat,
-    schemes: Mapping[str, Scheme],
-    ignore: Sequence[str],
-    kv_cache: str | None,
-    kv_cache_strategy: str = "tensor",
-) -> dict[str, Any]:
-    """The `quantization_config` of a format, with the KV cache's dtype if the format stores its scales."""
-
-    def of_holder(holder: HoldsKvScales) -> dict[str, Any]:
-        return holder.config(
-            schemes, ignore, kv_cache=kv_cache, kv_cache_strategy=kv_cache_strategy
-        )
-
-    if isinstance(weight_format, HoldsKvScales):
-        return of_holder(weight_format)
-    return weight_format.config(schemes, ignore)
 
 
 def held_scheme(name: str, scheme: Scheme, held: type[SchemeT], rest: str = "") -> SchemeT:
@@ -255,9 +237,45 @@ def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torc
     return expect_dtype(name, tensor, *dtypes)
 
 
-def floats_of(name: str, source: TensorSource, count: int) -> torch.Tensor:
-    """A stored vector of `count` float32 numbers."""
-    return expect_dtype(name, expect_shape(name, source.tensor(name), (count,)), torch.float32)
+class Stored:
+    """The tensors of one module in a checkpoint, by the ending of their names, each checked when it is taken.
+
+    Raises:
+        BadInput: naming a tensor that is missing, or has another shape or dtype.
+    """
+
+    def __init__(self, source: TensorSource, module: str):
+        self.source, self.module = source, module
+
+    def __contains__(self, ending: str) -> bool:
+        return f"{self.module}.{ending}" in self.source
+
+    def tensor(
+        self, ending: str, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """A tensor of one of `dtypes` (none: of any), and of a shape where one is given."""
+        name = f"{self.module}.{ending}"
+        tensor = self.source.tensor(name)
+        if shape is not None:
+            expect_shape(name, tensor, shape)
+        return expect_dtype(name, tensor, *dtypes) if dtypes else tensor
+
+    def matrix(self, ending: str, *dtypes: torch.dtype) -> torch.Tensor:
+        """A matrix of one of `dtypes`."""
+        name = f"{self.module}.{ending}"
+        return expect_matrix(name, self.source.tensor(name), *dtypes)
+
+    def weight_shape(self) -> tuple[int, int]:
+        """`(out, in)`, where a tensor of its own has them."""
+        out_features, in_features = self.tensor("weight_shape", shape=(2,)).tolist()
+        return out_features, in_features
+
+    def group_index(self, ending: str, in_features: int, groups: int) -> torch.Tensor:
+        """The group of each input channel, int32 `[in]`."""
+        index = self.tensor(ending, torch.int32, torch.int64, shape=(in_features,)).to(torch.int32)
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            raise BadInput(f"{self.module}.{ending} names groups outside 0..{groups - 1}")
+        return index
 
 
 def matches(pattern: str, module: str) -> bool:

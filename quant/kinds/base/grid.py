@@ -99,10 +99,16 @@ class Grid(ABC):
         Raises:
             BadInput: weights beyond what the scales can hold.
         """
+        parameters, grouped = self.fitted(weight, importance)
+        return self.tensor(self.round(grouped, parameters).flatten(1), parameters)
+
+    def fitted(
+        self, weight: torch.Tensor, importance: torch.Tensor | None
+    ) -> tuple[Parameters, torch.Tensor]:
+        """The parameters of a weight `[out, in]`, and its groups; `importance` as for `nearest`."""
         grouped = weight.unflatten(1, (-1, self.group))
         spread = None if importance is None else importance.view(-1, self.group)
-        parameters = self.fit(grouped, spread)
-        return self.tensor(self.round(grouped, parameters).flatten(1), parameters)
+        return self.fit(grouped, spread), grouped
 
 
 def joined(fitted: Sequence[Parameters]) -> Parameters:
@@ -161,6 +167,19 @@ class ScalarGrid(Grid):
         if affine.offset is not None:
             points.add_(affine.offset)
         return points.view(values.shape)
+
+    @abstractmethod
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> QuantizedTensor:
+        """The quantized weight of levels `[out, in]`, which may be overwritten."""
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> QuantizedTensor:
+        return self.coded(self.levels(values, parameters), parameters)
+
+    def nearest(
+        self, weight: torch.Tensor, importance: torch.Tensor | None = None
+    ) -> QuantizedTensor:
+        parameters, grouped = self.fitted(weight, importance)
+        return self.coded(self.levels(grouped, parameters).flatten(1), parameters)
 
     def lost(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """The errors of rounding, `values - round(values)`, in fewer passes over them."""

@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ...base.errors import BadInput
 from ...base.scheme import Scheme
 from .containers import BitsAndBytesCodes, CompressedLayouts, ModelOptAlgorithms
 from .format import WeightFormat
 from .grid import Grid
 from .raw import Entries, Raw
-from .tensor import QuantizedTensor
+from .tensor import QuantizedTensor, require_finite, require_scales
 
 EXPERTS = ".experts."
 # Split over ranks along the inputs; all other linears along the outputs.
@@ -137,9 +138,16 @@ class Kind(ABC, Generic[SchemeT]):
     ) -> QuantizedTensor:
         """A weight whose every code is 0, to measure the packed size of a format."""
 
-    @abstractmethod
     def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
-        """`round`, for a kind to define."""
+        """`round`, for a kind to define whose rounding is not that of its grid."""
+        weight = weight.to(torch.float32)
+        tensor = self.grid_for(weight.shape, how).nearest(weight, how.importance)
+        try:
+            require_scales(tensor, how.name)
+        except BadInput:
+            require_finite(weight, how.name)
+            raise
+        return tensor
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
         """`grid`, for a kind to define whose grids do not belong to one weight."""
@@ -158,7 +166,7 @@ class Kind(ABC, Generic[SchemeT]):
         """Round a finite weight `[out, in]` to nearest (RTN); see `Rounding` for the arguments.
 
         Raises:
-            BadInput: the weight does not fit into the scheme.
+            BadInput: the weight does not fit into the scheme, or holds NaN or infinity.
         """
         return self.rounded(weight, Rounding(scale_dtype, name, input_scale, largest, importance))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -18,19 +18,23 @@ class QuantizedTensor(ABC):
     __slots__ = ()
     scheme: Any
     """The `Scheme` of this kind of tensor."""
+    by_row: ClassVar[tuple[str, ...]] = ("codes",)
+    """Fields with a row for each output channel, the first of the weight's shape."""
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """`(out_features, in_features)`."""
+        out_features, in_features = getattr(self, self.by_row[0]).shape
+        return out_features, in_features
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantized weight `[out, in]`, computed in float32."""
 
-    @abstractmethod
     def rows(self, rows: slice) -> Self:
         """The weight of some output channels; `rows` starts at a multiple of 128."""
+        named: Any = self
+        return replace(named, **{name: getattr(self, name)[rows] for name in self.by_row})
 
     @property
     def out_features(self) -> int:
@@ -79,6 +83,22 @@ class QuantizedTensor(ABC):
         """The same weight on another device."""
         named: Any = self
         return replace(named, **{name: part.to(device) for name, part in self.parts().items()})
+
+
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def require_scales(tensor: QuantizedTensor, module: str) -> None:
+    """Raises BadInput naming the module whose weights are too large for the dtype of its scales."""
+    for part in tensor.parts().values():
+        if part.dtype in _SCALE_DTYPES and not bool(torch.isfinite(part).all()):
+            raise BadInput(f"{module} holds values too large for {part.dtype} scales")
+
+
+def require_finite(weight: torch.Tensor, module: str) -> None:
+    """Raises BadInput naming the module whose weight holds NaN or infinity."""
+    if not bool(torch.isfinite(weight).all()):
+        raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
 
 
 TensorT = TypeVar("TensorT", bound=QuantizedTensor)

@@ -19,7 +19,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.containers import BitsAndBytesCodes
-from ..base.format import COMPUTE_DTYPE, Config, TensorSource, expect_dtype, expect_shape, floats_of
+from ..base.format import COMPUTE_DTYPE, Config, Stored
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Floats, Raw, read_array
 from .kind import NESTED_BLOCK, CodebookTensor, codebook
@@ -90,35 +90,36 @@ class CodebookCodes(BitsAndBytesCodes):
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         return stored | {module + _STATE + tensor.scheme.kind: text}
 
-    def unpack(self, module: str, source: TensorSource, config: Config) -> CodebookTensor:
-        kind: _Kind = "fp4" if f"{module}{_STATE}fp4" in source else "nf4"
-        state = _read_state(module + _STATE + kind, source)
+    def unpack(self, stored: Stored, config: Config) -> CodebookTensor:
+        kind: _Kind = "fp4" if f"{_STATE[1:]}fp4" in stored else "nf4"
+        state = _read_state(stored, _STATE[1:] + kind)
         out_features, in_features = state["shape"]
         size, count = state["blocksize"], out_features * in_features
         scheme = CodebookScheme(kind, size, double_quant="nested_offset" in state)
-        name = f"{module}.weight"
-        packed = expect_dtype(name, source.tensor(name), torch.uint8)
+        packed = stored.tensor("weight", torch.uint8)
         if packed.numel() * 2 != count:
             raise BadInput(
-                f"{name} has {packed.numel()} bytes, but its quant_state implies {count // 2}"
+                f"{stored.module}.weight has {packed.numel()} bytes, but its quant_state implies "
+                f"{count // 2}"
             )
-        _expect_table(f"{module}.weight.quant_map", source, kind)
-        name = f"{module}.weight.absmax"
-        absmax = expect_shape(name, source.tensor(name), (-(-count // size),))
+        _expect_table(stored, kind)
+        dtype = torch.uint8 if scheme.double_quant else torch.float32
+        absmax = stored.tensor("weight.absmax", dtype, shape=(-(-count // size),))
         codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1)
         codes = codes.view(out_features, in_features)
         if not scheme.double_quant:
-            return CodebookTensor(codes, expect_dtype(name, absmax, torch.float32), scheme)
-        nested_name, map_name = (
-            f"{module}.weight.nested_{part}" for part in ("absmax", "quant_map")
+            return CodebookTensor(codes, absmax, scheme)
+        sizes = {"absmax": -(-absmax.numel() // NESTED_BLOCK), "quant_map": NESTED_BLOCK}
+        nested_absmax, nested_map = (
+            stored.tensor(f"weight.nested_{part}", torch.float32, shape=(length,))
+            for part, length in sizes.items()
         )
-        blocks = -(-absmax.numel() // NESTED_BLOCK)
         return CodebookTensor(
             codes,
-            expect_dtype(name, absmax, torch.uint8),
+            absmax,
             scheme,
-            nested_absmax=floats_of(nested_name, source, blocks),
-            nested_map=floats_of(map_name, source, NESTED_BLOCK),
+            nested_absmax=nested_absmax,
+            nested_map=nested_map,
             nested_offset=torch.tensor([state["nested_offset"]], dtype=torch.float32),
         )
 
@@ -142,9 +143,9 @@ class CodebookCodes(BitsAndBytesCodes):
         return Raw(parts, numbers, (out_features, in_features))
 
 
-def _read_state(name: str, source: TensorSource) -> dict[str, Any]:
+def _read_state(stored: Stored, ending: str) -> dict[str, Any]:
     """The checked `quant_state` JSON of a 4-bit weight."""
-    data = expect_dtype(name, source.tensor(name), torch.uint8)
+    data = stored.tensor(ending, torch.uint8)
     try:
         state = json.loads(bytes(data.tolist()))
         size, shape = int(state["blocksize"]), [int(width) for width in state["shape"]]
@@ -153,13 +154,14 @@ def _read_state(name: str, source: TensorSource) -> dict[str, Any]:
         if "nested_offset" in state and state.get("nested_blocksize") != NESTED_BLOCK:
             raise ValueError(f"its nested blocks are not {NESTED_BLOCK}")
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{name} cannot be read: {error}") from error
+        raise BadInput(f"{stored.module}.{ending} cannot be read: {error}") from error
     return state | {"blocksize": size, "shape": shape}
 
 
-def _expect_table(name: str, source: TensorSource, kind: str) -> None:
-    table = expect_shape(name, source.tensor(name), (16,)).to(torch.float32)
+def _expect_table(stored: Stored, kind: str) -> None:
+    table = stored.tensor("weight.quant_map", shape=(16,)).to(torch.float32)
     if not torch.allclose(table, codebook(kind), rtol=0, atol=1e-6):
+        name = f"{stored.module}.weight.quant_map"
         raise BadInput(f"{name} is not the table of {kind}: its codes would be read wrong")
 
 

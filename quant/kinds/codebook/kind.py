@@ -70,10 +70,6 @@ class CodebookTensor(QuantizedTensor):
     nested_map: torch.Tensor | None = None
     nested_offset: torch.Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
     def magnitudes(self) -> torch.Tensor:
         """The absmax values, dequantized to float32 `[blocks]`."""
         if self.nested_absmax is None:
@@ -155,8 +151,8 @@ class CodebookGrid(RangedGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         self._table.snap(scaled)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> CodebookTensor:
-        codes = nearest(self.levels(values, parameters), codebook(self.scheme.kind))
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> CodebookTensor:
+        codes = nearest(levels, codebook(self.scheme.kind))
         if not self.scheme.double_quant:
             return CodebookTensor(codes, parameters[0].flatten(), self.scheme)
         _, *nested = parameters

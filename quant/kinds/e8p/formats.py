@@ -28,10 +28,9 @@ from ...base.scheme import Scheme
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
     held_scheme,
     only_scheme,
 )
@@ -89,52 +88,53 @@ class QuipFormat(WeightFormat):
         return stored
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> E8pTensor:
-        scheme = self.scheme(config, module)
-        su, sv = (self._vector(f"{module}.{name}", source) for name in ("SU", "SV"))
-        name = f"{module}.Qidxs"
-        words = expect_matrix(name, source.tensor(name), _WORDS[scheme.bits])
+        scheme, stored = self.scheme(config, module), Stored(source, module)
+        su, sv = (self._vector(stored, name) for name in ("SU", "SV"))
+        words = stored.matrix("Qidxs", _WORDS[scheme.bits])
         expected = len(sv), words_of(len(su), scheme.bits)
         if tuple(words.shape) != expected or len(su) % MULTIPLE:
             raise BadInput(
-                f"{name} has shape {tuple(words.shape)}, but SU and SV of {len(su)} and {len(sv)} channels "
-                f"imply {expected}, of a multiple of {MULTIPLE} inputs"
+                f"{module}.Qidxs has shape {tuple(words.shape)}, but SU and SV of {len(su)} and "
+                f"{len(sv)} channels imply {expected}, of a multiple of {MULTIPLE} inputs"
             )
-        name = f"{module}.Wscale"
-        scale = expect_dtype(name, source.tensor(name), *SCALE_DTYPES).float()
+        scale = stored.tensor("Wscale", *SCALE_DTYPES).float()
         if scale.shape not in ((), (len(sv),)):
             raise BadInput(
-                f"{name} has shape {tuple(scale.shape)}, but the format has () or ({len(sv)},)"
+                f"{module}.Wscale has shape {tuple(scale.shape)}, but the format has () or "
+                f"({len(sv)},)"
             )
         codes, residual = unpack_codes(words, scheme.bits)
         left, right = (
-            self._factor(f"{module}.had_{side}", source, len(channels))
+            self._factor(stored, f"had_{side}", len(channels))
             for side, channels in (("left", su), ("right", sv))
         )
         return E8pTensor(codes, su, sv, scale, scheme, residual, left, right)
 
     @staticmethod
-    def _vector(name: str, source: TensorSource) -> torch.Tensor:
-        vector = expect_dtype(name, source.tensor(name), torch.float16)
+    def _vector(stored: Stored, ending: str) -> torch.Tensor:
+        vector = stored.tensor(ending, torch.float16)
         if vector.dim() != 1 or not len(vector):
             raise BadInput(
-                f"{name} has shape {tuple(vector.shape)}, but the format has a vector there"
+                f"{stored.module}.{ending} has shape {tuple(vector.shape)}, but the format has a "
+                "vector there"
             )
         return vector
 
     @staticmethod
-    def _factor(name: str, source: TensorSource, width: int) -> torch.Tensor | None:
+    def _factor(stored: Stored, ending: str, width: int) -> torch.Tensor | None:
         odd = width // (width & -width)
         if odd == 1:
             return None
-        if name not in source:
+        if ending not in stored:
             raise BadInput(
-                f"there is no {name}, and a Hadamard matrix from the tables of QuIP# is not supported "
-                "(use_rand: false)"
+                f"there is no {stored.module}.{ending}, and a Hadamard matrix from the tables of QuIP# "
+                "is not supported (use_rand: false)"
             )
-        factor = expect_dtype(name, source.tensor(name), *SCALE_DTYPES)
+        factor = stored.tensor(ending, *SCALE_DTYPES)
         if tuple(factor.shape) != (odd, odd):
             raise BadInput(
-                f"{name} has shape {tuple(factor.shape)}, but {width} channels imply ({odd}, {odd})"
+                f"{stored.module}.{ending} has shape {tuple(factor.shape)}, but {width} channels "
+                f"imply ({odd}, {odd})"
             )
         return factor.float()
 

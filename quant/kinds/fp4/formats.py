@@ -30,9 +30,9 @@ from ...base.scheme import Activations, Scheme
 from ..base.containers import CompressedLayouts, ModelOptAlgorithms, one_number, unsupported
 from ..base.format import (
     Config,
+    Stored,
     TensorSource,
     expect_dtype,
-    expect_matrix,
     expect_shape,
     pack_nibbles,
     unpack_nibbles,
@@ -103,19 +103,15 @@ class Fp4Layouts(CompressedLayouts):
                 stored[f"{module}.{name}_global_scale"] = scale.reshape(1)
         return stored
 
-    def unpack(
-        self, module: str, source: TensorSource, layout: str, scheme: Fp4Scheme
-    ) -> Fp4Tensor:
-        name = f"{module}.weight_packed"
-        codes = unpack_nibbles(expect_matrix(name, source.tensor(name), torch.uint8))
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        nvidia = scheme.kind == "nvfp4"
+    def unpack(self, stored: Stored, layout: str, scheme: Fp4Scheme) -> Fp4Tensor:
+        codes = unpack_nibbles(stored.matrix("weight_packed", torch.uint8))
+        nvidia, static = scheme.kind == "nvfp4", scheme.has_static_inputs
         return Fp4Tensor(
-            codes=codes,
-            scales=_block_scales(f"{module}.weight_scale", source, codes, scheme),
-            scheme=scheme,
-            global_scale=one_number(f"{module}.weight_global_scale", source) if nvidia else None,
-            input_scale=one_number(f"{module}.input_global_scale", source) if static else None,
+            codes,
+            _block_scales(stored, codes, scheme),
+            scheme,
+            global_scale=one_number(stored, "weight_global_scale") if nvidia else None,
+            input_scale=one_number(stored, "input_global_scale") if static else None,
         )
 
     def read_raw(
@@ -160,17 +156,14 @@ class NvFp4Algorithms(ModelOptAlgorithms):
             stored[f"{module}.input_scale"] = (1 / tensor.input_scale).reshape(())
         return stored
 
-    def unpack(self, module: str, source: TensorSource, scheme: Fp4Scheme) -> Fp4Tensor:
-        name, scale_name = f"{module}.weight", f"{module}.weight_scale"
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        input_scale = one_number(f"{module}.input_scale", source) if static else None
-        codes = unpack_nibbles(expect_matrix(name, source.tensor(name), torch.uint8))
+    def unpack(self, stored: Stored, scheme: Fp4Scheme) -> Fp4Tensor:
+        codes = unpack_nibbles(stored.matrix("weight", torch.uint8))
         return Fp4Tensor(
             codes,
-            _block_scales(scale_name, source, codes, scheme),
+            _block_scales(stored, codes, scheme),
             scheme,
-            1 / one_number(f"{module}.weight_scale_2", source),
-            None if input_scale is None else 1 / input_scale,
+            1 / one_number(stored, "weight_scale_2"),
+            1 / one_number(stored, "input_scale") if scheme.has_static_inputs else None,
         )
 
     def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:
@@ -216,14 +209,12 @@ def _check_blocks(module: str, in_features: int, scheme: Fp4Scheme) -> None:
         )
 
 
-def _block_scales(
-    name: str, source: TensorSource, codes: torch.Tensor, scheme: Fp4Scheme
-) -> torch.Tensor:
+def _block_scales(stored: Stored, codes: torch.Tensor, scheme: Fp4Scheme) -> torch.Tensor:
     """The stored scales of the blocks of `codes` `[out, in]`."""
     dtype = torch.float8_e4m3fn if scheme.kind == "nvfp4" else torch.uint8
-    scales = expect_dtype(name, source.tensor(name), dtype)
-    _check_blocks(name.rpartition(".")[0], codes.shape[1], scheme)
-    return expect_shape(name, scales, (codes.shape[0], codes.shape[1] // scheme.block_size))
+    _check_blocks(stored.module, codes.shape[1], scheme)
+    shape = codes.shape[0], codes.shape[1] // scheme.block_size
+    return stored.tensor("weight_scale", dtype, shape=shape)
 
 
 def mxfp4_names(projection: str) -> tuple[str, str]:
@@ -243,18 +234,16 @@ def read_mxfp4(
         raise BadInput(
             f"{projection} has {in_features} inputs: mxfp4 takes multiples of {_EXPERTS_BLOCK}"
         )
-    blocks_name, scales_name = mxfp4_names(projection)
     shape = (num_experts, out_features, in_features // _EXPERTS_BLOCK)
-    blocks = expect_shape(blocks_name, source.tensor(blocks_name), (*shape, _EXPERTS_BLOCK // 2))
-    scales = expect_shape(scales_name, source.tensor(scales_name), shape)
-    expect_dtype(blocks_name, blocks, torch.uint8)
-    expect_dtype(scales_name, scales, torch.uint8)
-    scheme = Fp4Scheme("mxfp4")
-    experts: list[Fp4Tensor] = []
-    for packed, exponents in zip(blocks, scales, strict=True):
-        codes = unpack_nibbles(packed.reshape(out_features, -1))
-        experts.append(Fp4Tensor(codes, exponents, scheme))
-    return experts
+    shapes = (*shape, _EXPERTS_BLOCK // 2), shape
+    blocks, scales = (
+        expect_dtype(name, expect_shape(name, source.tensor(name), each), torch.uint8)
+        for name, each in zip(mxfp4_names(projection), shapes, strict=True)
+    )
+    return [
+        Fp4Tensor(unpack_nibbles(packed.reshape(out_features, -1)), exponents, Fp4Scheme("mxfp4"))
+        for packed, exponents in zip(blocks, scales, strict=True)
+    ]
 
 
 _RAW_BLOCKS = {"nvfp4": 16, "mxfp4": 32}

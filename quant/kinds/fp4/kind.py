@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -65,6 +66,8 @@ class Fp4Tensor(QuantizedTensor):
         ValueError: shapes or dtypes disagree.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
+
     codes: torch.Tensor
     scales: torch.Tensor
     scheme: Fp4Scheme
@@ -86,10 +89,6 @@ class Fp4Tensor(QuantizedTensor):
             )
         if (self.global_scale is not None) != nvidia:
             raise ValueError("a global scale belongs to nvfp4, and to no other")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
 
     def block_scales(self) -> torch.Tensor:
         """The factor of each block, float32 `[out, in / block]`."""
@@ -114,9 +113,6 @@ class Fp4Tensor(QuantizedTensor):
         wholes = {"global_scale": self.global_scale, "input_scale": self.input_scale}
         stored = {name: invertible(scale) for name, scale in wholes.items() if scale is not None}
         return replace(self, **stored)
-
-    def rows(self, rows: slice) -> Fp4Tensor:
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows])
 
 
 # The least positive e4m3 value: a block whose scale would round to 0 keeps what that one resolves.
@@ -202,10 +198,9 @@ class Fp4Grid(ScalarGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         scaled.copy_(self._levels[torch.bucketize(scaled, self._bounds, out_int32=True)])
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> Fp4Tensor:
-        codes = e2m1_codes(self.levels(values, parameters))
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> Fp4Tensor:
         scales = self._stored(parameters[0].contiguous())
-        return Fp4Tensor(codes, scales, self.scheme, self._whole, self._input_scale)
+        return Fp4Tensor(e2m1_codes(levels), scales, self.scheme, self._whole, self._input_scale)
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
@@ -358,13 +353,12 @@ class Fp4Kind(Kind[Fp4Scheme]):
     def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> Fp4Tensor:
         nvidia = self.scheme.kind == "nvfp4"
         blocks = torch.ones(out_features, in_features // self.scheme.block_size)
-        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
         return Fp4Tensor(
             torch.zeros(out_features, in_features, dtype=torch.uint8),
             blocks.to(torch.float8_e4m3fn if nvidia else torch.uint8),
             self.scheme,
             torch.ones(1) if nvidia else None,
-            torch.ones(1) if static else None,
+            torch.ones(1) if self.scheme.has_static_inputs else None,
         )
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> Fp4Tensor:

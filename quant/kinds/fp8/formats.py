@@ -36,10 +36,9 @@ from ..base.containers import (
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
     expect_shape,
     only_scheme,
 )
@@ -82,35 +81,24 @@ class Fp8Format(WeightFormat):
         }
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> Fp8Tensor:
-        name = f"{module}.weight"
-        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
-        name = next(
-            (module + ending for ending in _SCALES if module + ending in source),
-            module + _SCALES[0],
+        stored = Stored(source, module)
+        values = stored.matrix("weight", torch.float8_e4m3fn)
+        ending, of_inputs = (
+            next((name[1:] for name in names if name[1:] in stored), names[0][1:])
+            for names in (_SCALES, _INPUT_SCALES)
         )
-        scales = expect_dtype(name, source.tensor(name), *SCALE_DTYPES)
+        scales = stored.tensor(ending, *SCALE_DTYPES)
         scheme = self.scheme(config, module)
         if scheme.granularity == "block":
-            expect_shape(name, scales, scheme.scale_shape(*values.shape))
+            stored.tensor(ending, shape=scheme.scale_shape(*values.shape))
         elif scales.numel() == 1:
             scales = scales.reshape(1, 1)
         else:  # the config does not tell per-tensor from per-channel scales
+            name = f"{module}.{ending}"
             scales = expect_shape(name, scales.reshape(-1, 1), (values.shape[0], 1))
             scheme = FloatScheme("channel", scheme.activations)
-        return Fp8Tensor(values, scales, scheme, self._input_scale(module, source, scheme))
-
-    @staticmethod
-    def _input_scale(module: str, source: TensorSource, scheme: FloatScheme) -> torch.Tensor | None:
-        if scheme.activations is None or scheme.activations.dynamic:
-            return None
-        name = next(
-            (module + ending for ending in _INPUT_SCALES if module + ending in source),
-            module + _INPUT_SCALES[0],
-        )
-        scale = expect_dtype(name, source.tensor(name), *SCALE_DTYPES)
-        if scale.numel() != 1:
-            raise BadInput(f"{name} has shape {tuple(scale.shape)}: only one scale is supported")
-        return scale.to(torch.float32).reshape(1)
+        input_scale = read_input_scale(stored, scheme.activations, of_inputs)
+        return Fp8Tensor(values, scales, scheme, input_scale)
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         self.check_scheme(only_scheme(self.name, schemes))
@@ -169,17 +157,10 @@ class FloatLayouts(CompressedLayouts):
             f"{module}.weight_scale": scales.contiguous(),
         } | input_scale_part(module, tensor.input_scale)
 
-    def unpack(
-        self, module: str, source: TensorSource, layout: str, scheme: FloatScheme
-    ) -> Fp8Tensor:
-        name = f"{module}.weight"
-        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
-        return Fp8Tensor(
-            values=values,
-            scales=read_scales(module, source, scheme.scale_shape(*values.shape)),
-            scheme=scheme,
-            input_scale=read_input_scale(module, source, scheme.activations),
-        )
+    def unpack(self, stored: Stored, layout: str, scheme: FloatScheme) -> Fp8Tensor:
+        values = stored.matrix("weight", torch.float8_e4m3fn)
+        scales = read_scales(stored, scheme.scale_shape(*values.shape))
+        return Fp8Tensor(values, scales, scheme, read_input_scale(stored, scheme.activations))
 
     def read_raw(
         self, entries: Entries, module: str, layout: str | None, group: dict[str, Any]
@@ -201,28 +182,23 @@ class Fp8Algorithms(ModelOptAlgorithms):
 
     def pack(self, module: str, tensor: Fp8Tensor) -> dict[str, torch.Tensor]:
         scales = tensor.scales.contiguous()
-        if tensor.scheme.granularity == "block":
-            scales = scales[:, None, :, None]
-        else:
-            scales = (
-                scales.flatten() if tensor.scheme.granularity == "channel" else scales.reshape(())
-            )
+        shapes = {"block": scales[:, None, :, None].shape, "channel": (-1,), "tensor": ()}
+        scales = scales.reshape(shapes[tensor.scheme.granularity])
         stored = {f"{module}.weight": tensor.values, f"{module}.weight_scale": scales}
         if tensor.input_scale is not None:
             stored[f"{module}.input_scale"] = tensor.input_scale.reshape(())
         return stored
 
-    def unpack(self, module: str, source: TensorSource, scheme: FloatScheme) -> Fp8Tensor:
-        name, scale_name = f"{module}.weight", f"{module}.weight_scale"
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        input_scale = one_number(f"{module}.input_scale", source) if static else None
-        values = expect_matrix(name, source.tensor(name), torch.float8_e4m3fn)
-        scales = expect_dtype(scale_name, source.tensor(scale_name), *SCALE_DTYPES)
+    def unpack(self, stored: Stored, scheme: FloatScheme) -> Fp8Tensor:
+        input_scale = one_number(stored, "input_scale") if scheme.has_static_inputs else None
+        values = stored.matrix("weight", torch.float8_e4m3fn)
+        scales = stored.tensor("weight_scale", *SCALE_DTYPES)
         if scheme.granularity == "block":
             scales = scales.flatten(2).flatten(0, 1) if scales.dim() == 4 else scales
         elif scales.dim() < 2:
             scales = scales.reshape(-1, 1)
-        expect_shape(scale_name, scales, scheme.scale_shape(*values.shape))
+        name = f"{stored.module}.weight_scale"
+        expect_shape(name, scales, scheme.scale_shape(*values.shape))
         return Fp8Tensor(values, scales.contiguous(), scheme, input_scale)
 
     def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:

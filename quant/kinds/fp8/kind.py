@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
-from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
@@ -33,6 +33,8 @@ class Fp8Tensor(QuantizedTensor):
         ValueError: shapes or dtypes disagree.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ("values",)
+
     values: torch.Tensor
     scales: torch.Tensor
     scheme: FloatScheme
@@ -44,10 +46,6 @@ class Fp8Tensor(QuantizedTensor):
         expected = self.scheme.scale_shape(*self.shape)
         if tuple(self.scales.shape) != expected:
             raise ValueError(f"scales have shape {tuple(self.scales.shape)}, expected {expected}")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         scales = self.scales.to(torch.float32)
@@ -92,19 +90,14 @@ class FloatGrid(ScalarGrid):
     def __init__(
         self,
         scheme: FloatScheme,
-        out_features: int,
-        in_features: int,
+        shape: tuple[int, ...],
         scale_dtype: torch.dtype,
         *,
         input_scale: torch.Tensor | None = None,
     ):
-        self.scheme, self.scale_dtype, self._shape = (
-            scheme,
-            scale_dtype,
-            (out_features, in_features),
-        )
-        whole = scheme.granularity == "block" and in_features % BLOCK == 0
-        self.group = BLOCK if whole else in_features
+        self.scheme, self.scale_dtype, self._shape = scheme, scale_dtype, shape
+        whole = scheme.granularity == "block" and shape[1] % BLOCK == 0
+        self.group = BLOCK if whole else shape[1]
         self.rows_alone = scheme.granularity == "channel"
         self._input_scale = input_scale
 
@@ -122,50 +115,22 @@ class FloatGrid(ScalarGrid):
         return Affine(scales.unsqueeze(-1))
 
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        # e4m3fn has no infinity: a cast from beyond its range gives NaN.
         scaled.copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> Fp8Tensor:
-        codes = self.levels(values, parameters).to(torch.float8_e4m3fn)
-        return Fp8Tensor(codes, parameters[0], self.scheme, self._input_scale)
-
-
-def round_to_fp8(
-    weight: torch.Tensor,
-    scheme: FloatScheme,
-    scale_dtype: torch.dtype,
-    *,
-    input_scale: torch.Tensor | None = None,
-    name: str = "weight",
-) -> Fp8Tensor:
-    """Data-free quantization (RTN) of a weight `[out, in]`.
-
-    `scale = max|w| / 448`, rounded to the dtype in which it is stored before the values are derived from
-    it; the scale of all-zero values is 1. e4m3fn has no infinity, and a cast from beyond its range
-    gives NaN, so values are clamped first.
-
-    Args:
-        input_scale: float32 `[1]`, for a scheme with static activations.
-        name: the weight's name in error messages.
-
-    Raises:
-        BadInput: a scale overflows `scale_dtype`.
-    """
-    out_features, in_features = weight.shape
-    scales = float_scales(weight, scheme, scale_dtype)
-    if not bool(torch.isfinite(scales).all()):
-        raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
-    divisors = scales.to(torch.float32)
-    if scheme.granularity == "block":
-        divisors = divisors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        divisors = divisors[:out_features, :in_features]
-    values = (weight / divisors).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return Fp8Tensor(values, scales, scheme, input_scale)
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> Fp8Tensor:
+        return Fp8Tensor(
+            levels.to(torch.float8_e4m3fn), parameters[0], self.scheme, self._input_scale
+        )
 
 
 def float_scales(
     weight: torch.Tensor, scheme: FloatScheme, scale_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The scales of a weight `[out, in]` as they are stored, in their dtype; infinite where they overflow."""
+    """The scales of a weight `[out, in]` as they are stored, in their dtype; infinite where they overflow.
+
+    `max|w| / 448`; that of all-zero values is 1.
+    """
     out_features, in_features = weight.shape
     rows, columns = scheme.scale_shape(out_features, in_features)
     if scheme.granularity == "block":
@@ -184,19 +149,24 @@ class FloatKind(Kind[FloatScheme]):
     def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> Fp8Tensor:
         values = torch.zeros(out_features, in_features).to(torch.float8_e4m3fn)
         scales = torch.ones(self.scheme.scale_shape(out_features, in_features), dtype=scale_dtype)
-        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
-        return Fp8Tensor(values, scales, self.scheme, torch.ones(1) if static else None)
-
-    def rounded(self, weight: torch.Tensor, how: Rounding) -> Fp8Tensor:
-        return round_to_fp8(
-            weight, self.scheme, how.scale_dtype, input_scale=how.input_scale, name=how.name
-        )
+        input_scale = torch.ones(1) if self.scheme.has_static_inputs else None
+        return Fp8Tensor(values, scales, self.scheme, input_scale)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> FloatGrid:
-        out_features, in_features = shape
-        return FloatGrid(
-            self.scheme, out_features, in_features, how.scale_dtype, input_scale=how.input_scale
-        )
+        return FloatGrid(self.scheme, shape, how.scale_dtype, input_scale=how.input_scale)
+
+
+def round_to_fp8(
+    weight: torch.Tensor,
+    scheme: FloatScheme,
+    scale_dtype: torch.dtype,
+    *,
+    input_scale: torch.Tensor | None = None,
+) -> Fp8Tensor:
+    """Data-free quantization (RTN) of a weight `[out, in]`; see `Kind.round`."""
+    tensor = FloatKind(scheme).round(weight, scale_dtype, input_scale=input_scale)
+    assert isinstance(tensor, Fp8Tensor)
+    return tensor
 
 
 KIND = FloatKind

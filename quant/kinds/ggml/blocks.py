@@ -11,6 +11,7 @@ import torch
 
 from ...base.build import Native, native
 from ...base.errors import BadInput
+from ..base.tensor import require_finite
 from .k_blocks import (
     affine_fields,
     dequantize_affine,
@@ -80,8 +81,7 @@ def quantize_blocks(
 
 def check_values(weight: torch.Tensor, type_name: str, name: str) -> None:
     """Raises BadInput naming a weight with NaN, infinite or too large values."""
-    if not bool(torch.isfinite(weight).all()):
-        raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+    require_finite(weight, name)
     if bool((weight.abs() > _LARGEST).any()):
         raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
 

@@ -100,13 +100,13 @@ class SimpleBlockGrid(RangedGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> GgufTensor:
-        codes = self.levels(values, parameters).view(-1, WIDTH)
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
+        codes = levels.view(-1, WIDTH)
         scale, low = (part.reshape(-1, 1) for part in parameters)
         if self.scheme.type in ("Q4_0", "Q5_0"):
             codes += self._levels // 2
         data = pack_simple(self.scheme.type, codes, scale, None if self.symmetric else low)
-        return GgufTensor(data.view(values.shape[0], -1), self.scheme)
+        return GgufTensor(data.view(len(levels), -1), self.scheme)
 
 
 TABLES = ("IQ4_NL", "IQ4_XS")
@@ -150,14 +150,12 @@ class TableBlockGrid(ScalarGrid):
         # The table has no 0, which is all that a step of 0 holds.
         torch.clamp(nearest, affine.low, affine.high, out=scaled)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> GgufTensor:
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
         scales, head = (part.flatten(0, 1) for part in parameters)
-        levels = self.levels(values, parameters).view(-1, self.group)
-        if self.scheme.type == "IQ4_NL":
-            data = pack_nl(head, levels)
-        else:
-            data = pack_xs(scales, levels, head)
-        return GgufTensor(data.view(values.shape[0], -1), self.scheme)
+        blocks = levels.view(-1, self.group)
+        is_nl = self.scheme.type == "IQ4_NL"
+        data = pack_nl(head, blocks) if is_nl else pack_xs(scales, blocks, head)
+        return GgufTensor(data.view(len(levels), -1), self.scheme)
 
 
 class KAffineGrid(ScalarGrid):
@@ -197,13 +195,13 @@ class KAffineGrid(ScalarGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> GgufTensor:
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
         scales, lows, heads = (part.flatten(0, 1) for part in parameters)
-        codes = self.levels(values, parameters).view(-1, self._runs, K_WIDTH // self._runs)
+        codes = levels.view(-1, self._runs, K_WIDTH // self._runs)
         fields = scales.to(torch.uint8), codes.to(torch.uint8), lows.to(torch.uint8), heads
         is_q2 = self.scheme.type == "Q2_K"
         data = pack_q2(*fields) if is_q2 else pack_affine(*fields, self.scheme.bits)
-        return GgufTensor(data.view(values.shape[0], -1), self.scheme)
+        return GgufTensor(data.view(len(levels), -1), self.scheme)
 
 
 class KSignedGrid(ScalarGrid):
@@ -242,12 +240,12 @@ class KSignedGrid(ScalarGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> GgufTensor:
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
         scales, head = (part.flatten(0, 1) for part in parameters)
-        codes = self.levels(values, parameters).add_(self._middle).view(-1, K_WIDTH).to(torch.uint8)
+        codes = levels.add_(self._middle).view(-1, K_WIDTH).to(torch.uint8)
         pack = pack_q3 if self.scheme.type == "Q3_K" else pack_signed
         data = pack(scales.to(torch.int8), codes, head.to(torch.float16))
-        return GgufTensor(data.view(values.shape[0], -1), self.scheme)
+        return GgufTensor(data.view(len(levels), -1), self.scheme)
 
 
 def _edges(flat: torch.Tensor, middle: int) -> tuple[torch.Tensor, torch.Tensor]:

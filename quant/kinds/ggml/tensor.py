@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,8 @@ class GgufTensor(QuantizedTensor):
         ValueError: rows that are no whole blocks.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ("data",)
+
     data: torch.Tensor
     scheme: GgufScheme
 
@@ -57,9 +60,6 @@ class GgufTensor(QuantizedTensor):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantized weight `[out, in]`, bit-identical to ggml's dequantization."""
         return dequantize_blocks(self.data, self.scheme.type).to(dtype)
-
-    def rows(self, rows: slice) -> GgufTensor:
-        return replace(self, data=self.data[rows])
 
     def forms(self) -> Iterator[QuantizedTensor]:
         yield self

@@ -30,11 +30,9 @@ from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
     held_scheme,
     only_scheme,
     pack_words,
@@ -94,41 +92,36 @@ class AwqFormat(WeightFormat):
         }
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
-        scheme = self.scheme(config, module)
-        name = f"{module}.qweight"
-        words = expect_matrix(name, source.tensor(name), torch.int32)
+        scheme, stored = self.scheme(config, module), Stored(source, module)
+        words = stored.matrix("qweight", torch.int32)
         if _layout(config) == "gemv":
-            return self._unpack_gemv(module, source, scheme, words)
+            return self._unpack_gemv(stored, scheme, words)
         in_features, out_features = words.shape[0], words.shape[1] * _PER_WORD
         scheme.check_groups(module, in_features)
         groups = scheme.num_groups(in_features)
-        name = f"{module}.qzeros"
-        zeros = expect_shape(name, source.tensor(name), (groups, out_features // _PER_WORD))
-        zeros = unpack_words(expect_dtype(name, zeros, torch.int32), _BITS)
-        name = f"{module}.scales"
-        scales = expect_shape(name, source.tensor(name), (groups, out_features))
+        shape = groups, out_features // _PER_WORD
+        zeros = unpack_words(stored.tensor("qzeros", torch.int32, shape=shape), _BITS)
+        scales = stored.tensor("scales", *SCALE_DTYPES, shape=(groups, out_features))
         return IntTensor(
             codes=_reorder(unpack_words(words, _BITS), _UNDO).t().contiguous(),
-            scales=expect_dtype(name, scales, *SCALE_DTYPES).t().contiguous(),
+            scales=scales.t().contiguous(),
             zeros=_reorder(zeros, _UNDO).t().contiguous(),
             scheme=scheme,
         )
 
     @staticmethod
-    def _unpack_gemv(
-        module: str, source: TensorSource, scheme: IntScheme, words: torch.Tensor
-    ) -> IntTensor:
+    def _unpack_gemv(stored: Stored, scheme: IntScheme, words: torch.Tensor) -> IntTensor:
         out_features, in_features = words.shape[0], words.shape[1] * _PER_WORD
-        scheme.check_groups(module, in_features)
+        scheme.check_groups(stored.module, in_features)
         groups = scheme.num_groups(in_features)
-        name = f"{module}.qzeros"
-        zeros = expect_matrix(name, source.tensor(name), torch.int32)
-        expect_shape(name, zeros, (out_features, max(zeros.shape[1], -(-groups // _PER_WORD))))
-        name = f"{module}.scales"
-        scales = expect_shape(name, source.tensor(name), (out_features, zeros.shape[1] * _PER_WORD))
+        zeros = stored.matrix("qzeros", torch.int32)
+        width = max(zeros.shape[1], -(-groups // _PER_WORD))
+        stored.tensor("qzeros", shape=(out_features, width))
+        shape = out_features, zeros.shape[1] * _PER_WORD
+        scales = stored.tensor("scales", *SCALE_DTYPES, shape=shape)
         return IntTensor(
             codes=unpack_words(words, _BITS),
-            scales=expect_dtype(name, scales, *SCALE_DTYPES)[:, :groups].contiguous(),
+            scales=scales[:, :groups].contiguous(),
             zeros=unpack_words(zeros, _BITS)[:, :groups].contiguous(),
             scheme=scheme,
         )

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ...base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS
 from ..base.containers import (
     CompressedLayouts,
@@ -32,15 +31,7 @@ from ..base.containers import (
     spread_over_rows,
     unsupported,
 )
-from ..base.format import (
-    Config,
-    TensorSource,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
-    pack_words,
-    unpack_words,
-)
+from ..base.format import Config, Stored, expect_shape, pack_words, unpack_words
 from ..base.kind import EXPERTS, LoaderRules, RankMatrix, Storage
 from ..base.raw import Entries, Raw
 from .awq import AwqFormat
@@ -96,10 +87,8 @@ class IntegerLayouts(CompressedLayouts):
     def pack(self, module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
         return (pack_int8 if self.layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
 
-    def unpack(
-        self, module: str, source: TensorSource, layout: str, scheme: IntScheme
-    ) -> IntTensor:
-        return (unpack_int8 if layout == INT8 else unpack_codes)(module, source, scheme)
+    def unpack(self, stored: Stored, layout: str, scheme: IntScheme) -> IntTensor:
+        return (unpack_int8 if layout == INT8 else unpack_codes)(stored, scheme)
 
     def read_raw(
         self, entries: Entries, module: str, layout: str | None, group: dict[str, Any]
@@ -122,30 +111,23 @@ def pack_codes(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
     return packed
 
 
-def unpack_codes(module: str, source: TensorSource, scheme: IntScheme) -> IntTensor:
+def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
     """Read `pack-quantized`."""
-    name = f"{module}.weight_shape"
-    shape = expect_shape(name, source.tensor(name), (2,))
-    out_features, in_features = (int(width) for width in shape)
-    scheme.check_groups(module, in_features)
+    out_features, in_features = stored.weight_shape()
+    scheme.check_groups(stored.module, in_features)
     groups = scheme.num_groups(in_features)
-    name = f"{module}.weight_packed"
-    words = expect_matrix(name, source.tensor(name), torch.int32)
+    words = stored.matrix("weight_packed", torch.int32)
     if scheme.symmetric:
         zeros = torch.full((out_features, groups), scheme.middle, dtype=torch.uint8)
     else:
-        zero_name = f"{module}.weight_zero_point"
-        packed = expect_matrix(zero_name, source.tensor(zero_name), torch.int32)
-        zeros = _fields(zero_name, packed.t(), (groups, out_features), scheme.bits).t().contiguous()
-    index = None
-    if scheme.permuted:
-        index_name = f"{module}.weight_g_idx"
-        index = expect_shape(index_name, source.tensor(index_name), (in_features,)).to(torch.int32)
-        if int(index.min()) < 0 or int(index.max()) >= groups:
-            raise BadInput(f"{index_name} names groups outside 0..{groups - 1}")
+        packed = stored.matrix("weight_zero_point", torch.int32).t()
+        name = f"{stored.module}.weight_zero_point"
+        zeros = _fields(name, packed, (groups, out_features), scheme.bits).t().contiguous()
+    index = stored.group_index("weight_g_idx", in_features, groups) if scheme.permuted else None
+    name = f"{stored.module}.weight_packed"
     return IntTensor(
         codes=_fields(name, words, (out_features, in_features), scheme.bits),
-        scales=read_scales(module, source, (out_features, groups)),
+        scales=read_scales(stored, (out_features, groups)),
         zeros=zeros,
         scheme=scheme,
         group_index=index,
@@ -178,25 +160,22 @@ def pack_int8(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
     return stored | input_scale_part(module, tensor.input_scale)
 
 
-def unpack_int8(module: str, source: TensorSource, scheme: IntScheme) -> IntTensor:
+def unpack_int8(stored: Stored, scheme: IntScheme) -> IntTensor:
     """Read `int-quantized`; a per-tensor scale is expanded to per-channel."""
-    name = f"{module}.weight"
-    signed = expect_matrix(name, source.tensor(name), torch.int8)
+    signed = stored.matrix("weight", torch.int8)
     out_features, in_features = signed.shape
-    scheme.check_groups(module, in_features)
+    scheme.check_groups(stored.module, in_features)
     shape = (out_features, scheme.num_groups(in_features))
     if scheme.symmetric:
         zeros = torch.full(shape, _INT8_MIDDLE, dtype=torch.uint8)
     else:
-        name = f"{module}.weight_zero_point"
-        stored_zeros = expect_dtype(name, source.tensor(name), torch.int8)
-        zeros = _unsigned(spread_over_rows(name, stored_zeros, shape))
+        zeros = _unsigned(spread_over_rows(stored, "weight_zero_point", torch.int8, shape=shape))
     return IntTensor(
         codes=_unsigned(signed),
-        scales=read_scales(module, source, shape),
+        scales=read_scales(stored, shape),
         zeros=zeros,
         scheme=scheme,
-        input_scale=read_input_scale(module, source, scheme.activations),
+        input_scale=read_input_scale(stored, scheme.activations),
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +26,9 @@ from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
     held_scheme,
     matches,
     pack_words,
@@ -88,48 +87,32 @@ class GptqFormat(WeightFormat):
         }
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
-        scheme = self.scheme(config, module)
-        name = f"{module}.qweight"
-        words = expect_matrix(name, source.tensor(name), torch.int32)
+        scheme, stored = self.scheme(config, module), Stored(source, module)
+        words = stored.matrix("qweight", torch.int32)
         in_features, out_features = words.shape[0] * 32 // scheme.bits, words.shape[1]
         scheme.check_groups(module, in_features)
         groups = scheme.num_groups(in_features)
-        name = f"{module}.qzeros"
-        zero_words = expect_shape(
-            name, source.tensor(name), (groups, out_features * scheme.bits // 32)
-        )
-        stored_zeros = unpack_words(expect_dtype(name, zero_words, torch.int32), scheme.bits)
-        name = f"{module}.scales"
-        scales = expect_shape(name, source.tensor(name), (groups, out_features))
-        index = self._group_index(module, source, in_features, groups)
+        shape = groups, out_features * scheme.bits // 32
+        stored_zeros = unpack_words(stored.tensor("qzeros", torch.int32, shape=shape), scheme.bits)
+        scales = stored.tensor("scales", *SCALE_DTYPES, shape=(groups, out_features))
+        index = self._group_index(stored, in_features, groups)
         offset = zero_offset(stored_zeros, scheme, config, module)
         return IntTensor(
             codes=unpack_words(words.t(), scheme.bits),
-            scales=expect_dtype(name, scales, *SCALE_DTYPES).t().contiguous(),
+            scales=scales.t().contiguous(),
             zeros=((stored_zeros + offset) & scheme.max_code).t().contiguous(),
-            scheme=IntScheme(
-                scheme.bits, scheme.group_size, scheme.symmetric, permuted=index is not None
-            ),
+            scheme=replace(scheme, permuted=index is not None),
             group_index=index,
         )
 
     @staticmethod
-    def _group_index(
-        module: str, source: TensorSource, in_features: int, groups: int
-    ) -> torch.Tensor | None:
+    def _group_index(stored: Stored, in_features: int, groups: int) -> torch.Tensor | None:
         """`g_idx`, the group of each input channel, or None where groups are sequential."""
-        name = f"{module}.g_idx"
-        if name not in source:
+        if "g_idx" not in stored:
             return None
-        index = expect_shape(name, source.tensor(name), (in_features,))
-        index = expect_dtype(name, index, torch.int32, torch.int64).to(torch.int32)
-        if torch.equal(
-            index, (torch.arange(in_features) // (in_features // groups)).to(torch.int32)
-        ):
-            return None
-        if int(index.min()) < 0 or int(index.max()) >= groups:
-            raise BadInput(f"{name} names groups outside 0..{groups - 1}")
-        return index
+        index = stored.group_index("g_idx", in_features, groups)
+        in_order = (torch.arange(in_features) // (in_features // groups)).to(torch.int32)
+        return None if torch.equal(index, in_order) else index
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         kinds = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from ...base.errors import BadInput
 from ..base.grid import Affine, Parameters, RangedGrid, fitted_line, fitted_steps, snap_to_integers
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
@@ -30,6 +30,8 @@ class IntTensor(QuantizedTensor):
         ValueError: they disagree in shape or dtype, or with the scheme.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
+
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
@@ -50,11 +52,6 @@ class IntTensor(QuantizedTensor):
             raise ValueError("a group index belongs to a permuted scheme, and to no other")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
     def num_groups(self) -> int:
         """Groups per row."""
         return self.scales.shape[1]
@@ -69,11 +66,6 @@ class IntTensor(QuantizedTensor):
         grouped = self.codes.view(self.out_features, self.num_groups, -1).to(torch.float32)
         weight = grouped.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
         return weight.view(self.shape).to(dtype)
-
-    def rows(self, rows: slice) -> IntTensor:
-        return replace(
-            self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows]
-        )
 
     def forms(self) -> Iterator[IntTensor]:
         yield self
@@ -189,20 +181,12 @@ class IntGrid(RangedGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> IntTensor:
-        scales, zeros = parameters
-        levels = self.levels(values, parameters).view(*zeros.shape, -1)
-        codes = levels.add_(zeros.to(torch.float32).unsqueeze(-1)).to(torch.uint8)
-        return IntTensor(
-            codes=codes.view(values.shape),
-            scales=scales,
-            zeros=zeros,
-            scheme=self.scheme,
-            group_index=sequential_groups(self.scheme, values.shape[1])
-            if self.scheme.permuted
-            else None,
-            input_scale=self._input_scale,
-        )
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> IntTensor:
+        (scales, zeros), scheme = parameters, self.scheme
+        grouped = levels.view(*zeros.shape, -1).add_(zeros.to(torch.float32).unsqueeze(-1))
+        codes = grouped.to(torch.uint8).view(levels.shape)
+        index = sequential_groups(scheme, levels.shape[1]) if scheme.permuted else None
+        return IntTensor(codes, scales, zeros, scheme, index, self._input_scale)
 
 
 def group_ranges(
@@ -279,38 +263,6 @@ def _search(
     return best_scales, best_zeros
 
 
-def round_to_nearest(
-    weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
-) -> IntTensor:
-    """Round-to-nearest (RTN) quantization of a weight `[out, in]`; data-free.
-
-    Args:
-        scale_dtype: the dtype that the format stores scales in.
-        name: the weight's name in error messages.
-
-    Raises:
-        BadInput: the weight holds NaN or infinity, a scale overflows `scale_dtype`, or the group size
-            does not divide the row.
-    """
-    out_features, in_features = weight.shape
-    num_groups = scheme.num_groups(in_features)
-    grouped = weight.to(torch.float32).reshape(out_features, num_groups, -1)
-    scales, zeros = group_ranges(grouped, scheme, scale_dtype)
-    if not bool(torch.isfinite(scales).all()):  # also the case for groups with NaN or infinity
-        if not bool(torch.isfinite(grouped).all()):
-            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
-        raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
-    codes = torch.round(grouped / scales.to(torch.float32).unsqueeze(-1))
-    codes = codes.add_(zeros.to(torch.float32).unsqueeze(-1)).clamp_(0, scheme.max_code)
-    return IntTensor(
-        codes=codes.to(torch.uint8).view(out_features, in_features),
-        scales=scales,
-        zeros=zeros,
-        scheme=scheme,
-        group_index=sequential_groups(scheme, in_features) if scheme.permuted else None,
-    )
-
-
 def sequential_groups(scheme: IntScheme, in_features: int) -> torch.Tensor:
     """int32 `[in]`: the group of each input channel, for consecutive groups."""
     size = in_features // scheme.num_groups(in_features)
@@ -322,7 +274,6 @@ class IntKind(Kind[IntScheme]):
 
     def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> IntTensor:
         groups = self.scheme.num_groups(in_features)
-        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
         index = sequential_groups(self.scheme, in_features) if self.scheme.permuted else None
         return IntTensor(
             codes=torch.zeros(out_features, in_features, dtype=torch.uint8),
@@ -330,21 +281,23 @@ class IntKind(Kind[IntScheme]):
             zeros=torch.full((out_features, groups), self.scheme.middle, dtype=torch.uint8),
             scheme=self.scheme,
             group_index=index,
-            input_scale=torch.ones(1) if static else None,
+            input_scale=torch.ones(1) if self.scheme.has_static_inputs else None,
         )
-
-    def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
-        if how.importance is not None:
-            grid = self.grid_for(weight.shape, how)
-            return grid.nearest(weight, how.importance)
-        codes = round_to_nearest(weight, self.scheme, how.scale_dtype, name=how.name)
-        return replace(codes, input_scale=how.input_scale)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> IntGrid:
         ranges = search_ranges if how.mse else group_ranges
         return IntGrid(
             self.scheme, shape[1], how.scale_dtype, input_scale=how.input_scale, ranges=ranges
         )
+
+
+def round_to_nearest(
+    weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
+) -> IntTensor:
+    """Round-to-nearest (RTN) quantization of a weight `[out, in]`; see `Kind.round`."""
+    tensor = IntKind(scheme).round(weight, scale_dtype, name=name)
+    assert isinstance(tensor, IntTensor)
+    return tensor
 
 
 KIND = IntKind

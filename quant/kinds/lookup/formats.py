@@ -25,11 +25,9 @@ from ...base.errors import BadInput
 from ...base.scheme import Scheme
 from ..base.format import (
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
     held_scheme,
     only_scheme,
     pack_words,
@@ -76,38 +74,30 @@ class SqueezeLlmFormat(WeightFormat):
         return stored
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> LookupTensor:
-        scheme = self.scheme(config, module)
-        name = f"{module}.weight_shape"
-        out_features, in_features = expect_shape(name, source.tensor(name), (2,)).tolist()
-        name = f"{module}.qweight"
-        words = expect_matrix(name, source.tensor(name), torch.int32)
-        expect_shape(name, words, (out_features, -(-in_features * scheme.bits // 32)))
-        name = f"{module}.lookup_table"
-        table = expect_shape(name, source.tensor(name), (out_features, 2**scheme.bits))
-        codes = unpack_words(words, scheme.bits)[:, :in_features].contiguous()
-        rows, columns, values = self._sparse(module, source, out_features, in_features)
-        return LookupTensor(
-            codes, expect_dtype(name, table, torch.float16), scheme, rows, columns, values
-        )
+        scheme, stored = self.scheme(config, module), Stored(source, module)
+        out_features, in_features = stored.weight_shape()
+        words = (out_features, -(-in_features * scheme.bits // 32))
+        codes = unpack_words(stored.tensor("qweight", torch.int32, shape=words), scheme.bits)
+        table = stored.tensor("lookup_table", torch.float16, shape=(out_features, 2**scheme.bits))
+        codes = codes[:, :in_features].contiguous()
+        sparse = self._sparse(stored, out_features, in_features)
+        return LookupTensor(codes, table, scheme, *sparse)
 
     @staticmethod
     def _sparse(
-        module: str, source: TensorSource, out_features: int, in_features: int
+        stored: Stored, out_features: int, in_features: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        names = [f"{module}.sparse_{part}" for part in ("rows", "columns", "values")]
-        if not any(name in source for name in names):
+        if not any(f"sparse_{part}" in stored for part in ("rows", "columns", "values")):
             return None, None, None
-        rows = expect_shape(names[0], source.tensor(names[0]), (out_features + 1,))
-        rows = expect_dtype(names[0], rows, torch.int32)
+        rows = stored.tensor("sparse_rows", torch.int32, shape=(out_features + 1,))
         if int(rows[0]) != 0 or bool((rows.diff() < 0).any()):
-            raise BadInput(f"{names[0]} does not begin at 0 or goes backwards")
+            raise BadInput(f"{stored.module}.sparse_rows does not begin at 0 or goes backwards")
         count = int(rows[-1])
-        columns = expect_shape(names[1], source.tensor(names[1]), (count,))
-        columns = expect_dtype(names[1], columns, torch.int32)
+        columns = stored.tensor("sparse_columns", torch.int32, shape=(count,))
         if count and not 0 <= int(columns.min()) <= int(columns.max()) < in_features:
-            raise BadInput(f"{names[1]} names columns outside 0..{in_features - 1}")
-        values = expect_shape(names[2], source.tensor(names[2]), (count,))
-        return rows, columns, expect_dtype(names[2], values, torch.float16)
+            name = f"{stored.module}.sparse_columns"
+            raise BadInput(f"{name} names columns outside 0..{in_features - 1}")
+        return rows, columns, stored.tensor("sparse_values", torch.float16, shape=(count,))
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         scheme = self._scheme(only_scheme(self.name, schemes))

@@ -42,10 +42,6 @@ class LookupTensor(QuantizedTensor):
     sparse_columns: torch.Tensor | None = None
     sparse_values: torch.Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         table = self.table.to(torch.float32)
         weight = torch.empty(self.shape, device=table.device)

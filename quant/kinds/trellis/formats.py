@@ -23,7 +23,7 @@ import torch
 
 from ...base.errors import BadInput
 from ...base.scheme import Scheme
-from ..base.format import Config, TensorSource, WeightFormat, expect_dtype, held_scheme
+from ..base.format import Config, Stored, TensorSource, WeightFormat, held_scheme
 from ..base.incoherence import BLOCK
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Entry, Raw, read_array, read_headers
@@ -80,25 +80,23 @@ class Exl3Format(WeightFormat):
         return stored
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> TrellisTensor:
-        name = f"{module}.trellis"
-        trellis = expect_dtype(name, source.tensor(name), torch.int16)
+        stored = Stored(source, module)
+        trellis = stored.tensor("trellis", torch.int16)
         if trellis.dim() != 3 or trellis.shape[2] % TILE:
             raise BadInput(
-                f"{name} has shape {tuple(trellis.shape)}, but the format has "
+                f"{module}.trellis has shape {tuple(trellis.shape)}, but the format has "
                 "[in / 16, out / 16, 16 × bits]"
             )
         scales = []
         for side, tiles in zip(("suh", "svh"), trellis.shape[:2], strict=True):
-            scale = expect_dtype(
-                f"{module}.{side}", source.tensor(f"{module}.{side}"), torch.float16
-            )
+            scale = stored.tensor(side, torch.float16)
             if tuple(scale.shape) != (tiles * TILE,) or scale.numel() % BLOCK:
                 raise BadInput(
-                    f"{module}.{side} has shape {tuple(scale.shape)}, but {name} implies "
+                    f"{module}.{side} has shape {tuple(scale.shape)}, but {module}.trellis implies "
                     f"({tiles * TILE},), in whole blocks of {BLOCK}"
                 )
             scales.append(scale)
-        marks = [name for name in MULTIPLIERS if f"{module}.{name}" in source]
+        marks = [name for name in MULTIPLIERS if name in stored]
         if len(marks) > 1:
             raise BadInput(f"{module} is marked for two codebooks: {' and '.join(marks)}")
         scheme = TrellisScheme(trellis.shape[2] // TILE, marks[0] if marks else "3inst")

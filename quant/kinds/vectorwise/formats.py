@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..base.containers import BitsAndBytesCodes
-from ..base.format import Config, TensorSource, expect_matrix, floats_of
+from ..base.format import Config, Stored
 from ..base.kind import Storage
 from ..base.raw import Entries, Raw, read_array
 from .kind import VectorwiseTensor
@@ -37,10 +37,9 @@ class VectorwiseCodes(BitsAndBytesCodes):
             f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
         }
 
-    def unpack(self, module: str, source: TensorSource, config: Config) -> VectorwiseTensor:
-        name = f"{module}.weight"
-        codes = expect_matrix(name, source.tensor(name), torch.int8)
-        absmax = floats_of(f"{module}.SCB", source, codes.shape[0])
+    def unpack(self, stored: Stored, config: Config) -> VectorwiseTensor:
+        codes = stored.matrix("weight", torch.int8)
+        absmax = stored.tensor("SCB", torch.float32, shape=(codes.shape[0],))
         return VectorwiseTensor(codes, absmax, self.scheme(config))
 
     def read_raw(self, entries: Entries, module: str) -> Raw:

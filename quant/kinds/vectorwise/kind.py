@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,19 +24,14 @@ class VectorwiseTensor(QuantizedTensor):
         scheme: with the outlier threshold, which acts on the inputs.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ("codes", "absmax")
+
     codes: torch.Tensor
     absmax: torch.Tensor
     scheme: VectorwiseScheme
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.codes.to(torch.float32) * (self.absmax[:, None] / 127)).to(dtype)
-
-    def rows(self, rows: slice) -> VectorwiseTensor:
-        return replace(self, codes=self.codes[rows], absmax=self.absmax[rows])
 
 
 _LARGEST = 127
@@ -57,9 +53,8 @@ class VectorwiseGrid(ScalarGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> VectorwiseTensor:
-        codes = self.levels(values, parameters).to(torch.int8)
-        return VectorwiseTensor(codes, parameters[0].squeeze(1), self.scheme)
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> VectorwiseTensor:
+        return VectorwiseTensor(levels.to(torch.int8), parameters[0].squeeze(1), self.scheme)
 
 
 def round_to_rows(

@@ -33,7 +33,7 @@ def checkpoint(
     schemes: dict[str, Scheme] = dict(
         zip(LAYERS, (ALGORITHMS[each] for each in algorithms), strict=False)
     )
-    config = ModelOptFormat().config(schemes, ["lm_head"], kv_cache=kv_cache)
+    config = ModelOptFormat().full_config(schemes, ["lm_head"], kv_cache)
     folder.mkdir()
     stored = (
         {**CONFIG, "quantization_config": config} if files in ("both", "config.json") else CONFIG

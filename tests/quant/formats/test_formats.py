@@ -311,7 +311,7 @@ def test_other_formats_hold_one_scheme(name: str) -> None:
 
 
 def test_scales_of_a_cache_are_reported_and_tolerated() -> None:
-    config = CT.config({MODULE: IntScheme(4, 128, True)}, [], kv_cache="fp8")  # pyright: ignore[reportCallIssue]
+    config = CT.full_config({MODULE: IntScheme(4, 128, True)}, [], "fp8")
     assert config["kv_cache_scheme"]["type"] == "float"
     assert CT.scheme(config, MODULE) == IntScheme(4, 128, True)
 

@@ -50,7 +50,7 @@ def test_explicit_bytes_of_nvfp4() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_configs_say_the_same(algorithm: str) -> None:
     scheme = ALGORITHMS[algorithm]
-    config = MODELOPT.config({MODULE: scheme}, ["lm_head"], kv_cache="fp8")
+    config = MODELOPT.full_config({MODULE: scheme}, ["lm_head"], "fp8")
     legacy = hf_quant_config(config)
     assert config["quant_algo"] == legacy["quantization"]["quant_algo"] == algorithm
     assert config["ignore"] == legacy["quantization"]["exclude_modules"] == ["lm_head"]

@@ -45,9 +45,8 @@ class ToyGrid(ScalarGrid):
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         scaled.copy_(torch.where(scaled < 0, -1.0, 1.0))
 
-    def tensor(self, values: torch.Tensor, parameters: Parameters) -> ToyTensor:
-        signs = self.levels(values, parameters).to(torch.int8)
-        return ToyTensor(signs, parameters[0].flatten(), self.scheme)
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> ToyTensor:
+        return ToyTensor(levels.to(torch.int8), parameters[0].flatten(), self.scheme)
 
 
 class ToyKind(Kind[ToyScheme]):
@@ -56,9 +55,6 @@ class ToyKind(Kind[ToyScheme]):
     ) -> QuantizedTensor:
         signs = torch.ones(out_features, in_features, dtype=torch.int8)
         return ToyTensor(signs, torch.ones(out_features).half(), self.scheme)
-
-    def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
-        return self.grid_for(weight.shape, how).nearest(weight)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
         return ToyGrid(self.scheme, shape[1])
