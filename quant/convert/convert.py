@@ -34,9 +34,8 @@ from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.meta_model import WeightMap
 from ..model.parameters import model_parameters, unquantized_modules
 from ..models import short_name
-from ..plan.contents import CheckpointContents
 from ..plan.journal import sha256_of, sha256_of_file
-from ..plan.loaders import loaders, loads_in
+from ..plan.loaders import CheckpointContents, loaders, loads_in
 from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,

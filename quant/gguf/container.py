@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..base.atomic_io import TEMPORARY_SUFFIX, flush_folder, no_space_or
 from ..base.errors import BadInput
-from ..kinds.ggml.scheme import GGUF_BLOCKS
+from ..kinds.ggml.scheme import BLOCK_NUMBERS, GGUF_BLOCKS
 from ..model.checkpoint import GGUF_MAGIC
 
 VERSION = 3
@@ -32,46 +32,11 @@ _MAX_DIMS = 4
 
 # Weights and bytes per block, by type name; then ggml's type numbers.
 TYPE_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **GGUF_BLOCKS}
-TYPE_NUMBERS = {
-    "F32": 0,
-    "F16": 1,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q5_0": 6,
-    "Q5_1": 7,
-    "Q8_0": 8,
-    "Q2_K": 10,
-    "Q3_K": 11,
-    "Q4_K": 12,
-    "Q5_K": 13,
-    "Q6_K": 14,
-    "IQ2_XXS": 16,
-    "IQ2_XS": 17,
-    "IQ3_XXS": 18,
-    "IQ1_S": 19,
-    "IQ4_NL": 20,
-    "IQ3_S": 21,
-    "IQ2_S": 22,
-    "IQ4_XS": 23,
-    "IQ1_M": 29,
-    "BF16": 30,
-    "MXFP4": 39,
-}
+TYPE_NUMBERS = {"F32": 0, "F16": 1, "BF16": 30, **BLOCK_NUMBERS}
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# `struct`'s codes of the value types: u8 to i32, f32, bool, and (from 10) u64, i64, f64.
+_SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
 _STRING, _ARRAY = 8, 9
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kinds.base.grid import where
 from ..kinds.integer.kind import range_grid
 from ..kinds.integer.scheme import IntScheme
 from .input_statistics import quadratic_form
@@ -102,8 +103,7 @@ def _best_limit(
     """The best of the tried limits of groups `[rows, size]`, and the largest magnitudes, both `[rows]`."""
     low, high = part.aminmax(dim=-1)
     largest = torch.maximum(-low, high)
-    best = largest
-    least = torch.full_like(largest, torch.inf, dtype=torch.float64)
+    best = torch.full_like(largest, torch.inf, dtype=torch.float64), largest
     delta = torch.empty_like(part)
     for step in range(int(_MAX_SHRINK * _STEPS)):
         limit = largest * (1 - step / _STEPS)
@@ -114,7 +114,5 @@ def _best_limit(
         torch.clamp(part, -limit[:, None], limit[:, None], out=delta)
         delta.div_(scale).round_().clamp_(-zero, scheme.max_code - zero).mul_(scale).sub_(part)
         error = quadratic_form(delta, block)
-        better = error < least
-        least = torch.where(better, error, least)
-        best = torch.where(better, limit, best)
-    return best, largest
+        best = where(error < best[0], (error, limit), best)
+    return best[1], largest

@@ -77,9 +77,9 @@ class LayerProblem:
     schemes: dict[str, Scheme]
     scale_dtypes: dict[str, torch.dtype]
     weights: dict[str, torch.Tensor]
-    statistics: dict[str, InputStatistics]
-    norms: dict[str, torch.Tensor]
-    with_bias: frozenset[str]
+    statistics: dict[str, InputStatistics] = field(default_factory=dict)
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    with_bias: frozenset[str] = frozenset()
     routers: dict[str, torch.Tensor] = field(default_factory=dict)
     norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     held_out: dict[str, InputStatistics] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kinds.base.grid import where
 from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
@@ -86,9 +87,8 @@ def _fit(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best scales and zero points `[out, groups]` of all iterates, in their input dtypes."""
-    best_scales, best_zeros = scales.to(torch.float32), zeros.to(torch.float32)
-    least = _squared_error(grouped, best_scales, best_zeros, scheme)
-    scale, zero, beta = best_scales, best_zeros, _BETA
+    scale, zero, beta = scales.to(torch.float32), zeros.to(torch.float32), _BETA
+    best = _squared_error(grouped, scale, zero, scheme), scale, zero
     for _ in range(ITERATIONS):
         step = scale.unsqueeze(-1)
         codes = torch.round(grouped / step + zero.unsqueeze(-1)).clamp_(0, scheme.max_code)
@@ -107,8 +107,5 @@ def _fit(
         integer = torch.round(zero).clamp(0, scheme.max_code)
         usable = torch.isfinite(stored) & (stored > 0)
         squared = _squared_error(grouped, stored, integer, scheme)
-        better = usable & (squared < least)
-        least = torch.where(better, squared, least)
-        best_scales = torch.where(better, stored, best_scales)
-        best_zeros = torch.where(better, integer, best_zeros)
-    return best_scales.to(scales.dtype), best_zeros.to(torch.uint8)
+        best = where(usable & (squared < best[0]), (squared, stored, integer), best)
+    return best[1].to(scales.dtype), best[2].to(torch.uint8)

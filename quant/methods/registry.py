@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import BadInput
 from ..base.names import offer
@@ -68,8 +69,8 @@ class Method:
     default_format: str
     scheme_of: Callable[[SchemeOptions], Scheme]
     takes: tuple[str, ...]
-    bits: int
-    widths: tuple[int, ...]
+    bits: int = 4
+    widths: tuple[int, ...] = ()
     module: str = "rounding"
     codes: Literal["rounded", "smoothed", "own"] = "rounded"
     best_solver: Solver = "nearest"
@@ -205,42 +206,47 @@ def _flag(knob: str) -> str:
 
 _GROUPS = ("bits", "group_size", "symmetric")
 _FEEDBACK = ("damp", "asymmetric", "true_sequential")
-_TUNED = ("finetune_steps", "lr", "batch_size")
 _TABLES = (2, 3, 4, 8)
+_integers = partial(Method, takes=_GROUPS, widths=SUPPORTED_BITS, grouped=True, to_blocks=True)
+_calibrated: dict[str, Any] = {"num_samples": 512, "needs_statistics": True}
+_codebook = partial(
+    Method, default_format="bitsandbytes", takes=("bits", "group_size", "double_quant"), widths=(4,)
+)
+_block_float = partial(
+    Method,
+    default_format="compressed-tensors",
+    takes=("bits", "group_size", "activations"),
+    widths=(4,),
+)
+_transformed = partial(
+    Method,
+    takes=("bits",),
+    module="transformed",
+    codes="own",
+    sequential=True,
+    transformed=True,
+    knobs=(*_FEEDBACK, "finetune_steps", "lr", "batch_size"),
+    in_towers=False,
+    **_calibrated,
+)
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(
+        _integers(
             "awq",
             "awq",
             Integers(symmetric=False),
-            _GROUPS,
-            4,
-            SUPPORTED_BITS,
             module="awq",
             codes="smoothed",
             best_solver="gptq",
-            num_samples=512,
-            needs_statistics=True,
-            grouped=True,
             searches_scales=True,
             ranged=True,
-            to_blocks=True,
             knobs=("judge",),
             copies=11.0,
             code_bytes=2,
+            **_calibrated,
         ),
-        Method(
-            "rtn",
-            "compressed-tensors",
-            Integers(),
-            _GROUPS,
-            4,
-            SUPPORTED_BITS,
-            grouped=True,
-            ranged=True,
-            to_blocks=True,
-        ),
+        _integers("rtn", "compressed-tensors", Integers(), ranged=True),
         Method(
             "smoothquant",
             "compressed-tensors",
@@ -250,48 +256,37 @@ METHODS: dict[str, Method] = {
             (8,),
             module="smoothquant",
             codes="smoothed",
-            num_samples=512,
-            needs_statistics=True,
             ranged=True,
             knobs=("alpha",),
             copies=5.5,
             code_bytes=2,
             in_towers=False,
+            **_calibrated,
         ),
-        Method(
+        _integers(
             "gptq",
             "gptq",
             Integers(),
-            (*_GROUPS, "act_order"),
-            4,
-            SUPPORTED_BITS,
+            takes=(*_GROUPS, "act_order"),
             module="gptq",
             codes="own",
-            num_samples=512,
-            needs_statistics=True,
-            grouped=True,
             sequential=True,
             is_solver=True,
             ranged=True,
-            to_blocks=True,
             knobs=_FEEDBACK,
             copies=3.25,
+            **_calibrated,
         ),
-        Method(
+        _integers(
             "autoround",
             "compressed-tensors",
             Integers(),
-            _GROUPS,
-            4,
-            SUPPORTED_BITS,
             module="autoround",
             codes="own",
             needs_statistics=True,
-            grouped=True,
             blockwise=True,
             is_solver=True,
             ranged=True,
-            to_blocks=True,
             knobs=("iters", "lr", "batch_size"),
             in_towers=False,
         ),
@@ -304,54 +299,18 @@ METHODS: dict[str, Method] = {
             (8,),
             ranged=True,
         ),
-        Method(
-            "fp8",
-            "fp8",  # for blocks; it does not store the other granularities
-            schemes.fp8,
-            ("bits", "granularity", "activations"),
-            8,
-            (8,),
-        ),
-        Method(
-            "nf4",
-            "bitsandbytes",
-            Codebook("nf4"),
-            ("bits", "group_size", "double_quant"),
-            4,
-            (4,),
-            copies=5.0,
-        ),
-        Method(
-            "fp4",
-            "bitsandbytes",
-            Codebook("fp4"),
-            ("bits", "group_size", "double_quant"),
-            4,
-            (4,),
-        ),
-        Method(
-            "nvfp4",
-            "compressed-tensors",
-            BlockFloat("nvfp4"),
-            ("bits", "group_size", "activations"),
-            4,
-            (4,),
-        ),
-        Method(
-            "mxfp4",
-            "compressed-tensors",
-            BlockFloat("mxfp4"),
-            ("bits", "group_size", "activations"),
-            4,
-            (4,),
-        ),
+        # The format holds blocks alone, not the other granularities.
+        Method("fp8", "fp8", schemes.fp8, ("bits", "granularity", "activations"), 8, (8,)),
+        _codebook("nf4", scheme_of=Codebook("nf4"), copies=5.0),
+        _codebook("fp4", scheme_of=Codebook("fp4")),
+        _block_float("nvfp4", scheme_of=BlockFloat("nvfp4")),
+        _block_float("mxfp4", scheme_of=BlockFloat("mxfp4")),
         Method(
             "hqq",
             "compressed-tensors",
             Integers(symmetric=False, group_size=64),
             _GROUPS,
-            4,
-            _TABLES,
+            widths=_TABLES,
             module="hqq",
             codes="own",
             grouped=True,
@@ -363,47 +322,16 @@ METHODS: dict[str, Method] = {
             "squeezellm",
             schemes.squeezellm,
             ("bits", "sparse_fraction"),
-            4,
-            _TABLES,
+            widths=_TABLES,
             module="squeezellm",
-            num_samples=512,
-            needs_statistics=True,
             copies=5.0,
             in_towers=False,
+            **_calibrated,
         ),
-        Method(
-            "trellis",
-            "exl3",
-            schemes.trellis,
-            ("bits",),
-            3,
-            tuple(range(1, 9)),
-            module="transformed",
-            codes="own",
-            num_samples=512,
-            needs_statistics=True,
-            sequential=True,
-            transformed=True,
-            by_target=True,
-            knobs=(*_FEEDBACK, *_TUNED),
-            in_towers=False,
+        _transformed(
+            "trellis", "exl3", schemes.trellis, bits=3, widths=tuple(range(1, 9)), by_target=True
         ),
-        Method(
-            "quip",
-            "quip",
-            schemes.quip,
-            ("bits",),
-            2,
-            (2, 3, 4),
-            module="transformed",
-            codes="own",
-            num_samples=512,
-            needs_statistics=True,
-            sequential=True,
-            transformed=True,
-            knobs=(*_FEEDBACK, *_TUNED),
-            in_towers=False,
-        ),
+        _transformed("quip", "quip", schemes.quip, bits=2, widths=(2, 3, 4)),
     )
 }
 

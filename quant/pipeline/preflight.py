@@ -14,8 +14,7 @@ from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
-from ..plan.contents import stored
-from ..plan.loaders import Loader, loaders, loads_in
+from ..plan.loaders import Loader, loaders, loads_in, stored
 from ..plan.parts import TEXT, parts_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import TORCH_DTYPES

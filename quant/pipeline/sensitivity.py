@@ -48,9 +48,6 @@ def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tenso
         schemes={HEAD: scheme},
         scale_dtypes={HEAD: plan.scale_dtype(module)},
         weights={HEAD: weight},
-        statistics={},
-        norms={},
-        with_bias=frozenset(),
     )
     return round_weight(problem, HEAD, weight).dequantize()
 

@@ -16,9 +16,8 @@ from ..methods.base import ModuleReport
 from ..methods.options import MethodOptions
 from ..model.parameters import by_kind
 from ..stream.calibration import Calibration
-from .contents import stored
 from .journal import sha256_of, sha256_of_file
-from .loaders import loaders, loads_in
+from .loaders import loaders, loads_in, stored
 from .plan import QuantizePlan
 from .request import QuantizeRequest
 

@@ -248,7 +248,6 @@ def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem
         schemes={},
         scale_dtypes={},
         weights={name: tensors[f"{name}.weight"] for name in linears},
-        statistics={},
         norms={name: tensors[f"{name}.weight"] for name in norms},
         with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
         routers={name: tensors[f"{name}.weight"] for name in family.routers},

@@ -173,6 +173,12 @@ class Outcome:
         """All tensors, in a fixed order."""
         return tensors_of(self.parts())
 
+    def emptied(self) -> Outcome:
+        """The structure without the tensors' values."""
+        result, values = with_tensors(self.parts(), lambda _: torch.empty(0))
+        writes = zip(self.writes, values, strict=True)
+        return Outcome(result, tuple((number, key, value) for (number, key, _), value in writes))
+
 
 def outcome_of(call: Call, run: Callable[[], Any]) -> Outcome:
     """The outcome of `run`, which runs a layer on the arguments of `call`."""
@@ -246,15 +252,8 @@ def template_of(once: Outcome, twice: Outcome) -> Template:
     Raises:
         ValueError: they differ by more than the number of samples.
     """
-    pairs = list(zip(once.tensors(), twice.tensors(), strict=True))
-    leaves = tuple(_leaf(*pair) for pair in pairs)
-    empty = [torch.empty(0) for _ in pairs]
-    rest = iter(empty)
-    result, values = with_tensors(once.parts(), lambda _: next(rest))
-    writes = zip(once.writes, values, strict=True)
-    return Template(
-        Outcome(result, tuple((number, key, value) for (number, key, _), value in writes)), leaves
-    )
+    pairs = zip(once.tensors(), twice.tensors(), strict=True)
+    return Template(once.emptied(), tuple(_leaf(*pair) for pair in pairs))
 
 
 def _leaf(once: torch.Tensor, twice: torch.Tensor) -> Leaf:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..model.meta_model import MetaModel
-from .calls import Call, Outcome, States, containers_of, forward
+from .calls import Call, Outcome, States, containers_of, forward, tensors_of, with_tensors
 
 HIDDEN = "hidden"
 Rows = slice | torch.Tensor
@@ -170,26 +170,20 @@ def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
 
 def _expanded(once: Any, twice: Any, samples: int) -> Any:
     """A nested argument for one sample, expanded where it has a row for each."""
-    if isinstance(once, torch.Tensor):
-        if samples == 1 or once.shape == twice.shape:
-            return once
-        pairs = zip(once.shape, twice.shape, strict=True)
-        return once.expand([samples if before != after else before for before, after in pairs])
-    if isinstance(once, dict):
-        return {name: _expanded(part, twice[name], samples) for name, part in once.items()}
-    if isinstance(once, tuple):
-        return tuple(_expanded(*pair, samples) for pair in zip(once, twice, strict=True))
-    return once
+    doubled = iter(tensors_of(twice))
+
+    def expand(tensor: torch.Tensor) -> torch.Tensor:
+        pairs = list(zip(tensor.shape, next(doubled).shape, strict=True))
+        if samples == 1 or all(before == after for before, after in pairs):
+            return tensor
+        return tensor.expand([samples if before != after else before for before, after in pairs])
+
+    return with_tensors(once, expand)
 
 
-def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], value: Any, other: Any) -> bool:
-    """Whether all tensors in two equally nested structures agree."""
-    if isinstance(value, torch.Tensor):
-        return agree(value, other)
-    if isinstance(value, Call):
-        return _all(agree, value.parts(), other.parts())
-    if isinstance(value, dict):
-        return all(_all(agree, part, other[name]) for name, part in value.items())
-    if isinstance(value, (tuple, list)):
-        return all(_all(agree, *pair) for pair in zip(value, other, strict=True))
-    return True
+def _all(
+    agree: Callable[[torch.Tensor, torch.Tensor], bool], calls: list[Call], others: list[Call]
+) -> bool:
+    """Whether all tensors of the arguments of two passes agree."""
+    ours, theirs = (tensors_of([call.parts() for call in each]) for each in (calls, others))
+    return len(ours) == len(theirs) and all(map(agree, ours, theirs))

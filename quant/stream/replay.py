@@ -35,7 +35,6 @@ from .calls import (
     outcome_of,
     template_of,
     tensors_of,
-    with_tensors,
 )
 from .chain import Rows
 
@@ -320,11 +319,7 @@ class SampleReplay(_ReplayWalk):
                 tensors.append(entering)
             else:
                 tensors.append(torch.zeros_like(leaf))
-        rest = iter([torch.empty(0)] * len(tensors))
-        result, values = with_tensors(outcome.parts(), lambda _: next(rest))
-        writes = zip(outcome.writes, values, strict=True)
-        blank = Outcome(result, tuple((number, key, value) for (number, key, _), value in writes))
-        return Template(blank, ()).play(call, tensors)
+        return Template(outcome.emptied(), ()).play(call, tensors)
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
         """Sums over evenly spaced values of each."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from ...base.errors import BadInput
-from ..base.grid import Affine, Parameters, ScalarGrid
+from ..base.grid import Affine, Parameters, ScalarGrid, where
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from ..fp8.kind import E4M3_MAX
@@ -179,15 +179,14 @@ class Fp4Grid(ScalarGrid):
         self, values: torch.Tensor, plain: torch.Tensor, importance: torch.Tensor
     ) -> torch.Tensor:
         """The byte of each block's scale, of those near `plain`, with the least weighted squared error."""
-        best, least = plain, torch.full(plain.shape, torch.inf)
+        best = torch.full(plain.shape, torch.inf), plain
         for step in _TRIED[self.scheme.kind]:
             tried = (plain.to(torch.int16) + step).clamp_(*_BYTES[self.scheme.kind])
             scales = tried.to(torch.uint8)
             lost = self.round(values, (scales,)).sub_(values).square_().mul_(importance)
             error = lost.sum(dim=-1)
-            better = error < least
-            best, least = torch.where(better, scales, best), torch.where(better, error, least)
-        return best
+            best = where(error < best[0], (error, scales), best)
+        return best[1]
 
     def affine(self, parameters: Parameters) -> Affine:
         return Affine(fp4_factors(self._stored(parameters[0]), self._whole).unsqueeze(-1))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..base.grid import where
+
 # Rounds multiples of a step to the values of a grid.
 Nearest = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,9 +37,7 @@ def fit_affine(
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
     span = high - low
-    best_step = span / levels
-    best_low = low
-    best_error = torch.full_like(span, torch.inf)
+    best = torch.full_like(span, torch.inf), span / levels, low
     sum_w, sum_x = weights.sum(dim=-1, keepdim=True), (weights * x).sum(dim=-1, keepdim=True)
     from_low, inverse_span = x - low, reciprocal(span)
     for shift in _affine_shifts(levels):
@@ -54,10 +54,8 @@ def fit_affine(
         offset = offset.clamp(max=0)
         error = (weights * (codes * step + offset - x).square_()).sum(dim=-1, keepdim=True)
         # A comparison with NaN is false, so runs without two different codes keep their values.
-        better = (error < best_error) & (step > 0)
-        best_error = torch.where(better, error, best_error)
-        best_step = torch.where(better, step, best_step)
-        best_low = torch.where(better, offset, best_low)
+        best = where((error < best[0]) & (step > 0), (error, step, offset), best)
+    _, best_step, best_low = best
     return best_step.squeeze(-1), -best_low.squeeze(-1)
 
 
@@ -70,17 +68,15 @@ def fit_signed(
     """
     largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
     inverse = reciprocal(largest)
-    best_step, best_gain = largest / extremes[len(extremes) // 2], torch.zeros_like(largest)
+    best = torch.zeros_like(largest), largest / extremes[len(extremes) // 2]
     for extreme in extremes:
         values = nearest(x * (extreme * inverse))
         weighted = weights * values
         products = (weighted * x).sum(dim=-1, keepdim=True)
         squares = (weighted * values).sum(dim=-1, keepdim=True)
         gain = products * products / squares  # reduction of the error against all zeros
-        better = gain > best_gain
-        best_gain = torch.where(better, gain, best_gain)
-        best_step = torch.where(better, products / squares, best_step)
-    return best_step.squeeze(-1)
+        best = where(gain > best[0], (gain, products / squares), best)
+    return best[1].squeeze(-1)
 
 
 def fit_positive(
@@ -88,8 +84,8 @@ def fit_positive(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step for a block's runs, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
     largest = values.amax(dim=-1, keepdim=True)
-    best_step, best_codes = torch.zeros_like(largest), torch.zeros_like(values)
-    best_error = torch.full_like(largest, torch.inf)
+    nothing = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+    best = *nothing, torch.zeros_like(values)
     for shift in _SCALE_SHIFTS:
         codes = (values * ((levels + shift) * reciprocal(largest))).round().clamp(0, levels)
         squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
@@ -97,11 +93,8 @@ def fit_positive(
         step = half(torch.where(squares > 0, products / squares, 0.0))
         codes = (values * reciprocal(step)).round().clamp(0, levels)
         error = (weights * (codes * step - values).square()).sum(dim=-1, keepdim=True)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_step = torch.where(better, step, best_step)
-        best_codes = torch.where(better, codes, best_codes)
-    return best_step.squeeze(-1), best_codes
+        best = where(error < best[0], (error, step, codes), best)
+    return best[1].squeeze(-1), best[2]
 
 
 def in_chunks(
@@ -213,24 +206,20 @@ def search_affine(
 
     codes, errors = on_grid(heads, scale_codes, low_codes)
     for _ in range(rounds):
-        first = scale_codes, low_codes
-        for up, down in _NEIGHBOURS[1:]:
-            tried = (
-                (first[0] + up).clamp_(0, scale_levels),
-                (first[1] + down).clamp_(0, scale_levels),
-            )
+        first, best = (scale_codes, low_codes), (errors, codes, scale_codes, low_codes)
+        for shifts in _NEIGHBOURS[1:]:
+            tried = [
+                (part + shift).clamp_(0, scale_levels)
+                for part, shift in zip(first, shifts, strict=True)
+            ]
             other, other_errors = on_grid(heads, *tried)
-            better = other_errors < errors
-            errors = torch.where(better, other_errors, errors)
-            codes = torch.where(better.unsqueeze(-1), other, codes)
-            scale_codes = torch.where(better, tried[0], scale_codes)
-            low_codes = torch.where(better, tried[1], low_codes)
+            best = where(other_errors < best[0], (other_errors, other, *tried), best)
+        errors, codes, scale_codes, low_codes = best
         refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
         other, other_errors = on_grid(refitted, scale_codes, low_codes)
         better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
-        errors = torch.where(better, other_errors, errors)
-        codes = torch.where(better.unsqueeze(-1), other, codes)
-        heads = torch.where(better, refitted, heads)
+        found = other_errors, other, refitted
+        errors, codes, heads = where(better, found, (errors, codes, heads))
     return AffineCodes(scale_codes, codes, low_codes, heads)
 
 
@@ -279,14 +268,12 @@ def _refine(
     """Try neighbouring scale codes, then the least-squares head; twice."""
     values, errors = on_grid(head, scales)
     for _ in range(2):
-        first = scales
+        first, best = scales, (errors, values, scales)
         for shift in (-1, 1):
             tried = (first + shift).clamp_(-scale_middle, scale_middle - 1)
             other, other_errors = on_grid(head, tried)
-            better = other_errors < errors
-            errors = torch.where(better, other_errors, errors)
-            values = torch.where(better.unsqueeze(-1), other, values)
-            scales = torch.where(better, tried, scales)
+            best = where(other_errors < best[0], (other_errors, other, tried), best)
+        errors, values, scales = best
         grid = values * scales.unsqueeze(-1)
         weighted = weights * grid
         squares = (weighted * grid).sum(dim=(1, 2))
@@ -295,9 +282,8 @@ def _refine(
         refitted = half(refitted.unsqueeze(-1))
         other, other_errors = on_grid(refitted, scales)
         better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
-        errors = torch.where(better, other_errors, errors)
-        values = torch.where(better.unsqueeze(-1), other, values)
-        head = torch.where(better, refitted, head)
+        found = other_errors, other, refitted
+        errors, values, head = where(better, found, (errors, values, head))
     return SignedCodes(scales, values, head.to(torch.float16))
 
 

@@ -82,19 +82,7 @@ def _gguf_scheme(scheme: Scheme) -> GgufScheme:
     return GgufScheme(type_name)
 
 
-_FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_FORMATS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
 # Type number, weights and bytes per block, and offsets of its float16 scales.
 _BLOCKS: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
     2: ("Q4_0", 32, 18, (0,)),

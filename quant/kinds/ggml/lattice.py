@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...base.errors import BadInput
+from ..base.grid import where
 from .fit import error_weights, fit_signed, half, reciprocal
 from .small_blocks import pack_bits, read_half, unpack_bits
 
@@ -132,13 +133,12 @@ def _search(
     head, scales = _fit_head(steps, curvature, lattice)
     indices, errors = fit.nearest(head * (2 * scales + 1))
     first, most = scales, 2**lattice.scale_bits - 1
+    best = errors, scales, indices
     for shift in (-1, 1):
         tried = (first + shift).clamp_(0, most)
         other, other_errors = fit.nearest(head * (2 * tried + 1))
-        better = other_errors < errors
-        errors = torch.where(better, other_errors, errors)
-        scales = torch.where(better, tried, scales)
-        indices = torch.where(better.unsqueeze(-1), other, indices)
+        best = where(other_errors < best[0], (other_errors, tried, other), best)
+    errors, scales, indices = best
     odd = 2 * scales + 1
     products, squares = fit.sums(indices)
     over = (squares * odd * odd).sum(dim=-1, keepdim=True)
@@ -146,8 +146,7 @@ def _search(
     refitted = _stored(torch.where((over > 0) & (refitted > 0), refitted, head), lattice)
     other, other_errors = fit.nearest(refitted * odd)
     better = other_errors.sum(dim=-1, keepdim=True) < errors.sum(dim=-1, keepdim=True)
-    head = torch.where(better, refitted, head)
-    indices = torch.where(better.unsqueeze(-1), other, indices)
+    head, indices = where(better, (refitted, other), (head, indices))
     return LatticeCodes(
         indices.flatten(1), minus, scales.long(), (head / lattice.unit).to(torch.float16)
     )
@@ -202,17 +201,13 @@ class _Fit:
         top = float(levels[-1])
         extremes = tuple(top * (0.5 + step / 20) for step in range(14))
         start = fit_signed(self._x.abs(), self._weights, nearest, extremes)
-        best, gains = start, torch.zeros_like(start)
-        curvature = torch.zeros_like(start)
+        best = torch.zeros_like(start), start, torch.zeros_like(start)
         for factor in _FACTORS:
             indices, _ = self.nearest(start * factor)
             products, squares = self.sums(indices)
             gain = torch.where(products > 0, products * products / squares, 0.0)
-            better = gain > gains
-            gains = torch.where(better, gain, gains)
-            best = torch.where(better, products / squares, best)
-            curvature = torch.where(better, squares, curvature)
-        return best, curvature
+            best = where(gain > best[0], (gain, products / squares, squares), best)
+        return best[1], best[2]
 
     def nearest(self, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Points of least error at steps `[n, runs]`, int64 `[n, runs, points]`, and the runs' errors."""
@@ -240,9 +235,9 @@ def _fit_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step for a block, `[n, 1]`, and codes of the runs: `steps ≈ head * (2 * code + 1)`."""
     largest, most = steps.amax(dim=-1, keepdim=True), 2**lattice.scale_bits - 1
-    best_head, best_codes = torch.zeros_like(largest), torch.zeros_like(steps)
-    best_error = torch.full_like(largest, torch.inf)
-    codes, odd = best_codes, best_codes
+    nothing = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+    best = *nothing, torch.zeros_like(steps)
+    codes, odd = best[2], best[2]
     for shift in _TOPS:
         head = largest / (2 * most + 1 + shift)
         for _ in range(2):
@@ -252,11 +247,8 @@ def _fit_head(
             fitted = (curvature * steps * odd).sum(dim=-1, keepdim=True) / over
             head = _stored(torch.where(over > 0, fitted, head), lattice)
         error = (curvature * (head * odd - steps).square()).sum(dim=-1, keepdim=True)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_head = torch.where(better, head, best_head)
-        best_codes = torch.where(better, codes, best_codes)
-    return best_head, best_codes
+        best = where(error < best[0], (error, head, codes), best)
+    return best[1], best[2]
 
 
 def _stored(head: torch.Tensor, lattice: Lattice) -> torch.Tensor:

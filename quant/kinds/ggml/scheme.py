@@ -9,29 +9,32 @@ from typing import ClassVar
 from ...base.errors import BadInput
 from ...base.scheme import Scheme
 
-# Weights in a block and its bytes, from ggml's block structs.
-GGUF_BLOCKS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q2_K": (256, 84),
-    "Q3_K": (256, 110),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ1_S": (256, 50),
-    "IQ1_M": (256, 56),
-    "IQ2_XXS": (256, 66),
-    "IQ2_XS": (256, 74),
-    "IQ2_S": (256, 82),
-    "IQ3_XXS": (256, 98),
-    "IQ3_S": (256, 110),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
-    "MXFP4": (32, 17),
+_BLOCK_TYPES = {
+    "Q4_0": (32, 18, 2),
+    "Q4_1": (32, 20, 3),
+    "Q5_0": (32, 22, 6),
+    "Q5_1": (32, 24, 7),
+    "Q8_0": (32, 34, 8),
+    "Q2_K": (256, 84, 10),
+    "Q3_K": (256, 110, 11),
+    "Q4_K": (256, 144, 12),
+    "Q5_K": (256, 176, 13),
+    "Q6_K": (256, 210, 14),
+    "IQ1_S": (256, 50, 19),
+    "IQ1_M": (256, 56, 29),
+    "IQ2_XXS": (256, 66, 16),
+    "IQ2_XS": (256, 74, 17),
+    "IQ2_S": (256, 82, 22),
+    "IQ3_XXS": (256, 98, 18),
+    "IQ3_S": (256, 110, 21),
+    "IQ4_NL": (32, 18, 20),
+    "IQ4_XS": (256, 136, 23),
+    "MXFP4": (32, 17, 39),
 }
+GGUF_BLOCKS = {name: (weights, size) for name, (weights, size, _) in _BLOCK_TYPES.items()}
+"""Weights in a block and its bytes, from ggml's block structs."""
+BLOCK_NUMBERS = {name: number for name, (_, _, number) in _BLOCK_TYPES.items()}
+"""ggml's numbers of the types."""
 
 
 @dataclass(frozen=True, slots=True)

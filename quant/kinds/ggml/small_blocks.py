@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from ..base.grid import where
 from .fit import (
     SignedCodes,
     error_weights,
@@ -283,17 +284,14 @@ def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     base = torch.where(largest > 0, base, 0)
     values = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=x.device)
     middles = (values[1:] + values[:-1]) / 2
-    best = torch.full_like(largest, torch.inf)
-    exponents, codes = base, torch.zeros_like(x, dtype=torch.int64)
+    best = torch.full_like(largest, torch.inf), base, torch.zeros_like(x, dtype=torch.int64)
     for shift in (0, -1, 1):
         tried = (base + shift).clamp(0, 254)
         step = _power(tried.to(torch.uint8))
         found = torch.bucketize(x.abs() / step, middles)
         error = (weights * (values[found] * step - x.abs()).square()).sum(dim=-1, keepdim=True)
-        better = error < best
-        best = torch.where(better, error, best)
-        exponents = torch.where(better, tried, exponents)
-        codes = torch.where(better, found, codes)
+        best = where(error < best[0], (error, tried, found), best)
+    _, exponents, codes = best
     codes = torch.where((x < 0) & (codes > 0), codes + 8, codes)
     return torch.cat([exponents.to(torch.uint8), pack_codes(codes)], dim=-1)
 

@@ -8,7 +8,15 @@ from typing import ClassVar
 
 import torch
 
-from ..base.grid import Affine, Parameters, RangedGrid, fitted_line, fitted_steps, snap_to_integers
+from ..base.grid import (
+    Affine,
+    Parameters,
+    RangedGrid,
+    fitted_line,
+    fitted_steps,
+    snap_to_integers,
+    where,
+)
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
 from .scheme import IntScheme
@@ -247,8 +255,7 @@ def _search(
     groups: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = groups.aminmax(dim=-1)
-    best_scales, best_zeros = range_grid(low, high, scheme, dtype)
-    least = torch.full_like(low, torch.inf)
+    best = torch.full_like(low, torch.inf), *range_grid(low, high, scheme, dtype)
     for step in range(_SEARCH_STEPS):
         share = 1 - step / 100
         scales, zeros = range_grid(low * share, high * share, scheme, dtype)
@@ -256,11 +263,8 @@ def _search(
         rounded = (groups / step_size).round_().add_(zero).clamp_(0, scheme.max_code)
         lost = rounded.sub_(zero).mul_(step_size).sub_(groups).abs_().pow_(_SEARCH_NORM)
         error = lost.sum(dim=-1)
-        better = error < least
-        least = torch.where(better, error, least)
-        best_scales = torch.where(better, scales, best_scales)
-        best_zeros = torch.where(better, zeros, best_zeros)
-    return best_scales, best_zeros
+        best = where(error < best[0], (error, scales, zeros), best)
+    return best[1], best[2]
 
 
 def sequential_groups(scheme: IntScheme, in_features: int) -> torch.Tensor:

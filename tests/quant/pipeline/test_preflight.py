@@ -15,8 +15,7 @@ from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.plan.contents import CheckpointContents, stored
-from llmopt.quant.plan.loaders import loaders, loads_in
+from llmopt.quant.plan.loaders import CheckpointContents, loaders, loads_in, stored
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.plan.selection import split_fusions
