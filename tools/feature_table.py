@@ -1,7 +1,7 @@
 """Write the compatibility matrix into docs/compatibility.md: `python tools/feature_table.py [--check]`.
 
 It is made from `engine/config/compatibility.py`, which also refuses at start the pairs that the table
-marks "no". With `--check` nothing is written, and a stale table ends with exit code 1.
+marks "no".
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import transformers
 from llmopt.quant.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.document_part import ROOT, write_part
 from tools.survey.awq_column import AwqColumn
 from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
 from tools.survey.engine_column import EngineColumn
@@ -31,8 +32,7 @@ from tools.survey.rtn_column import RtnColumn
 from tools.survey.stream_column import StreamColumn
 from tools.survey.verify_column import VerifyColumn
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
-BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
+DOCUMENT = ROOT / "docs" / "model-survey.md"
 COLUMNS: tuple[Column, ...] = (
     PlanColumn(),
     EngineColumn(),
@@ -81,7 +81,7 @@ def main() -> int:
     unlisted = list(unlisted_types())
     print("\n".join([*summary(results), f"unlisted types: {', '.join(unlisted) or 'none'}"]))
     if options.docs:
-        _write_table(table(results))
+        write_part(DOCUMENT, "model_survey.py", table(results))
     outcomes = {verdict.outcome for row in results.values() for verdict in row.values()}
     return 1 if unlisted or outcomes & {"wrong", "traceback"} else 0
 
@@ -162,12 +162,6 @@ def table(results: Results) -> str:
         ]
         lines.append(f"| {model_type} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _write_table(text: str) -> None:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    write_atomically(DOCUMENT, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}".encode())
 
 
 if __name__ == "__main__":

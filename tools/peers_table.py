@@ -1,7 +1,4 @@
-"""The tables of docs/peers.md, from records of `tools/cpu_peers.py`: `python tools/peers_table.py [--check]`.
-
-With `--check` nothing is written, and tables that are not those of the records end with exit code 1.
-"""
+"""Write the tables of docs/peers.md from its records: `python tools/peers_table.py [--check]`."""
 
 from __future__ import annotations
 

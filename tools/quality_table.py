@@ -42,8 +42,8 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.document_part import write_part
 from tools.quality.cells import ITERS
-from tools.quality.marks import write_between
 
 WIDTHS = (2, 3, 4, 8)
 SHARED_GRID = ("rtn", "hqq", "awq", "gptq", "autoround")
@@ -60,7 +60,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 """What a method's requests say beside its scheme."""
-MARKS = "quality table"
 SAME = ("model", "token_sha256", "calibration_samples")
 """What rows of an earlier run must share to stand beside new ones."""
 
@@ -251,7 +250,7 @@ def main() -> int:
         record["kl_falls_as_bits_grow"] = not wrong
         given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if given.docs:
-        write_between(given.docs, MARKS, markdown(original.perplexity, rows))
+        write_part(given.docs, "quality_table.py", markdown(original.perplexity, rows))
     print("\n".join(wrong) or "KL falls as bits grow, for every method")
     return 1 if wrong else 0
 

@@ -3,8 +3,7 @@
 It starts `llmopt serve-local` (tools/soak_server.py) with two random adapters and a KV cache far too small
 for its clients, so that sequences are preempted. Its clients ask for completions and chats, whole and
 streamed, one and several, of the model and of its adapters; some hang up in the middle, some send malformed
-requests, and separate processes are killed with SIGKILL while they read a stream. Beside them `--silent`
-connections say nothing, half a head or half a body, or do not read what they asked for, and every
+requests, and separate processes are killed with SIGKILL while they read a stream. Every
 `--fault-every` seconds a step of the engine fails. At the end SIGTERM is sent under full load.
 
 What must hold: every request is served, cleanly refused, or told that its step failed; within 5 s of a fault
@@ -41,7 +40,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 from soak_clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
 from soak_faults import Recovery
-from soak_silent import SilentConnections
 
 GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
 VICTIM = """
@@ -113,7 +111,6 @@ class SoakOptions:
 
     Attributes:
         pause_seconds: mean pause of a client between two requests; 0: the server is always full.
-        num_silent: connections that say too little, or do not listen.
         fault_seconds: between two faults; 0 for none.
         return_seconds: within this time the server must serve again after a fault.
         server_words: more options of the server.
@@ -122,7 +119,6 @@ class SoakOptions:
     seconds: float
     num_clients: int
     pause_seconds: float
-    num_silent: int
     fault_seconds: float
     return_seconds: float
     seed: int
@@ -189,9 +185,6 @@ async def put_under_load(
     recovery = Recovery()
     async with open_session() as session:
         reference, files_before = await greedy(session, soak.url), num_open_files(process.pid)
-        silent = SilentConnections(
-            soak.url, options.num_silent, 2 * options.timeout_seconds, options.seed
-        )
         samples, *_ = await asyncio.gather(
             watch(session, soak),
             recovery.inject(
@@ -202,7 +195,6 @@ async def put_under_load(
             recovery.probe(session, soak.url, soak.ended),
             *(soak.client(session) for _ in range(options.num_clients)),
         )
-        await silent.close()
         at_rest = await wait_until_idle(session, soak.url)
         again = await greedy(session, soak.url)
     async with open_session() as session:
@@ -222,7 +214,6 @@ async def put_under_load(
         "as many files are open as before": files_after <= files_before + FILES_LEEWAY,
         "after SIGTERM every stream ended or was told": not last["unclean"] and last["streams"] > 0,
         "the server ended with 0": process.returncode == 0,
-        **silent.checks(),
         **recovery.checks(options.return_seconds),
     }
     if options.seconds >= SECONDS_TO_FILL_UP:
@@ -235,7 +226,6 @@ async def put_under_load(
             **recovery.record(),
             "failed_steps": at_rest["llmopt_failed_steps_total"],
         },
-        "silent": silent.record(),
         "open_files": {"before": files_before, "after": files_after},
         "after_sigterm": last,
         "tokens": at_rest["llmopt_generation_tokens_total"],
@@ -355,12 +345,11 @@ def main() -> int:
     parser.add_argument(
         "--pause", type=float, default=0.0, help="Mean pause of a client, in seconds."
     )
-    parser.add_argument("--silent", type=int, default=500, help="Connections that say too little.")
     parser.add_argument("--fault-every", type=float, default=20.0, help="Seconds; 0 for no faults.")
     parser.add_argument("--return-within", type=float, default=5.0, help="Seconds after a fault.")
     chosen = parser.parse_args()
     options = SoakOptions(
-        chosen.seconds, chosen.clients, chosen.pause, chosen.silent, chosen.fault_every,
+        chosen.seconds, chosen.clients, chosen.pause, chosen.fault_every,
         chosen.return_within, chosen.seed, shlex.split(chosen.server_options),
     )  # fmt: skip
     found = asyncio.run(run(options))

@@ -2,7 +2,7 @@
 
 A multiply-add counts as two FLOP. Bytes are those of the weights and the KV cache, read once per step. The
 roofline gives bounds, against which benchmarks plot their measured points; expected times add what a GPU
-reaches of its data sheet, which are the constants below, shared with `tools/gpu_cost.py`.
+reaches of its data sheet, which are the constants below.
 """
 
 from __future__ import annotations
@@ -23,20 +23,10 @@ COPIED = 0.92
 """Share of the data sheet's bandwidth that a large copy reaches, the roof of decode. Assumed."""
 MULTIPLIED = 0.6
 """Share of the data sheet's peak that a prefill reaches. Assumed."""
-LARGE_GEMM = 0.75
-"""Share of the data sheet's peak that a large GEMM reaches, the roof of prefill. Assumed."""
 LAYER_SECONDS = 63e-6
 """Seconds of a layer beside its traffic, at batch 1 (fits gpt-fast's published A100 runs)."""
 ALL_REDUCE_SECONDS = 25e-6
 """Latency of an all-reduce: the mean of the same fit's residuals."""
-LAUNCH_SECONDS = 1.5e-6
-"""From one kernel of a CUDA graph to the next: the last programs' end, and the first loads. Assumed."""
-MEMORY_SECONDS = 0.7e-6
-"""Latency of a load from a busy device memory. Assumed."""
-CACHE_SECONDS = 0.3e-6
-"""Latency of a load from the L2 cache. Assumed."""
-BARRIER_SECONDS = 0.04e-6
-"""Latency of a barrier among a program's warps, shared memory's included. Assumed."""
 
 
 def attainable_flops(intensity: float, peak_flops: float, bandwidth: float) -> float:

@@ -37,10 +37,8 @@ class Facts:
 Finding = Expectation | Facts
 
 
-def share(what: str, seen: float, expected: float | None) -> Expectation:
+def share(what: str, seen: float, expected: float) -> Expectation:
     """A share of a roof, expected to be at least so large."""
-    if expected is None:
-        return Expectation(what, "not in the cost model", f"{seen:.0%}", None)
     return Expectation(what, f"at least {expected:.0%}", f"{seen:.0%}", seen >= expected)
 
 

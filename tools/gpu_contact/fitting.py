@@ -11,7 +11,7 @@ from ..gpu_figures.sections import KV_BYTES
 from ..gpu_figures.shapes import Scale, config_of
 
 MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")
-"""From the largest; the first is the one that the cost model knows."""
+"""From the largest."""
 WEIGHT_BYTES = 2
 USED = 0.9
 """Of the free memory, as the engine takes it (`--gpu-memory-utilization`)."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from llmopt.engine.doctor.kernel_table import measure, stored, table
 from llmopt.engine.doctor.self_test import tested
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.planner.speed import decode_step_bytes
+from llmopt.engine.planner.speed import COPIED, LAYER_SECONDS, STREAMED, decode_step_bytes
 
 from ..gpu_figures.ours import Ours
 from ..gpu_figures.sections import KV_BYTES, Model, World
@@ -104,8 +103,8 @@ def llama_8b(world: World) -> Iterator[Finding]:
             held = ours.engine.memory.weight_bytes
             read = decode_step_bytes(model.shape, batch, context, held, KV_BYTES)
             seen = read / world.copy_bandwidth / statistics.median(seconds)
+            expected = expected_share(read, world.copy_bandwidth, model.shape.num_layers)
             what = f"decode of {name} in bf16, batch {batch} at {context} tokens, of the copy bandwidth"
-            expected = _expected(world.device, batch, context) if name == MODELS[0] else None
             yield share(what, seen, expected)
             title = f"kernels of a decode step, batch {batch} at {context} tokens"
             yield Facts(title, ("kernel", "µs", "launches"), kernels)
@@ -220,24 +219,7 @@ def _answer(engine: Engine, num_tokens: int) -> dict[str, Sequence[int]]:
     return dict(tokens)
 
 
-def _expected(device: str, batch: int, context: int) -> float | None:
-    """The share of the roof that the cost model expects on this card; None: it does not know card or case."""
-    if device != "cuda":
-        return None
-    try:
-        model: Any = import_module("tools.gpu_cost")
-    except ImportError:
-        return None
-    card = card_of(torch.cuda.get_device_name(), model.CARDS)
-    case = next((name for name, each in model.CASES.items() if each == (batch, context, 16)), None)
-    return None if card is None or case is None else model.expected(case, card).share
-
-
-def card_of(device: str, cards: Iterable[str]) -> str | None:
-    """The card of the cost model that torch names so: "H100 SXM" of "NVIDIA H100 80GB HBM3"."""
-    words = device.upper().replace("-", " ").split()
-    for card in cards:
-        numbers = [word for word in card.upper().split() if any(map(str.isdigit, word))]
-        if numbers[0] in words:
-            return card
-    return None
+def expected_share(read_bytes: float, copy_bandwidth: float, num_layers: int) -> float:
+    """Share of the copy bandwidth that the planner expects of a decode step."""
+    seconds = read_bytes * COPIED / STREAMED / copy_bandwidth + num_layers * LAYER_SECONDS
+    return read_bytes / copy_bandwidth / seconds

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmopt.quant.base.openmp_spins import without_openmp_spins
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "quantizers"
+WORKER = Path(__file__).with_name("worker.py")
 TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel==7.6.0",),
@@ -57,12 +57,11 @@ def run(python: Path, package: str, task: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         given, answered = Path(folder) / "task.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(task), encoding="utf-8")
-        script = SCRIPTS / f"with_{package}.py"
         environment = without_openmp_spins(os.environ) | ENVIRONMENT
         environment["OMP_NUM_THREADS"] = str(task["threads"])
         if package != "llmopt":
             environment.pop("PYTHONPATH", None)
-        command = [str(python), str(script), str(given), str(answered)]
+        command = [str(python), str(WORKER), package, str(given), str(answered)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
         if done.returncode == 0 and answered.exists():
             return json.loads(answered.read_text(encoding="utf-8"))

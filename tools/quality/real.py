@@ -6,7 +6,7 @@
 The reference is SmolLM2-135M-Instruct made continuous (tools/continuous_model.py); GGUF mixes are of its
 768-wide twin. With `--plain FOLDER` it is another model of the Llama shape, as it is, for all cells, such as
 the bundled one. Rows gain one by one in the JSON file, and the same command goes on where it was stopped.
-Ends with 0 where every goal is met, 1 where one is missed, 3 where rows are missing.
+Ends with 3 where there is no row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import Calibration, load_calibration
 
 from tools.continuous_model import make
+from tools.document_part import write_part
 from tools.quality.cells import GROUP_SIZE, Cell, cells
 from tools.quality.dequantized import StoredSize, dequantize_checkpoint, quantized_folder
 from tools.quality.environments import install, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
-from tools.quality.goals import exit_code, goals, markdown
-from tools.quality.marks import write_between
 from tools.quality.scoring import Scorer, key_of
 from tools.real_model import fetch_gguf
 
@@ -76,7 +75,6 @@ class Session:
             "bits": cell.bits,
             "group_size": GROUP_SIZE,
             "sequential": True,
-            "any_width": True,
             **cell.options,
         }
         if cell.package == "llamacpp":
@@ -192,7 +190,6 @@ def prepare(given: argparse.Namespace) -> Session:
 
 def record_of(session: Session, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The JSON file's content."""
-    found = goals(rows)
     return {
         "model": session.continuous.name,
         "evaluation": session.given.text.name,
@@ -211,7 +208,6 @@ def record_of(session: Session, rows: Sequence[dict[str, Any]]) -> dict[str, Any
             (row["reference_perplexity"] for row in rows if "reference_perplexity" in row), None
         ),
         "rows": rows,
-        "goals": [{"text": goal.text, "met": goal.met} for goal in found],
     }
 
 
@@ -293,8 +289,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints that are scored")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, which gains rows")
-    parser.add_argument("--docs", type=Path, help="Markdown file with the marks for the table")
-    parser.add_argument("--marks", default="real model table", help="which of its marks")
+    parser.add_argument("--docs", type=Path, help="Markdown file with the lines for the table")
+    parser.add_argument("--part", default="quality_table.py real", help="which of its parts")
     return parser.parse_args(words)
 
 
@@ -309,7 +305,52 @@ def main(words: Sequence[str]) -> int:
     session = prepare(given)
     rows = fill(session)
     if given.docs:
-        write_between(given.docs, given.marks, markdown(record_of(session, rows)))
-    found = goals(rows)
-    print("\n".join(goal.line for goal in found) or "no row yet: no verdict")
-    return exit_code(found)
+        write_part(given.docs, given.part, markdown(record_of(session, rows)))
+    return 0 if rows else 3
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Package and method, and what sets a row apart within its grid."""
+    options = row["options"]
+    words = [row["package"], row["method"]]
+    if "symmetric" in options:
+        words.append("sym" if options["symmetric"] else "asym")
+    if options.get("imatrix"):
+        words.append("imatrix")
+    words += options.get("rotations", ())
+    if options.get("asymmetric"):
+        words.append("GPTAQ")
+    if "target_bpw" in options:
+        words.append(f"{options['target_bpw']:g} bits")
+    if "finetune_steps" in options:
+        words.append("tuned")
+    if "solver" in options:
+        words.append(options["solver"])
+    return " ".join(words)
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The table for the documentation."""
+    rows = sorted(
+        (row for row in record["rows"] if "kl_nats" in row),
+        key=lambda row: (-row["bits"], row["grid"], row["kl_nats"]),
+    )
+    shape = " x ".join(str(size) for size in record["calibration"]["shape"])
+    lines = [
+        f"Calibration {shape} tokens of {record['calibration']['source']}; {record['num_tokens']:,} tokens "
+        f"of {record['evaluation']}, {record['protocol']}; the plain model's perplexity is "
+        f"{record['original_perplexity']:.3f}.",
+        "",
+        "| grid | package, method | bits per weight | perplexity | KL, nats (95 %) | same top token |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        low, high = row["kl_interval"]
+        lines.append(
+            f"| {row['grid']} | {label(row)} | {row['bits_per_weight']:.2f} | {row['perplexity']:.3f} | "
+            f"{row['kl_nats']:.3g} ({low:.3g} to {high:.3g}) | {100 * row['top1_agreement']:.1f} % |"
+        )
+    for row in record["rows"]:
+        if "error" in row:
+            lines += ["", f"Not run: {row['grid']} by {label(row)}: {row['error']}"]
+    return "\n".join(lines)

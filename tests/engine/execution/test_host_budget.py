@@ -1,7 +1,4 @@
-"""The host's budget for a decode step with the model stubbed, in calls of functions: no machine changes those.
-
-`python tools/host_budget.py` gives the same steps in microseconds and as a ratio to a fixed Python loop.
-"""
+"""The host's budget for a decode step with the model stubbed, in calls of functions: no machine changes those."""
 
 from __future__ import annotations
 
@@ -12,15 +9,7 @@ import pytest
 from llmopt.engine.execution import decode_inputs
 from llmopt.engine.scheduling.step_plan import DecodeRows
 
-from tools.host_budget import (
-    BLOCK_SIZE,
-    begin,
-    calls_of_steps,
-    measure,
-    python_loop,
-    stubbed_engine,
-)
-
+from ...support.host_budget import BLOCK_SIZE, begin, calls_of_steps, stubbed_engine
 from ...support.native_paths import native_paths
 
 CONTEXT = 32
@@ -83,11 +72,3 @@ def test_nothing_but_new_blocks_is_copied_to_a_gpu(monkeypatch: pytest.MonkeyPat
     assert sorted(rows for _, _, rows, _ in copied) == [[0], [1]]
     assert all(len(items) == 1 for lists in copied for items in lists)
     engine.close()
-
-
-def test_the_tool_compares_a_step_with_a_fixed_loop() -> None:
-    cost = measure("cpu", 2, CONTEXT, steps=4)
-    assert python_loop(4) == [0, 1, 3, 6]
-    assert cost.microseconds > 0 and cost.loop_iterations > 0
-    assert cost.microseconds_per_row == cost.microseconds / 2
-    assert cost.python_calls > cost.batch

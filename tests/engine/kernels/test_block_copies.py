@@ -16,8 +16,7 @@ from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 
-from tools.launches import counting
-
+from ...support.launches import counting
 from ...support.triton_world import DEVICE
 
 STEPS = (

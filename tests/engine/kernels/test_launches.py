@@ -12,8 +12,7 @@ import torch
 from llmopt import engine
 from llmopt.engine.kernels.common.devices import VARIABLE
 
-from tools.launches import launches_per_layer
-
+from ...support.launches import launches_per_layer
 from ...support.model_families import FAMILIES
 from ...support.triton_world import DEVICE
 

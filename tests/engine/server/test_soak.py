@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "soak.py"
 @pytest.mark.whole
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [sys.executable, str(SCRIPT), "--seconds", "5", "--clients", "24", "--silent", "0"]
+    command = [sys.executable, str(SCRIPT), "--seconds", "5", "--clients", "24"]
     command += ["--fault-every", "0", "--return-within", "60", "--output", str(output)]
     done = subprocess.run(
         command,

@@ -1,16 +1,12 @@
-"""Count the launches of a decode step: `python -m tools.launches gemma-3 gpt-oss`.
+"""Launches of a decode step, counted.
 
 A small model of each family runs in bfloat16 in Triton's interpreter, and one forward pass of four sequences
 is watched: every Triton launch, and every torch operation that is a kernel on a GPU (views and allocations
-are none). Printed is what the layers take, each; what a step takes once is left out.
+are none). Counted is what a layer takes; what a step takes once is left out.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from .model_families import save_model
 
 ROWS = 4
 FUSED = ("aten::rms_norm", "aten::layer_norm")
@@ -82,8 +80,6 @@ def launches_per_layer(config_class: str, overrides: dict[str, Any], folder: Pat
     from llmopt.engine.engine import Engine
     from llmopt.engine.execution.decode_inputs import DecodeInputs
 
-    from tests.support.model_families import save_model
-
     save_model(folder, config_class, overrides)
     torch.set_num_threads(1)
     config = EngineConfig(
@@ -111,31 +107,3 @@ def _of_last_layer(decoder: Any, inputs: Any, caches: Any) -> Counter[str]:
             decoder.forward(step, caches)
         counts.append(counted)
     return counts[0] - counts[1]
-
-
-def _without_onednn() -> None:
-    """A GPU's linears are torch's; oneDNN's packed ones would stand for them."""
-    torch.backends.mkldnn.is_available = lambda: False  # pyright: ignore[reportPrivateImportUsage]
-
-
-def main(arguments: list[str]) -> None:
-    """Print the launches a layer of some families."""
-    from tests.support.model_families import FAMILIES
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("family", nargs="+", choices=sorted(FAMILIES))
-    parser.add_argument("--each", action="store_true", help="print every launch")
-    options = parser.parse_args(arguments)
-    _without_onednn()
-    for name in options.family:
-        with tempfile.TemporaryDirectory() as folder:
-            counts = launches_per_layer(*FAMILIES[name], Path(folder))
-        print(f"{name:28} {counts.total():3}")
-        if options.each:
-            for launch, count in counts.most_common():
-                print(f"    {count:3} {launch}")
-
-
-if __name__ == "__main__":
-    os.environ.update(LLMOPT_TRITON="interpret", TRITON_INTERPRET="1")
-    main(sys.argv[1:])
