@@ -164,6 +164,7 @@ def test_the_schedule_leaves_the_tokens_as_they_are(served, schedule):
     assert (built.stats.num_preemptions > 0) == ("preemption" in schedule)
 
 
+@pytest.mark.sweep(5)
 def test_forks_and_beams_go_on_from_their_parents_state(served):
     folder, prompts, expected = served
     built = engine(folder)
@@ -174,6 +175,7 @@ def test_forks_and_beams_go_on_from_their_parents_state(served):
     built.close()
 
 
+@pytest.mark.sweep(5)
 def test_hidden_states_of_several_prompts_take_a_slot_each(served):
     folder, prompts, _ = served
     built = engine(folder, max_num_seqs=2)
@@ -185,6 +187,7 @@ def test_hidden_states_of_several_prompts_take_a_slot_each(served):
     built.close()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "options", [{"swap_space_bytes": 2**20}, {"tensor_parallel_size": 2}], ids=["swap", "parallel"]
 )

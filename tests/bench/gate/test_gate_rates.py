@@ -48,6 +48,7 @@ def test_slowing_a_start_slows_everything(recordings: dict[str, list[RunData]]) 
     assert after["output_throughput"] == pytest.approx(before["output_throughput"] / 1.5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_single_starts_raise_few_false_regressions(
     recordings: dict[str, list[RunData]], name: str
@@ -55,12 +56,14 @@ def test_single_starts_raise_few_false_regressions(
     assert error_rates(recordings[name], factor=1.0).regression <= 0.01
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("passes", [3, 1])
 def test_few_passes_raise_no_more(recordings: dict[str, list[RunData]], passes: int) -> None:
     found = error_rates(recordings["identical-runs-quiet"], factor=1.0, passes=passes)
     assert found.regression <= 0.01
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slowdown_of_single_starts_seldom_passes(
     recordings: dict[str, list[RunData]], name: str

@@ -121,6 +121,7 @@ def test_a_regular_expression_as_transformers_follows_it(llm, oracle, tokenizer,
     assert len({tuple(tokens) for tokens in ours}) > 3, "the mask leaves the model a choice"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_neither_preemption_nor_company_changes_a_constrained_request(
     llm, tokenizer, prompts, temperature

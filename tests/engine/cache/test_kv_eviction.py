@@ -204,6 +204,7 @@ def test_tokens_do_not_depend_on_the_schedule(tokens, method) -> None:
         assert built.stats.kv_blocks_used == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("method", "length", "num_blocks"), [("snapkv", 100, 22), ("h2o", 60, 25)])
 def test_a_preempted_sequence_is_compacted_again_where_it_was(
     tokens, method, length, num_blocks
@@ -215,6 +216,7 @@ def test_a_preempted_sequence_is_compacted_again_where_it_was(
     assert built.stats.num_preemptions > 0 and built.stats.num_evicted_tokens > 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_forks_go_on_from_what_was_kept(tokens, method) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=OUTPUT, ignore_eos=True)

@@ -35,6 +35,7 @@ print(json.dumps([engine.memory.kv_cache_bytes, started - before, resident() - b
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident pages are Linux's")
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_a_start_and_a_request_commit_a_sliver_of_the_kv_cache(dtype: str) -> None:

@@ -152,6 +152,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "options",
     [

@@ -60,7 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_serves_without_a_fault(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, *FAMILIES[family])
@@ -166,6 +166,7 @@ HEADS: dict[str, Callable[[Path, int, int], Path]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("tree_width", [1, 2], ids=["chain", "tree"])
 @pytest.mark.parametrize("heads", HEADS)
 def test_draft_heads_serve_without_a_fault(
@@ -189,6 +190,7 @@ QUANTIZED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_models_serve_without_a_fault(name: str, tmp_path: Path) -> None:
     format_name, scheme, shape = QUANTIZED[name]

@@ -34,6 +34,7 @@ def tokens(model: Path, **options: Any) -> list[tuple[int, ...]]:
     return [tuple(result.token_ids) for result in built.generate(PROMPTS, params)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -36,6 +36,7 @@ PARAMS = (
 )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

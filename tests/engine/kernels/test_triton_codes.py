@@ -85,6 +85,7 @@ def distance(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("scheme", "out", "inner", "dtype"),
     [

@@ -62,7 +62,7 @@ def routing(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, to
     return x.to(DEVICE), chosen.values.to(DEVICE), chosen.indices.to(DEVICE)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
     experts = [expert(number, scheme, False, "silu") for number in range(COUNT)]

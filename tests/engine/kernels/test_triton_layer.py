@@ -89,6 +89,7 @@ ACTIVATION_QUANTS = [
 ]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activations", ACTIVATION_QUANTS, ids=str)
 @pytest.mark.parametrize("size", [1, 80, 128, 172, 1000])

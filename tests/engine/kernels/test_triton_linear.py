@@ -88,7 +88,7 @@ def is_close(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool
     return bool((got.double() - exact).norm() <= bound * exact.norm())
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gemm(case: tuple[Scheme, int, int]) -> None:
     scheme, out, inputs = case

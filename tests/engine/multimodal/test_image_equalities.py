@@ -68,6 +68,7 @@ def test_models_that_share_these_mechanisms(tmp_path, name):
     assert im.generated(engine, case.prompts, COUNT) == case.tokens
 
 
+@pytest.mark.sweep(3)
 def test_greedy_tokens_of_a_mixed_batch_are_transformers(case):
     engine = case.engine()
     assert im.generated(engine, case.prompts, COUNT) == case.tokens
@@ -76,6 +77,7 @@ def test_greedy_tokens_of_a_mixed_batch_are_transformers(case):
     assert engine.stats.prefix_cache_hits > 0
 
 
+@pytest.mark.sweep(3)
 def test_chunks_and_eager_steps_change_nothing(case):
     engine = case.engine(max_num_batched_tokens=11, max_num_seqs=4, enforce_eager=True)
     assert im.generated(engine, case.prompts, COUNT) == case.tokens
@@ -83,6 +85,7 @@ def test_chunks_and_eager_steps_change_nothing(case):
     assert im.generated(engine, case.prompts, COUNT) == case.tokens
 
 
+@pytest.mark.sweep(3)
 def test_preemption_and_async_scheduling_change_nothing(case):
     engine = case.engine(num_blocks=26, async_scheduling=True)
     assert im.generated(engine, case.prompts, COUNT) == case.tokens
@@ -90,6 +93,7 @@ def test_preemption_and_async_scheduling_change_nothing(case):
     engine.close()
 
 
+@pytest.mark.sweep(3)
 def test_another_image_in_the_same_text_is_no_prefix_hit(case):
     one, other = (im.prompt(1, 5, im.image(case.name, seed), 7) for seed in (1, 3))
     assert one.token_ids == other.token_ids
@@ -110,11 +114,13 @@ def test_the_image_after_an_image_is_part_of_what_a_prefix_holds(tmp_path):
     assert engine.stats.prefix_cache_hits == 4, "the block of text before the images"
 
 
+@pytest.mark.sweep(3)
 def test_completions_of_a_prompt_share_its_positions(case):
     engine = case.engine()
     assert im.generated(engine, case.prompts[2:], 12, n=2) == [case.tokens[2][:12]] * 2
 
 
+@pytest.mark.sweep(3)
 def test_draft_tokens_take_positions_behind_the_images(case):
     engine = case.engine(speculation=SpeculationConfig("ngram"))
     assert im.generated(engine, case.prompts, COUNT) == case.tokens

@@ -67,6 +67,7 @@ def tokens_of(results) -> list[list[int]]:
     return [list(result.completions[0].token_ids) for result in results]
 
 
+@pytest.mark.sweep(4)
 def test_a_mixed_batch_gives_the_tokens_of_transformers(world):
     assert len({tuple(tokens) for tokens in world.tokens}) == 3
     results = llm(world).generate(world.prompts, GREEDY)
@@ -76,6 +77,7 @@ def test_a_mixed_batch_gives_the_tokens_of_transformers(world):
     assert tokens_of(results) == world.tokens
 
 
+@pytest.mark.sweep(4)
 def test_log_probabilities_of_prompts_are_those_of_transformers(world):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for result, inputs in zip(
@@ -90,12 +92,14 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(world):
         torch.testing.assert_close(torch.tensor(got), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("chunk", [3, 17])
 def test_a_chunk_may_end_within_an_image(world, chunk):
     results = llm(world, prefill_chunk_size=chunk).generate(world.prompts, GREEDY)
     assert tokens_of(results) == world.tokens
 
 
+@pytest.mark.sweep(4)
 def test_a_prefix_hits_with_the_same_image_and_misses_with_another(world):
     model = llm(world)
     cache = model.engine.scheduler.cache
@@ -112,6 +116,7 @@ def test_a_prefix_hits_with_the_same_image_and_misses_with_another(world):
     assert cache.num_hit_tokens > hits
 
 
+@pytest.mark.sweep(4)
 def test_preempted_sequences_are_recomputed_with_their_images(world):
     lengths = [inputs["input_ids"].shape[1] for inputs in world.inputs]
     blocks = max(sum(lengths) // 4 + 10, (max(lengths) + NUM_TOKENS) // 4 + 4)

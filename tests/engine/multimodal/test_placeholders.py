@@ -49,6 +49,7 @@ def test_a_text_with_placeholders_has_the_logits_of_transformers(saved: Saved) -
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("token", [AUDIO, VIDEO, IMAGE])
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_tokens_behind_a_generated_placeholder_are_those_of_transformers(

@@ -119,6 +119,7 @@ def cache_elements(cache: Any) -> int:
     return sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cache_is_that_of_a_real_forward(name: str) -> None:
     """Inside every window, and past it. The rule knows the one exception of transformers: the new Falcon

@@ -38,6 +38,7 @@ def engine(**options: Any) -> Engine:
     return Engine(EngineConfig("stories3M", device="cpu", **options))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("of_plan", "of_engine"),
     [
@@ -159,6 +160,7 @@ def test_the_largest_step_is_not_tried_where_the_size_is_given(
     assert card.num_steps == 0
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "options",
     [

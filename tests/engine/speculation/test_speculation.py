@@ -46,6 +46,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[SamplingParams, list[list[int
     return request.param, generate(request.param, None)[0]
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("speculation", [NGRAM, DRAFT], ids=["ngram", "draft"])
 @pytest.mark.parametrize(
     "options",

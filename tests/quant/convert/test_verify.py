@@ -65,6 +65,7 @@ def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tens
     save_file(tensors, folder / SHARD, {"format": "pt"})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=ids)
 def test_what_we_write_is_proven(quantized: Quantized, options: dict[str, object]) -> None:
     report = verify(quantized(**options).output)

@@ -182,7 +182,7 @@ def test_names_and_rows_go_over_and_back():
     assert torch.equal(to_halves(mixed, 2), rows)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
 @pytest.mark.parametrize("name", RANDOM_MODELS)
 def test_a_model_comes_back_as_its_blocks(name, type_name, tmp_path):

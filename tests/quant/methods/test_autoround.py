@@ -115,6 +115,7 @@ def test_the_seed_decides_the_batches(tmp_path: Path) -> None:
     assert shards and all(one[name] != other[name] for name in shards)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3n_text"])
 def test_layers_of_any_form_are_tuned(tmp_path: Path, name: str) -> None:
     """Experts, some of which no batch reaches; and layers with several streams, by replay."""

@@ -60,6 +60,7 @@ def test_awq_is_solved_by_error_feedback_unless_asked_otherwise(tmp_path: Path) 
     assert make_plan(nearest).options.solver == "nearest"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("method", "solver", "named"),
     [

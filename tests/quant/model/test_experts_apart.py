@@ -71,6 +71,7 @@ def test_every_expert_is_the_slice_that_transformers_computes_with(tmp_path: Pat
         assert not any(len(apart.shape(n)) == 3 for n in apart.names)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [

@@ -162,6 +162,7 @@ def test_models_without_a_map_go_by_methods_without_data(
     assert 0.001 < (after - before).norm() / before.norm() < 0.3
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("methods", [("gptq", "awq"), ("awq", "gptq")])
 def test_methods_that_fold_scales_share_statistics_with_those_that_do_not(
     source: Callable[[str], Path], tmp_path: Path, methods: tuple[str, str]

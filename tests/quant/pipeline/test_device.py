@@ -28,6 +28,7 @@ def request(output: Path, method: str, **options: Any) -> QuantizeRequest:
     return QuantizeRequest(output.parent / "model", output, method, **given)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "method", ["rtn", "gptq", "awq", "hqq", "squeezellm", "smoothquant", "quip"]
 )
@@ -64,6 +65,7 @@ def test_everything_is_computed_on_the_device(
     assert errors[1] == pytest.approx(errors[0], rel=near)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", ["gemma-3", "qwen3-moe"])
 def test_windows_and_experts_run_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str

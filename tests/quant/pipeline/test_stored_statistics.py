@@ -228,6 +228,7 @@ def test_spending_stays_within_the_budget_and_wastes_no_step(
         spend(choices, least - 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 @pytest.mark.parametrize("kind", LARGEST)
 def test_scales_of_the_cache_are_those_of_the_model(
