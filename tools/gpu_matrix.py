@@ -165,10 +165,18 @@ def main() -> int:
             print(_line(row), flush=True)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in table) + "\n]\n")
+        given.out.write_text(compact(table))
     wrong = [row for row in table if row["faults"]]
     print(f"{len(table)} kernels, {len(wrong)} with faults")
     return 1 if wrong else 0
+
+
+def compact(table: Sequence[dict[str, Any]]) -> str:
+    """JSON of rows by their columns, whose names stand once."""
+    columns = list(table[0]) if table else []
+    head = json.dumps(columns, separators=(",", ":"))
+    lines = (json.dumps([*row.values()], separators=(",", ":")) for row in table)
+    return f'{{"columns": {head},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def _line(row: dict[str, Any]) -> str:

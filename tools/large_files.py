@@ -1,4 +1,5 @@
-"""Refuse files above 1 MB: `python tools/large_files.py [FILE ...]`, without files all tracked ones.
+"""Refuse files above 1 MB, measured records above 300 kB: `python tools/large_files.py [FILE ...]`, or all
+tracked ones.
 
 A clone carries every version of a large file for ever. What a tool measures with is written below build/,
 which git ignores; what the product needs in its package is named here, with its reason.
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_BYTES = 1_000_000
+MEASURED, MAX_MEASURED_BYTES = "docs/measured/", 300_000
 ALLOWED = {
     "recipes/models/stories3M/model.safetensors": "the bundled model of the product's first lines",
     "recipes/data/calibration_mixed.jsonl.xz": "the bundled calibration text",
@@ -32,7 +34,13 @@ def too_large(paths: Iterable[Path]) -> Iterator[str]:
         name = (path.parent.resolve() / path.name).relative_to(ROOT).as_posix()
         if name in ALLOWED or not path.is_file():
             continue
-        if (num_bytes := path.stat().st_size) > MAX_BYTES:
+        num_bytes = path.stat().st_size
+        if name.startswith(MEASURED) and num_bytes > MAX_MEASURED_BYTES:
+            yield (
+                f"{name}: {num_bytes / 1e3:.0f} kB, the limit of a record is {MAX_MEASURED_BYTES / 1e3:.0f} "
+                "kB: keep what documents take from it"
+            )
+        elif num_bytes > MAX_BYTES:
             yield (
                 f"{name}: {num_bytes / 1e6:.1f} MB, the limit is {MAX_BYTES / 1e6:.0f} MB: write it "
                 f"below build/, or name it in tools/{Path(__file__).name}"

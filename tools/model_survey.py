@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import transformers
@@ -155,13 +155,17 @@ def table(results: Results) -> str:
         f"| type | {' | '.join(names)} |",
         "| --- |" + " --- |" * len(names),
     ]
-    for model_type, row in results.items():
-        cells = [
-            v.outcome if v.outcome == "exact" else f"{v.outcome}: {v.detail}".replace("|", "/")
-            for v in (row[name] for name in names)
-        ]
-        lines.append(f"| {model_type} | {' | '.join(cells)} |")
+    lines += [row_line(model_type, row) for model_type, row in results.items()]
     return "\n".join(lines)
+
+
+def row_line(model_type: str, row: Mapping[str, Verdict]) -> str:
+    """A type's verdicts, those that are not exact with their reasons."""
+    cells = [
+        v.outcome if v.outcome == "exact" else f"{v.outcome}: {v.detail}".replace("|", "/")
+        for v in (row[column.name] for column in COLUMNS)
+    ]
+    return f"| {model_type} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

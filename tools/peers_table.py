@@ -6,9 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from document_part import put_part
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.document_part import put_part
 from tools.peers_record import show
 
 RECORDS = Path(__file__).resolve().parents[1] / "docs" / "measured" / "cpu"

@@ -1,4 +1,4 @@
-"""No tracked file is larger than code hosts and clones take well, and the commit hook refuses one."""
+"""No tracked file is larger than code hosts and clones take well; commit hooks are the commands of `make lint`."""
 
 from __future__ import annotations
 
@@ -40,3 +40,24 @@ def test_the_hook_refuses_a_large_file() -> None:
         path.unlink()
     assert refused.returncode == 1
     assert refused.stdout.startswith("build/large-file-of-a-test.bin: 1.0 MB, the limit is 1 MB")
+
+
+def test_a_measured_record_has_a_limit_of_its_own() -> None:
+    path = ROOT / "docs" / "measured" / "record-of-a-test.json"
+    try:
+        path.write_bytes(b" " * 300_001)
+        assert list(large_files.too_large([path])) == [
+            "docs/measured/record-of-a-test.json: 300 kB, the limit of a record is 300 kB: keep what "
+            "documents take from it"
+        ]
+    finally:
+        path.unlink()
+
+
+def test_the_commit_hooks_are_the_commands_of_make_lint() -> None:
+    done = subprocess.run(
+        ["make", "--silent", "--dry-run", "--old-file=.venv/installed", "lint"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/")]
+    assert [hook["entry"] for hook in HOOKS] == lines

@@ -1,0 +1,95 @@
+"""Measured records: what made them, how large they are, and the numbers that documents take from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import peers_table, quality_table
+from tools.document_part import part_of
+from tools.model_survey import read_results, row_line
+from tools.quality import real
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MEASURED = DOCS / "measured"
+ROW = re.compile(
+    r"\| ([\w./-]+) \| `([^`]+)`[^|]* \| ([^|]+) \| (\d{4}-\d\d-\d\d) \| ([0-9a-f]{8}) \|"
+)
+
+
+def record(name: str) -> Any:
+    return json.loads((MEASURED / name).read_text(encoding="utf-8"))
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_every_record_names_its_command_machine_date_and_commit() -> None:
+    listing = subprocess.run(
+        ["git", "ls-files", "docs/measured"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    records = {Path(line).relative_to("docs/measured") for line in listing.stdout.splitlines()}
+    rows = [match.groups() for match in ROW.finditer(page("measured/README.md"))]
+    assert {Path(name) for name, *_ in rows} == records - {Path("README.md")}
+    for _, command, *_ in rows:
+        for tool in re.findall(r"tools/\S+\.py", command):
+            assert (ROOT / tool).is_file(), command
+
+
+def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
+    assert part_of(DOCS / "peers.md", "peers_table.py") == peers_table.made()
+
+
+def test_the_quality_tables_are_those_of_the_records() -> None:
+    bundled = record("cpu/quality-table.json")
+    rows = [quality_table.Row(**row) for row in bundled["rows"]]
+    made = quality_table.markdown(bundled["original_perplexity"], rows)
+    assert part_of(DOCS / "quantization.md", "quality_table.py") == made
+    for name, part in (("real", "quality_table.py real"), ("stories", "quality_table.py stories")):
+        made = real.markdown(record(f"cpu/quality-{name}.json"))
+        assert part_of(DOCS / "quantization.md", part) == made
+
+
+def test_the_survey_has_the_recorded_verdicts() -> None:
+    lines = set(part_of(DOCS / "model-survey.md", "model_survey.py").splitlines())
+    results = read_results(MEASURED / "model-survey.json")
+    assert not {row_line(name, row) for name, row in results.items()} - lines
+
+
+def test_the_error_rates_of_the_gate_are_recorded() -> None:
+    text = page("measuring.md")
+    shown = text[text.index("<!-- rates -->") : text.index("<!-- end of rates -->")]
+    rows = {line for line in shown.splitlines() if re.match(r"\| [a-z]", line)}
+    assert len(rows) > 40
+    made = (MEASURED / "cpu/gate-error-rates.md").read_text(encoding="utf-8").splitlines()
+    heads = ("| recording |", "| injected |")
+    assert not [row for row in rows - set(made) if not row.startswith(heads)]
+
+
+def test_the_errors_of_the_client_are_recorded() -> None:
+    text = page("measuring.md")
+    for row in record("cpu/client-error.json")["errors"]:
+        first, gaps = row["client_ttft_error_ms"], row["client_itl_error_ms"]
+        assert (
+            f"| {row['streams']} | {row['workers']} | {first['median']:.2f} / {first['p99']:.2f} | "
+            f"{gaps['median']:.2f} / {gaps['p99']:.2f} | {row['server_lateness_ms']['median']:.2f} |"
+        ) in text
+
+
+def test_the_soak_did_what_is_written() -> None:
+    found, text = record("cpu/soak.json"), " ".join(page("serving.md").split())
+    faults = found["faults"]
+    assert all(found["checks"].values())
+    assert f"{faults['faults']} faults" in text
+    assert f"{faults['probes_answered']:,} probes answered" in text
+    assert f"{found['preemptions']:,.0f} preemptions" in text
+    assert f"{found['resident_bytes_growth'] / 2**20:.1f} MiB between" in text
