@@ -150,7 +150,7 @@ def test_rejection_without_a_draft_token_samples_as_without_speculation() -> Non
 SAMPLES = 50_000
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("certain", [False, True], ids=["draft", "ngram"])
 def test_rejection_sampling_follows_the_target(certain: bool) -> None:
     """Chi-squared of the first three tokens, jointly, over a vocabulary of four."""
