@@ -158,7 +158,11 @@ def test_a_self_test_of_every_kernel_that_serves(capsys: pytest.CaptureFixture[s
         }
         references = {"torch", "torch-sdpa", "tiled-dequant", "torch-rows", "loop"}
         assert {one for one in served if one[1] not in references} <= tested
-    capsys.readouterr()
+
+
+@pytest.mark.whole
+@needs_compiler
+def test_a_self_test_on_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--self-test") == 0
     assert "against their references" in capsys.readouterr().out
 

@@ -51,6 +51,7 @@ def scored(engine: Engine, model: PromptScorer) -> RunData:
     return RunData({"llmopt": {"quality": quality}}, series=series)
 
 
+@pytest.mark.whole
 def test_one_ruined_position_in_a_hundred_breaks_the_tail_gate(engine: Engine) -> None:
     good, bad = scored(engine, engine), scored(engine, Ruined(engine))
     outcomes = [[check_quality(limit, good, run).outcome for limit in GATE] for run in (good, bad)]

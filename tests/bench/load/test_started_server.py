@@ -39,6 +39,7 @@ def options(serve: str, **more: object) -> BenchOptions:
     return BenchOptions.model_validate({**SMALL, "serve": serve, "check_client": False, **more})
 
 
+@pytest.mark.whole
 def test_a_real_server_is_measured_and_gone_afterwards() -> None:
     with served(options("transformers")) as resolved_options:
         assert resolved_options.serve is None and resolved_options.base_url is not None

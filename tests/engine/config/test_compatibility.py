@@ -193,7 +193,7 @@ def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     assert llm.engine.stats.kv_blocks_used == 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("others", DIVIDED, ids=["plain", "quantized", "medusa", "eagle"])
 def test_a_divided_model_goes_with_everything(engines, others):
     alone, divided = frozenset(others), frozenset({"tensor-parallel", *others})

@@ -60,7 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_serves_without_a_fault(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, *FAMILIES[family])
@@ -215,6 +215,7 @@ def test_a_quantized_head_is_served_packed_behind_the_captured_step(tmp_path: Pa
     assert not [name for name in launched if name in ("aten.mm", "aten.addmm", "aten.linear")]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("format_name", "scheme", "shape"),
     [

@@ -19,7 +19,7 @@ from ...support.triton_world import DEVICE
 MOST = {"llama-3.1": 10, "gemma-3": 12, "qwen3-moe": 14, "gpt-oss": 15, "deepseek-v3": 20}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's launches are counted")
 @pytest.mark.parametrize("family", MOST)
 def test_launches_a_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_rows_that_fill_a_graph_change_no_token(
     assert tokens(tmp_path) == expected
 
 
+@pytest.mark.whole
 def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Routing changes from step to step, the launches do not."""
     save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})

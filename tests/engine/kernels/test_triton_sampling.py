@@ -267,6 +267,7 @@ def generate(interpreted: None, tmp_path: Path) -> Generate:
     return generated
 
 
+@pytest.mark.whole
 def test_seeded_tokens_are_the_same_alone_in_a_batch_with_drafts_and_async_scheduling(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

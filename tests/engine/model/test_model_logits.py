@@ -34,6 +34,7 @@ def engine(folder, **options) -> Engine:
     return Engine(EngineConfig(folder, **given, **options))
 
 
+@pytest.mark.sweep(32)
 def test_logits_agree_with_transformers(checkpoint):
     folder, model = checkpoint
     built = engine(folder, block_size=4, num_blocks=40, max_num_batched_tokens=17)

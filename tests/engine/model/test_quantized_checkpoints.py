@@ -61,7 +61,7 @@ def dequantized_model(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 def test_float32_logits_are_those_of_the_dequantized_weights(checkpoint):
     with torch.no_grad():
         expected = dequantized_model(checkpoint)(TOKENS).logits[0]

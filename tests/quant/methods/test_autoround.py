@@ -116,7 +116,7 @@ def test_the_seed_decides_the_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3n_text"])
+@pytest.mark.parametrize("name", ["gemma3n_text", "qwen3_moe"])
 def test_layers_of_any_form_are_tuned(tmp_path: Path, name: str) -> None:
     """Experts, some of which no batch reaches; and layers with several streams, by replay."""
     model = tmp_path / "model"
