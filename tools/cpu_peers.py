@@ -11,8 +11,8 @@ row: ours with its defaults, and "fastest" where an option that costs quality is
 process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`). Of GGUF files, each is
 first started `--rounds` times alone, for its loading and its first token. Then a case at a time is
 measured, every engine once a round. Rates are tokens per second, of decoding from the moment at which all
-sequences have a token, of a prefill until its first; ratios are taken within a round, and stand beside
-their goals. Printed are medians, the lowest and highest round, and the share of the roof: the bytes that a
+sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians, the
+lowest and highest round, and the share of the roof: the bytes that a
 step reads at the highest bandwidth, or its operations at the highest rate of 8-bit ones, whichever takes
 longer, as measured in the same rounds. Engines whose threads wait for each other collapse when anything
 else runs: `--pause` waits for Enter once all are loaded, so that the machine can be made quiet.
@@ -37,10 +37,9 @@ from llmopt.engine.kernels.common.cpu_measurements import Roofs
 from llmopt.quant.base.openmp_spins import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.peers_loading import COLUMNS, load_of, measure_loads, seconds
 from tools.peers_models import KINDS, SHAPES, checkpoint
-from tools.peers_plan import CASES, LOADING_GOAL, LONG, Row, ratios_of, rows_of
-from tools.peers_record import over, rates, show
+from tools.peers_plan import CASES, LONG, Row, ratios_of, rows_of
+from tools.peers_record import COLUMNS, over, rates, seconds, show
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
 PACKAGES = {
@@ -123,8 +122,25 @@ def install(environments: Path) -> None:
             subprocess.run(remove, check=True)
 
 
-JUDGED = "1.1B"
-"""The shape with random weights that has goals; real files have them too."""
+def measure_loads(starts: Mapping[str, Callable[[], Worker]], rounds: int) -> list[dict[str, Any]]:
+    """Start every engine once a round, in turns, alone; each from the page cache from the second round on."""
+    measured: list[dict[str, Any]] = []
+    names = list(starts)
+    for number in range(rounds):
+        rotation = number % max(1, len(names))
+        for name in [*names[rotation:], *names[:rotation]]:
+            worker = starts[name]()
+            worker.close()
+            measured += load_of(name, number, worker.about)
+            print(f"round {number} start {name:<40} {worker.about}", flush=True)
+    return measured
+
+
+def load_of(name: str, number: int, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The seconds of one start; nothing of one that failed."""
+    if "error" in about:
+        return []
+    return [{"round": number, "row": name, **{column: about[column] for column in COLUMNS}}]
 
 
 def measure(
@@ -155,20 +171,14 @@ def measure(
         keep(found)
 
 
-def load_ratios(
-    rows: Sequence[Row], loads: Sequence[Mapping[str, Any]], *, is_judged: bool
-) -> list[dict[str, Any]]:
-    """Seconds of ours over llama.cpp's on the same file, and what is asked of loading."""
+def load_ratios(rows: Sequence[Row], loads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Seconds of ours over llama.cpp's on the same file."""
     found = []
     for name in dict.fromkeys(row.checkpoint for row in rows):
         ours, theirs = f"llmopt {name}", f"llamacpp {name}"
         for column in COLUMNS:
-            ratio = over(seconds(loads, ours, column), seconds(loads, theirs, column))
-            goal = LOADING_GOAL if is_judged and column == "load_seconds" else None
-            if ratio is not None:
-                found.append(
-                    {"ours": ours, "theirs": theirs, "column": column, "goal": goal, **ratio}
-                )
+            if ratio := over(seconds(loads, ours, column), seconds(loads, theirs, column)):
+                found.append({"ours": ours, "theirs": theirs, "column": column, **ratio})
     return found
 
 
@@ -192,11 +202,10 @@ def write(
 ) -> None:
     """The record of the rounds so far, as JSON where that is wanted, and its tables."""
     rows = [worker.row for worker in workers]
-    is_judged = bool(given.files) or given.shape == JUDGED
     ratios = [
-        {**asdict(one), **seen}
-        for one in ratios_of(rows, cases, is_judged=is_judged)
-        if (seen := over(rates(found, one.ours, one.case), rates(found, one.theirs, one.case)))
+        {"ours": ours, "theirs": theirs, "case": case, **seen}
+        for ours, theirs, case in ratios_of(rows, cases)
+        if (seen := over(rates(found, ours, case), rates(found, theirs, case)))
     ]
     record = {
         "shape": "real files" if given.files else given.shape,
@@ -212,7 +221,7 @@ def write(
         "int8_operations_per_second": roofs.operations,
         "ratios": ratios,
         "loads": list(loads),
-        "load_goals": load_ratios(rows, loads, is_judged=is_judged),
+        "load_ratios": load_ratios(rows, loads),
         "found": found,
     }
     if given.output:
@@ -266,10 +275,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--install", action="store_true", help="make the environments first")
     parser.add_argument("--only-make", action="store_true", help="make the checkpoints and end")
-    parser.add_argument("--shape", default=JUDGED, choices=SHAPES)
+    parser.add_argument("--shape", default="1.1B", choices=SHAPES)
     parser.add_argument("--kinds", default="Q4_0,Q4_K_M,Q8_0", help=f"of {', '.join(ALL_KINDS)}")
     parser.add_argument(
-        "--without", default="continuous", help="packages, labels and rows, separated by commas"
+        "--without", default="", help="packages, labels and rows, separated by commas"
     )
     parser.add_argument("--cases", default="alone,batch 16,prefill 512", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=5)

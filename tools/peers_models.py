@@ -19,12 +19,20 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import resolve_model
 from safetensors.torch import save_file
 
-from tools.quality.speed_models import SHAPES as LLAMAS
-from tools.quality.speed_models import make_model
-
 T = TypeVar("T")
 
-OTHERS: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
+    # TinyLlama's dimensions.
+    "1.1B": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    },
     # OLMoE's dimensions, 8 of 64 experts and 1.1B active parameters, in Qwen3-MoE's architecture.
     "moe": {
         "model_type": "qwen3_moe",
@@ -56,7 +64,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-SHAPES = (*LLAMAS, *OTHERS)
 LAYERS = 2
 """Made and quantized of a shape, and repeated: of a file with mixed types, the last of them has more bits."""
 SMOOTH = ("--method", "smoothquant", "--activations", "dynamic", "--bits", "8")
@@ -91,7 +98,7 @@ def checkpoint(models: Path, shape: str, kind: str) -> Path:
         part = made.with_name(f"{made.name}.partial")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        layers = (LLAMAS.get(shape) or OTHERS[shape])["num_hidden_layers"]
+        layers = SHAPES[shape]["num_hidden_layers"]
         if is_gguf:
             repeat_in_gguf(next(few.glob("*.gguf")), part / f"{made.name}.gguf", layers)
         else:
@@ -102,11 +109,8 @@ def checkpoint(models: Path, shape: str, kind: str) -> Path:
 
 def make_few(shape: str, folder: Path) -> None:
     """The first layers of a random checkpoint in bfloat16, with the bundled tokenizer."""
-    if shape in LLAMAS:
-        make_model(shape, folder, LAYERS)
-        return
     torch.manual_seed(0)
-    values = {**OTHERS[shape], "num_hidden_layers": LAYERS}
+    values = {**SHAPES[shape], "num_hidden_layers": LAYERS}
     config = transformers.AutoConfig.for_model(**values)
     model: Any = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, trust_remote_code=False

@@ -1,4 +1,4 @@
-"""Rows, cases and goals of tools/cpu_peers.py: engines and checkpoints, workloads, and what is asked."""
+"""Rows and cases of tools/cpu_peers.py: engines on checkpoints, and workloads."""
 
 from __future__ import annotations
 
@@ -79,53 +79,18 @@ def rows_of(checkpoint: str, path: Path) -> list[Row]:
     rows = [Row("llmopt", checkpoint, path), Row("vllm", checkpoint, path)]
     if stored is None:
         rows.append(Row("transformers", checkpoint, path))
-        rows.append(Row("transformers", checkpoint, path, "continuous", {"continuous": True}))
     elif not any(one.get("input_activations") for one in stored.get("config_groups", {}).values()):
         rows.insert(1, Row("llmopt", checkpoint, path, "fastest", {"cpu_activations": 8}))
     return rows
 
 
-GGUF_GOALS = {"alone": 1.0, "batch 16": 3.0, "prefill 512": 4.0}
-"""With default options, against llama.cpp on the same file."""
-LONG_GOAL = 1.5
-"""Of eight long sequences, both with an 8-bit KV cache."""
-VLLM_GOALS = {"w8a8": {"prefill 512": 1.05}}
-LOADING_GOAL = 2.0
-"""Our loading over llama.cpp's, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Our rate over a peer's in a case, and what it should be; None where nothing was asked."""
-
-    ours: str
-    theirs: str
-    case: str
-    goal: float | None
-
-
-def ratios_of(rows: Sequence[Row], cases: Sequence[str], *, is_judged: bool) -> Iterator[Ratio]:
-    """Ours over each peer's with the same checkpoint and, where both have one, label for label."""
+def ratios_of(rows: Sequence[Row], cases: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """(ours, a peer, case), with the same checkpoint and, where both have one, label for label."""
     for ours in rows:
         for theirs in rows:
             if ours.package != "llmopt" or theirs.package == "llmopt":
                 continue
             is_same = ours.checkpoint == theirs.checkpoint
-            if not is_same or (theirs.label == "8-bit KV") != (ours.options == EIGHT_BIT_KV):
-                continue
-            for case in cases:
-                if ours.takes(case) and theirs.takes(case):
-                    goal = _goal(ours, theirs, case) if is_judged else None
-                    yield Ratio(ours.name, theirs.name, case, goal)
-
-
-def _goal(ours: Row, theirs: Row, case: str) -> float | None:
-    if theirs.label == "8-bit KV":
-        return LONG_GOAL if case == "batch 8 at 2048" else None
-    if ours.label:
-        return None
-    if theirs.package == "llamacpp":
-        return GGUF_GOALS.get(case)
-    if theirs.package == "vllm":
-        return VLLM_GOALS.get(ours.checkpoint, {}).get(case)
-    return None
+            if is_same and (theirs.label == "8-bit KV") == (ours.options == EIGHT_BIT_KV):
+                both = (case for case in cases if ours.takes(case) and theirs.takes(case))
+                yield from ((ours.name, theirs.name, case) for case in both)

@@ -1,4 +1,4 @@
-"""The tables of a record of tools/cpu_peers.py, in Markdown: rates, ratios and goals, start-up, memory."""
+"""The tables of a record of tools/cpu_peers.py, in Markdown: rates, ratios, start-up, memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.peers_loading import loads_table
-
 MIB = 2**20
+COLUMNS = {
+    "load_seconds": "loading",
+    "first_token_seconds": "first token",
+    "process_seconds": "process to first token",
+}
+"""Of the start-up of an engine."""
 
 
 def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, float]:
@@ -40,7 +44,7 @@ def show(record: Mapping[str, Any]) -> str:
     )
     tables = [rates_table(record), ratios_table(record["ratios"]), memory_table(record)]
     if record.get("loads"):
-        tables.insert(2, loads_table(record["loads"], record.get("load_goals", ())))
+        tables.insert(2, loads_table(record["loads"], record["load_ratios"]))
     return "\n\n".join([head, *("\n".join(table) for table in tables)])
 
 
@@ -80,11 +84,10 @@ def roof_share(
 
 
 def ratios_table(ratios: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Ours over theirs, with the goal and whether it is met."""
-    lines = ["| ours / theirs | case | ratio | goal |", "|---|---|---|---|"]
+    """Ours over theirs."""
+    lines = ["| ours / theirs | case | ratio |", "|---|---|---|"]
     for one in ratios:
-        theirs = one["theirs"] if isinstance(one["theirs"], str) else " or ".join(one["theirs"])
-        lines.append(f"| {one['ours']} / {theirs} | {one['case']} | {spread(one)} | {asked(one)} |")
+        lines.append(f"| {one['ours']} / {one['theirs']} | {one['case']} | {spread(one)} |")
     return lines
 
 
@@ -92,12 +95,29 @@ def spread(one: Mapping[str, Any]) -> str:
     return f"{one['median']:.2f} ({one['lowest']:.2f}-{one['highest']:.2f})"
 
 
-def asked(one: Mapping[str, Any]) -> str:
-    """The goal of a ratio, and whether its median meets it."""
-    if one["goal"] is None:
-        return "none"
-    met = "met" if one["median"] >= one["goal"] else "missed"
-    return f"{one['goal']:.2f}, {met}"
+def seconds(measured: Sequence[Mapping[str, Any]], row: str, column: str) -> dict[int, float]:
+    """By round."""
+    return {entry["round"]: entry[column] for entry in measured if entry["row"] == row}
+
+
+def loads_table(
+    measured: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Start-up: the medians with the lowest and highest round, and ours over theirs."""
+    lines = ["| start, seconds | " + " | ".join(COLUMNS.values()) + " |"]
+    lines.append("|---|" + "---|" * len(COLUMNS))
+    for name in dict.fromkeys(entry["row"] for entry in measured):
+        cells = []
+        for column in COLUMNS:
+            seen = list(seconds(measured, name, column).values())
+            cells.append(f"{statistics.median(seen):.2f} ({min(seen):.2f}-{max(seen):.2f})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if ratios:
+        lines += ["", "| seconds, ours / theirs | | ratio |", "|---|---|---|"]
+    for one in ratios:
+        name = f"{one['ours']} / {one['theirs']}"
+        lines.append(f"| {name} | {COLUMNS[one['column']]} | {spread(one)} |")
+    return lines
 
 
 def memory_table(record: Mapping[str, Any]) -> list[str]:

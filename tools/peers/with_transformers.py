@@ -1,4 +1,4 @@
-"""transformers' `generate`, or with `continuous` its continuous batching, for tools/cpu_peers.py."""
+"""transformers' `generate`, for tools/cpu_peers.py."""
 
 from __future__ import annotations
 
@@ -44,27 +44,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         )
         return [stamp.times for _ in prompts]
 
-    def continuous(prompts: list[list[int]], new: int) -> list[list[float]]:
-        """It gives no times of tokens: a run of one token tells when the prompts are done."""
-        spent = []
-        for count in (1, new):
-            settings = transformers.GenerationConfig(
-                max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
-            )
-            cache = transformers.ContinuousBatchingConfig(
-                num_blocks=options["max_len"], max_batch_tokens=512
-            )
-            begin = time.perf_counter()
-            model.generate_batch(
-                prompts, settings, continuous_batching_config=cache, progress_bar=False
-            )
-            spent.append(time.perf_counter() - begin)
-        first, last = begin + spent[0], begin + spent[1]
-        steps = max(1, new - 1)
-        return [[first + (last - first) * k / steps for k in range(new)] for _ in prompts]
-
-    about = {"version": transformers.__version__}
-    return continuous if options.get("continuous") else generate, about
+    return generate, {"version": transformers.__version__}
 
 
 if __name__ == "__main__":
