@@ -11,9 +11,9 @@ row: ours with its defaults, and "fastest" where an option that costs quality is
 process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`). Of GGUF files, each is
 first started `--rounds` times alone, for its loading and its first token. Then a case at a time is
 measured, every engine once a round. Rates are tokens per second, of decoding from the moment at which all
-sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians, the
-lowest and highest round, and the share of the roof: the bytes that a
-step reads at the highest bandwidth, or its operations at the highest rate of 8-bit ones, whichever takes
+sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians,
+the lowest and highest round, and the share of the roof: the bytes that a step reads at the highest bandwidth,
+or its operations at the highest rate of 8-bit ones, whichever takes
 longer, as measured in the same rounds. Engines whose threads wait for each other collapse when anything
 else runs: `--pause` waits for Enter once all are loaded, so that the machine can be made quiet.
 """

@@ -24,7 +24,7 @@ from llmopt.bench.page.page import markdown_table
 from llmopt.quant.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.gate_rates import (
+from tests.support.gate_rates import (
     SLOWDOWNS,
     JobRates,
     RecordedPairs,

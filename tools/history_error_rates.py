@@ -27,7 +27,7 @@ from llmopt.bench.studies.history_runs import MAX_OTHER_LOAD, HistoryRun
 from llmopt.bench.studies.history_series import change_points
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.gate_rates import read_starts
+from tests.support.gate_rates import read_starts
 
 STEP = 5.0
 SHAPES: Mapping[str, Sequence[float]] = {

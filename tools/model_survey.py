@@ -1,7 +1,7 @@
 """Survey of model types: `python tools/model_survey.py [TYPE...] [--columns NAME] [--docs] [--output FILE]`.
 
 A tiny random checkpoint of every decoder-only causal and image-text type of the installed transformers
-(`tools/survey/types.json`, where each exclusion has its reason) goes through each column. A type that
+(`tests/support/survey/types.json`, where each exclusion has its reason) goes through each column. A type that
 transformers itself cannot build counts as missed. `--docs` writes the table of docs/model-survey.md.
 """
 
@@ -21,24 +21,22 @@ import transformers
 from llmopt.quant.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
 from tools.document_part import ROOT, write_part
 from tools.survey.awq_column import AwqColumn
-from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
 from tools.survey.engine_column import EngineColumn
-from tools.survey.gptq_column import GptqColumn
 from tools.survey.plan_column import PlanColumn
+from tools.survey.quantized_columns import QuantizedColumn, VerifyColumn
 from tools.survey.reload_column import ReloadColumn
-from tools.survey.rtn_column import RtnColumn
 from tools.survey.stream_column import StreamColumn
-from tools.survey.verify_column import VerifyColumn
 
 DOCUMENT = ROOT / "docs" / "model-survey.md"
 COLUMNS: tuple[Column, ...] = (
     PlanColumn(),
     EngineColumn(),
     StreamColumn(),
-    RtnColumn(),
-    GptqColumn(),
+    QuantizedColumn("rtn"),
+    QuantizedColumn("gptq"),
     VerifyColumn(),
     ReloadColumn(),
     AwqColumn(),

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import re
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,50 +33,15 @@ import pyarrow.parquet as pq
 
 SIDE = re.compile(r"(spin|sleep)?(\d+(?:\.\d+)?)")
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
+USAGE = (
+    "cpu_seconds",
+    "waiting_seconds",
+    "run_delay_seconds",
+    "steal_seconds",
+    "involuntary_switches",
+)
+"""Of a pass, in the recording."""
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Counters of this process so far, in seconds, and involuntary switches.
-
-    `queued` is the time that this thread was ready to run but had no CPU (proc(5), schedstat); `steal` is the
-    time that the hypervisor took from all CPUs.
-    """
-
-    wall: float
-    cpu: float
-    thread_cpu: float
-    queued: float
-    steal: float
-    switches: int
-
-    @property
-    def off_cpu(self) -> float:
-        """Seconds that this thread neither ran nor wanted to."""
-        return self.wall - self.thread_cpu - self.queued
-
-    @classmethod
-    def now(cls) -> Clocks:
-        stolen = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
-        return cls(
-            time.perf_counter(),
-            time.process_time(),
-            time.thread_time(),
-            int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9,
-            int(stolen) / os.sysconf("SC_CLK_TCK"),
-            resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
-        )
-
-    def until(self, end: Clocks) -> dict[str, float]:
-        """The pass between two readings, by the names of the record."""
-        return {
-            "cpu_seconds": end.cpu - self.cpu,
-            "waiting_seconds": max(0.0, end.off_cpu - self.off_cpu),
-            "run_delay_seconds": end.queued - self.queued,
-            "steal_seconds": end.steal - self.steal,
-            "involuntary_switches": end.switches - self.switches,
-        }
 
 
 class Start:
@@ -85,6 +49,7 @@ class Start:
 
     def __init__(self, side: str, given: argparse.Namespace) -> None:
         from llmopt.bench.load.inprocess import InjectedDelay, spin
+        from llmopt.bench.machine.pass_usage import PassMeter
         from llmopt.bench.options.options import BenchOptions
         from llmopt.bench.session.engine_session import EngineSession
         from llmopt.quant.base.progress import Silent
@@ -104,12 +69,14 @@ class Start:
         # Each pass begins with a collection, which would scan torch's objects and count as its CPU time.
         gc.collect()
         gc.freeze()
+        self._meter = PassMeter()
         self._clocks: list[dict[str, float]] = []
 
     def run_pass(self) -> None:
-        before = Clocks.now()
+        self._meter.start()
         self._session.run_pass()
-        self._clocks.append(before.until(Clocks.now()))
+        usage = asdict(self._meter.stop())
+        self._clocks.append({name: usage[name] for name in USAGE})
 
     def rows(self) -> Rows:
         """A row a pass."""

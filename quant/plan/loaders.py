@@ -217,7 +217,7 @@ def _compressed_tensors(
 VERSION = "0.32"
 _NOT_TRIED_IN_VLLM, _ON_A_CPU = "not tried", "tried on a CPU"
 _TRIED_TYPE = "llama"  # of the models that `tools/owners.py` loads
-_TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those that `tools/vision_owners.py` does
+_TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those with images that were tried
 
 
 def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:

@@ -17,8 +17,8 @@ from llmopt.quant.smoothing.discover import fold_layer
 from llmopt.quant.smoothing.smoothing_map import with_smoothing
 from safetensors.torch import save_file
 
-from .case import Case, Verdict
-from .quantized import LENGTH, WORDS, fused_again, loaded, quantized, source
+from tests.support.survey.case import Case, Verdict
+from tests.support.survey.quantized import LENGTH, WORDS, fused_again, loaded, quantized, source
 
 SAME = 1e-5  # of logits, relative to the largest
 

@@ -17,7 +17,7 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 
-from .case import Case, Verdict
+from tests.support.survey.case import Case, Verdict
 
 PROMPT_LENGTHS = (5, 23, 70)
 NEW_TOKENS = 16

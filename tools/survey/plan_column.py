@@ -8,7 +8,7 @@ from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.engine.probe.measure import cache_after, cache_bytes
 from llmopt.quant.base.errors import BadInput
 
-from .case import Case, Verdict
+from tests.support.survey.case import Case, Verdict
 
 LENGTHS = (4, 8, 256, 512)
 MAX_OPERATORS = 5_000_000

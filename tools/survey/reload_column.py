@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from llmopt.quant.base.errors import first_line
 
-from .case import Case, Verdict
-from .quantized import dequantized, loaded, quantized
+from tests.support.survey.case import Case, Verdict
+from tests.support.survey.quantized import dequantized, loaded, quantized
 
 TOKENS = (1, 3, 4, 5, 6, 7, 8, 9)
 TOLERANCE = 1e-5  # of the largest logit: sums of merged experts may be made in another order

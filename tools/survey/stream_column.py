@@ -10,7 +10,7 @@ from llmopt.quant.stream.layer_stream import LayerStream
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from .case import Case, Verdict
+from tests.support.survey.case import Case, Verdict
 
 SAMPLES, LENGTH = 3, 20
 MOST_DIFFERENCE = 1e-5  # of the largest value

@@ -8,7 +8,7 @@ import pytest
 from llmopt.bench.gate.limits import parse_gate, with_waiting
 from llmopt.bench.gate.measured import other_load
 
-from tools.gate_rates import (
+from ...support.gate_rates import (
     RunData,
     binomial_interval,
     error_rates,

@@ -15,7 +15,7 @@ from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
 from llmopt.quant.base.errors import BadInput
 
-from tools.gate_rates import as_run
+from ...support.gate_rates import as_run
 
 REQUESTS = [
     {

@@ -21,8 +21,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from tools.survey.case import Case, surveyed_types
 from tools.survey.engine_column import EngineColumn, spread_weights
+
+from ...support.survey.case import Case, surveyed_types
 
 
 def case(model_type: str, folder: Path, **changes: Any) -> Case:

@@ -1,4 +1,4 @@
-"""The soak of `tools/soak.py`, short; its half hour is a command of its own."""
+"""The soak of the server, short; its half hour is `python -m tests.support.soak`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "soak.py"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.whole
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [sys.executable, str(SCRIPT), "--seconds", "5", "--clients", "24"]
+    command = [sys.executable, "-m", "tests.support.soak", "--seconds", "5", "--clients", "24"]
     command += ["--fault-every", "0", "--return-within", "60", "--output", str(output)]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=110,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,11 +20,11 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
-from tools.survey.case import Case, surveyed_types
 from tools.survey.engine_column import spread_weights
 
 from ...support.lora_world import write_adapter
 from ...support.model_families import VOCAB, save_model
+from ...support.survey.case import Case, surveyed_types
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -15,11 +15,11 @@ from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
-from tools.survey.case import Case, surveyed_types
-from tools.survey.quantized import quantized, source, written_and_loaded
 from tools.survey.reload_column import ReloadColumn
 
 from ...support.quant_support import STORIES
+from ...support.survey.case import Case, surveyed_types
+from ...support.survey.quantized import quantized, source, written_and_loaded
 
 # Routers and gates that are linears of transformers; experts that it merges; a mixer that it initialises.
 TYPES = (

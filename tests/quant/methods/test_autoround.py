@@ -15,9 +15,8 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.journal import work_folder
 from llmopt.quant.plan.request import QuantizeRequest
 
-from tools.survey.case import Case, surveyed_types
-
 from ...support.quant_support import STORIES, TINY
+from ...support.survey.case import Case, surveyed_types
 
 OPTIONS = MethodOptions(iters=12, batch_size=4)
 

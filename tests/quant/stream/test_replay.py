@@ -20,10 +20,10 @@ from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.quant.stream.replay import Replay
 from safetensors.torch import load_file, save_file
 
-from tools.survey.case import Case, surveyed_types
 from tools.survey.stream_column import head_inputs, streamed_head_inputs
 
 from ...support.quant_support import STORIES
+from ...support.survey.case import Case, surveyed_types
 
 # Shared keys and values with per-layer inputs, indices handed on, hyper-connections with token ids, and
 # cross-attention layers that a text leaves out.

@@ -23,8 +23,9 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape
 from llmopt.quant.open import open_checkpoint
 
-from tools.survey.case import Case, surveyed_types, unlisted_types
 from tools.survey.plan_column import PlanColumn
+
+from ....support.survey.case import Case, surveyed_types, unlisted_types
 
 # One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution, a cache
 # that is filled and not handed out, and positions.

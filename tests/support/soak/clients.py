@@ -1,4 +1,4 @@
-"""The clients of `tools/soak.py`: requests, misbehaviour, and verdicts on responses."""
+"""The clients of the soak: requests, misbehaviour, and verdicts on responses."""
 
 from __future__ import annotations
 

@@ -1,11 +1,27 @@
-"""Column `verify`: `llmopt verify` of the checkpoints of the columns rtn and gptq."""
+"""Columns `rtn`, `gptq` and `verify`: compressed-tensors checkpoints, loaded by transformers and proven."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llmopt.quant.convert.verify import PROVEN, verify
 
-from .case import Case, Verdict
-from .quantized import quantized
+from tests.support.survey.case import Case, Verdict
+from tests.support.survey.quantized import quantized, written_and_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedColumn:
+    """Exact: unquantized tensors are the source's, and transformers loads each parameter as ours.
+
+    With `gptq` every layer was run for its calibration.
+    """
+
+    name: str
+
+    def verdict(self, case: Case) -> Verdict:
+        """Quantize to 4 bits in groups, or to 8 bits per channel, and load the result."""
+        return written_and_loaded(case, self.name)
 
 
 class VerifyColumn:

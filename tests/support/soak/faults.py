@@ -1,4 +1,4 @@
-"""Faults in the server of `tools/soak.py`, and a client that measures how soon it serves again."""
+"""Faults in the server of the soak, and a client that measures how soon it serves again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmopt`, with faults on demand: the server of `tools/soak.py`.
+"""`llmopt`, with faults on demand: the server of the soak.
 
 SIGUSR1 makes the engine's next step fail. Each fault is in another part of a step than the one before: while
 it is scheduled, before and after it is computed, before its tokens are taken, and while they become text.

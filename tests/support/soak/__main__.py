@@ -1,6 +1,6 @@
-"""Soak test of a server under overload, attack and faults: `python tools/soak.py --seconds 1800`.
+"""Soak test of a server under overload, attack and faults: `python -m tests.support.soak --seconds 1800`.
 
-It starts `llmopt serve-local` (tools/soak_server.py) with two random adapters and a KV cache far too small
+It starts `llmopt serve-local` (server.py) with two random adapters and a KV cache far too small
 for its clients, so that sequences are preempted. Its clients ask for completions and chats, whole and
 streamed, one and several, of the model and of its adapters; some hang up in the middle, some send malformed
 requests, and separate processes are killed with SIGKILL while they read a stream. Every
@@ -38,8 +38,9 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
-from soak_clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
-from soak_faults import Recovery
+
+from .clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
+from .faults import Recovery
 
 GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
 VICTIM = """
@@ -55,7 +56,7 @@ LEEWAY_BYTES = 24 << 20
 """Growth of the resident memory that is no leak."""
 FILES_LEEWAY = 2
 """Open files more than before: connections of the client that asks."""
-SERVER = Path(__file__).with_name("soak_server.py")
+SERVER = Path(__file__).with_name("server.py")
 
 
 async def victims(url: str, soak: Soak, interval: float) -> None:
@@ -185,7 +186,7 @@ async def put_under_load(
     recovery = Recovery()
     async with open_session() as session:
         reference, files_before = await greedy(session, soak.url), num_open_files(process.pid)
-        samples, *_ = await asyncio.gather(
+        gathered: list[Any] = await asyncio.gather(
             watch(session, soak),
             recovery.inject(
                 process.pid, options.fault_seconds, options.seconds - min(5.0, options.seconds / 4)
@@ -195,6 +196,7 @@ async def put_under_load(
             recovery.probe(session, soak.url, soak.ended),
             *(soak.client(session) for _ in range(options.num_clients)),
         )
+        samples: list[dict[str, float]] = gathered[0]
         at_rest = await wait_until_idle(session, soak.url)
         again = await greedy(session, soak.url)
     async with open_session() as session:

@@ -1,0 +1,1 @@
+"""Tiny random checkpoints of every model type of transformers that is surveyed."""
