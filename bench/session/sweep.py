@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.base.slo import PRECISION, SloResult, highest_count, highest_rate, parse_slo
+from ...engine.base.slo import KEPT_UP, PRECISION, SloResult, parse_slo
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ..metrics.metrics import aggregate, slo_share
@@ -29,9 +29,6 @@ LEAST_GAIN = 0.10
 MAX_STEPS = 10
 # The first rate of an automatic sweep, as a fraction of the serial rate.
 FIRST_RATE = 0.5
-# A rate is sustained if this fraction of it completes, over the whole pass including its drain. Below
-# it, the target is saturated, or the pass is too short relative to the latency.
-KEPT_UP = 0.8
 KNEE_RULE = (
     "the point with the highest power: output throughput / mean end-to-end latency (Kleinrock 1979); "
     "before it throughput grows faster than latency, behind it latency does; of rates, only those "
@@ -47,6 +44,7 @@ KEPT_UP_RULE = (
 )
 # Fraction of the serial rate: there requests hardly overlap, so a failure there is a failure at any rate.
 LOWEST_RATE = 0.25
+MAX_DOUBLINGS = 10
 RULE = (
     "a load keeps the limits if the given share of all requests, failed ones counted as misses, meets "
     "every limit; a rate must also be kept up with, and its TTFT and end-to-end time count from when a "
@@ -324,3 +322,44 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
         found = highest_count(keeps, sweep_target.max_requests)
     assert sweep_target.sweep is not None
     return SloSearch(sweep_target.sweep, limits, share, found)
+
+
+def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
+    """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
+    if not keeps(lowest):
+        return SloResult(None, lowest)
+    good, bad = lowest, math.inf
+    for _ in range(MAX_DOUBLINGS):
+        if not keeps(good * 2):
+            bad = good * 2
+            break
+        good *= 2
+    if math.isinf(bad):
+        return SloResult(good, None)
+    while bad / good > 1 + PRECISION:
+        middle = math.sqrt(good * bad)
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return SloResult(good, bad)
+
+
+def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
+    """Double from 1 up to `most` until a count fails, then bisect to adjacent counts."""
+    if not keeps(1):
+        return SloResult(None, 1)
+    good, bad = 1, None
+    while good < most:
+        tried = min(good * 2, most)
+        if not keeps(tried):
+            bad = tried
+            break
+        good = tried
+    while bad is not None and bad - good > 1:
+        middle = (good + bad) // 2
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return SloResult(good, bad)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ...quant.base.option import option
+from ...engine.config.plan_request import PlanRequest
+from ...quant.base.option import option, option_like
 from .shared import json_option
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class SweepOptions:
         'Find the highest load within these limits, in ms without a unit: "ttft:1s tpot:20ms".',
     )
     slo_by: str = option("rate", "rate or concurrency.")
-    slo_share: float = option(0.95, "Fraction of requests that must meet the limits.")
+    slo_share: float = option_like(PlanRequest, "slo_share", panel=None)
 
     @property
     def is_asked_for(self) -> bool:

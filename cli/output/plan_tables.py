@@ -13,6 +13,7 @@ from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.kv_dtypes import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
 from ...engine.probe.facts import PARTS
+from .load_table import loads_table, rate
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -39,6 +40,8 @@ def show_plan(plan: DeploymentPlan, console: Console) -> None:
     console.print(_facts(plan))
     console.print(_devices(plan, wide=console.width >= WIDE))
     console.print(_memory(plan))
+    if plan.workload.load is not None:
+        console.print(loads_table(plan, wide=console.width >= WIDE))
     for line in (*_speculation(plan), *_costs(plan)):
         console.print(Text(line))
     console.print(Text("\n".join(_notes(plan)), style="dim"))
@@ -197,6 +200,7 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("output\ntok/s", justify="right")
+        table.add_column("decode\n<= tok/s", justify="right")
         table.add_column("TTFT\n>= s", justify="right")
         table.add_column("TPOT\n>= ms", justify="right")
         table.add_column("one more\nneeds")
@@ -214,9 +218,9 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
             _seconds(device.decode, 1e3),
         ]
         if wide:
-            speed = device.tokens_per_second
             cells += [
-                "-" if speed is None else f"{speed:,.0f}",
+                rate(device.tokens_per_second),
+                rate(device.tokens_per_second_bound),
                 _seconds(device.prefill_bound, 1),
                 _seconds(device.decode_bound, 1e3),
                 device.binding_constraint.replace("_", " "),
@@ -227,7 +231,9 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
 
 def _gpus(device: DevicePlan) -> str:
     deployment = device.deployment
-    count = f"{deployment.tp}x{deployment.pp}" if deployment.pp > 1 else str(deployment.tp)
+    count = str(deployment.tp * deployment.attention_dp)
+    if deployment.pp > 1:
+        count += f"x{deployment.pp}"
     if device.fits:
         return count
     return f"> {count}"

@@ -1,4 +1,4 @@
-"""Service-level objectives: the grammar of limits on latencies, and the search for the highest load within.
+"""Service-level objectives: the grammar of limits on latencies, and a search for the highest load.
 
 A benchmark's `--slo` and `--goodput` measure loads, a plan's `--slo` simulates them.
 """
@@ -15,7 +15,9 @@ from ...quant.base.errors import BadInput
 SLO_METRICS = ("ttft", "tpot", "e2el")
 SLO_SHARE = 0.95
 PRECISION = 0.05
-MAX_DOUBLINGS = 10
+# A rate is sustained if this fraction of it completes, over the whole pass including its drain. Below
+# it, the target is saturated, or the pass is too short relative to the latency.
+KEPT_UP = 0.8
 _ALIASES = {"e2e": "e2el"}
 _MILLISECONDS = {"": 1.0, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3}
 
@@ -70,45 +72,34 @@ class SloResult:
     failed: float | None
 
 
-def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
-    """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
-    if not keeps(lowest):
-        return SloResult(None, lowest)
-    good, bad = lowest, math.inf
-    for _ in range(MAX_DOUBLINGS):
-        if not keeps(good * 2):
-            bad = good * 2
-            break
-        good *= 2
-    if math.isinf(bad):
-        return SloResult(good, None)
-    while bad / good > 1 + PRECISION:
-        middle = math.sqrt(good * bad)
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
-    return SloResult(good, bad)
-
-
-def highest_count(
-    keeps: Callable[[float], bool], most: int, first: int = 1, precision: float = 0.0
+def highest_near(
+    keeps: Callable[[float], bool], guess: float, least: float, most: float, *, whole: bool
 ) -> SloResult:
-    """Double from `first` up to `most` until a count fails, or halve it until one does not, then bisect to
-    adjacent counts, or to within `precision`."""
-    good, bad = max(1, min(first, most)), None
-    while not keeps(good):
-        if good == 1:
-            return SloResult(None, 1)
-        good, bad = good // 2, good
-    while bad is None and good < most:
-        tried = min(good * 2, most)
-        if keeps(tried):
-            good = tried
+    """The highest load from `least` to `most` that keeps the limits.
+
+    Steps away from `guess`, ever further, until one load keeps them and another fails, then bisects to 5 %,
+    or to adjacent `whole` ones.
+    """
+    number = round if whole else float
+    load, factor = number(min(max(guess, least), most)), 1.25
+    good = bad = None
+    while good is None or bad is None:
+        if keeps(load):
+            good = load
+            if load >= most:
+                break
+            load = min(most, max(load + whole, number(load * factor)))
         else:
-            bad = tried
-    while bad is not None and bad - good > max(1, precision * good):
-        middle = (good + bad) // 2
+            bad = load
+            if load <= least:
+                break
+            load = max(least, min(load - whole, number(load / factor)))
+        factor *= factor
+    while (
+        good is not None and bad is not None and bad / good > 1 + PRECISION and bad - good > whole
+    ):
+        middle = number(math.sqrt(good * bad))
+        middle = min(max(middle, good + whole), bad - whole)
         if keeps(middle):
             good = middle
         else:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from ...quant.base.option import option, option_like
+from ..base.slo import SLO_SHARE
 from .config import EngineConfig
 
 # Headings on the help screen.
 _MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Speed and money"
+_LOAD = "Load, which is simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,10 @@ class PlanRequest:
     )
     sequences: int = option(1, "Concurrent sequences.", flag="--concurrency --batch", panel=_SERVED)
     output_tokens: int | None = option(
-        None, "Output tokens, as part of the context. Default: a quarter.", panel=_SERVED
+        None,
+        "Output tokens, as part of the context. Default: a quarter.",
+        flag="--output-tokens --output-len",
+        panel=_SERVED,
     )
     images: str | None = option(
         None, "Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none.", panel=_SERVED
@@ -76,6 +81,47 @@ class PlanRequest:
     )
     pp: int | None = option(
         None, "Pipeline-parallel size.", hidden_flags=("--pipeline-parallel-size",), panel=_HARDWARE
+    )
+    ep: int = option(
+        1,
+        "Expert-parallel size: whole experts on so many of the --tp x --attention-dp devices.",
+        hidden_flags=("--expert-parallel-size",),
+        panel=_HARDWARE,
+    )
+    attention_dp: int = option(
+        1,
+        "Attention data parallelism: so many groups of --tp devices, each with sequences of its own, share "
+        "the experts.",
+        hidden_flags=("--data-parallel-size",),
+        panel=_HARDWARE,
+    )
+    input_len: int | None = option(
+        None,
+        "Prompt tokens, beside --output-len: simulate --concurrency clients, or --request-rate.",
+        panel=_LOAD,
+    )
+    dataset: str | None = option(
+        None,
+        "Simulate the lengths of bundled requests: sharegpt (a stand-in), azure or mooncake (recorded).",
+        panel=_LOAD,
+    )
+    request_rate: float | None = option(
+        None,
+        "Simulate Poisson arrivals, in requests per second, for --concurrency clients.",
+        panel=_LOAD,
+    )
+    prefix_hit_rate: float = option(
+        0.0, "Fraction of the prompt tokens that the prefix cache holds.", panel=_LOAD
+    )
+    slo: str | None = option(
+        None,
+        "Find the highest load within these limits, and the cheapest GPUs with --gpu all, in ms without a "
+        'unit: "ttft:1s tpot:20ms e2e:30s".',
+        panel=_LOAD,
+    )
+    slo_by: str = option("concurrency", "concurrency or rate: what --slo varies.", panel=_LOAD)
+    slo_share: float = option(
+        SLO_SHARE, "Fraction of requests that must meet the limits.", panel=_LOAD
     )
     engine: str = option(
         "llmopt", "llmopt, vllm, llama.cpp, transformers, or all side by side.", panel="Engine"

@@ -267,12 +267,12 @@ def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
             f"{gain.speedup:.2f}",
         )
     prices, cost = plan.setup.prices, device.cost
-    if prices and cost and device.tokens_per_second:
+    if prices and cost and device.tokens_per_second_bound:
         gpus = device.deployment.gpus
         yield Formula(
             "dollars per million output tokens",
             "GPUs x price / (3600 x tokens/s x duty cycle) x 1e6",
-            f"{gpus} x {prices.gpu_hour} / (3600 x {device.tokens_per_second:.1f} x "
+            f"{gpus} x {prices.gpu_hour} / (3600 x {device.tokens_per_second_bound:.1f} x "
             f"{prices.duty_cycle}) x 1e6",
             f"{cost.output_per_million:.2f}",
         )

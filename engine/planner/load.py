@@ -6,7 +6,7 @@ import csv
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -16,6 +16,8 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
+from ..base.slo import KEPT_UP, SLO_SHARE
+from .steady_state import SteadyState
 
 Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""
@@ -91,11 +93,11 @@ class Load:
         """Most tokens of a sequence, prompt and output."""
         return max(map(sum, self.lengths))
 
-    def of_rank(self, ranks: int) -> Load:
-        """The load of each of `ranks` equal ranks."""
+    def of_batch(self, batches: int) -> Load:
+        """The load of each of `batches` equal batches."""
         if self.rate is not None:
-            return replace(self, rate=self.rate / ranks)
-        return replace(self, concurrency=ceil((self.concurrency or 0) / ranks))
+            return replace(self, rate=self.rate / batches)
+        return replace(self, concurrency=ceil((self.concurrency or 0) / batches))
 
     def mean_lengths(self) -> tuple[float, float]:
         """Mean prompt and output tokens."""
@@ -151,7 +153,7 @@ class RequestTiming:
         """Seconds per output token after the first; 0 where there is none."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
-    def keeps(self, limits_ms: dict[str, float]) -> bool:
+    def keeps(self, limits_ms: Mapping[str, float]) -> bool:
         """Whether it meets every limit of an SLO."""
         reached = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2e}
         return all(1e3 * reached[metric] <= limit for metric, limit in limits_ms.items())
@@ -163,7 +165,7 @@ class LoadResult:
 
     Attributes:
         requests: in order of arrival, without the first wave of a closed loop, which arrives all at once.
-        steps, preemptions, most_running, most_waiting: of one attention-data-parallel rank, of all requests.
+        steps, preemptions, most_running, most_waiting: of one batch, of all requests.
     """
 
     requests: tuple[RequestTiming, ...]
@@ -187,6 +189,43 @@ class LoadResult:
     def e2e(self) -> Quantiles:
         return Quantiles.of([request.e2e for request in self.requests])
 
-    def share_within(self, limits_ms: dict[str, float]) -> float:
+    def share_within(self, limits_ms: Mapping[str, float]) -> float:
         """Share of the requests that meet every limit."""
         return sum(request.keeps(limits_ms) for request in self.requests) / len(self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits that `share` of the requests meet; the load is varied `by` concurrency or rate."""
+
+    limits_ms: Mapping[str, float]
+    by: str = "concurrency"
+    share: float = SLO_SHARE
+
+    def __post_init__(self) -> None:
+        if self.by not in ("rate", "concurrency"):
+            raise BadInput(f"--slo-by {self.by!r}: rate or concurrency")
+        if not 0 < self.share <= 1:
+            raise BadInput(f"--slo-share {self.share}: it must be above 0 and at most 1")
+
+    def kept_by(self, load: Load, result: LoadResult) -> bool:
+        """Whether a load keeps it; a rate must be kept up with, too."""
+        if load.rate is not None and result.requests_per_second < KEPT_UP * load.rate:
+            return False
+        return result.share_within(self.limits_ms) >= self.share
+
+    def near(self, state: SteadyState, output: float) -> bool:
+        """Whether the means of a steady state meet the limits."""
+        tpot = 1e3 * state.tpot_seconds
+        reached = {"ttft": 1e3 * state.ttft_seconds, "tpot": tpot}
+        reached["e2el"] = reached["ttft"] + (output - 1) * tpot
+        return all(reached[metric] <= limit for metric, limit in self.limits_ms.items())
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """The load that a plan is asked for: `load`, or with an `slo` the highest of its lengths within that."""
+
+    load: Load
+    slo: Slo | None = None
+    dataset: str | None = None

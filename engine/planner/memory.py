@@ -20,6 +20,7 @@ from ..config.compatibility import refuse
 from ..scheduling.kv_eviction import KvEviction
 from .cache_size import DEFAULT_UTILIZATION
 from .engine_rules import RULES, CacheKnobs, EngineRule
+from .step_model import Parallelism
 from .weights import WeightRecipe, weight_bytes_per_rank
 
 GIB = 2**30
@@ -81,10 +82,13 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model in its weight and cache formats on `tp` x `pp` devices, in an engine.
+    """A model in its weight and cache formats on `tp` x `pp` x `attention_dp` devices, in an engine.
+
+    Each of `attention_dp` ranks of sequences holds all but the experts; those are split over all devices of a
+    stage, `ep` ways by expert and the rest by width.
 
     Raises:
-        BadInput: the heads do not divide over the ranks, or there are fewer layers than stages.
+        BadInput: heads or experts do not divide over the ranks, or there are fewer layers than stages.
     """
 
     shape: ModelShape
@@ -94,16 +98,23 @@ class Deployment:
     tp: int = 1
     pp: int = 1
     engine: EngineRule = RULES["llmopt"]
+    ep: int = 1
+    attention_dp: int = 1
     stages: tuple[PipelineStage, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tp < 1:
             raise BadInput(f"--tp {self.tp}: at least 1 is needed")
+        self._check_experts()
         cache = self.shape.cache_on_rank(self.tp)
         stages = tuple(
             PipelineStage(
                 weight_bytes_per_rank(
-                    self.shape, self.recipe, self.tp, layers if self.pp > 1 else None
+                    self.shape,
+                    self.recipe,
+                    self.tp,
+                    layers if self.pp > 1 else None,
+                    self.tp * self.attention_dp,
                 ),
                 cache.cache_of_stage(layers),
             )
@@ -111,10 +122,33 @@ class Deployment:
         )
         object.__setattr__(self, "stages", stages)
 
+    def _check_experts(self) -> None:
+        if self.attention_dp < 1 or self.ep < 1:
+            raise BadInput(
+                f"--attention-dp {self.attention_dp} --ep {self.ep}: at least 1 is needed"
+            )
+        ranks, experts = self.tp * self.attention_dp, self.shape.experts
+        if self.ep == 1:
+            return
+        if experts is None:
+            raise BadInput(f"--ep {self.ep}: {self.shape.family} has no experts; leave it out")
+        if experts.count % self.ep or ranks % self.ep:
+            divide = [n for n in range(1, ranks + 1) if not (ranks % n or experts.count % n)]
+            near = sorted(sorted(divide, key=lambda count: abs(count - self.ep))[:2])
+            raise BadInput(
+                f"--ep {self.ep}: {experts.count} experts on {ranks} devices of a stage (--tp x "
+                f"--attention-dp) do not divide so; choose {' or '.join(map(str, near))}"
+            )
+
+    @property
+    def parallel(self) -> Parallelism:
+        """The parallel sizes."""
+        return Parallelism(self.tp, self.pp, self.ep, self.attention_dp)
+
     @property
     def gpus(self) -> int:
         """Devices of one replica of the model."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.attention_dp
 
     @property
     def weight_bytes(self) -> int:
@@ -124,7 +158,7 @@ class Deployment:
     @property
     def all_weight_bytes(self) -> int:
         """Bytes of weights on all ranks, replicas included."""
-        return self.tp * sum(stage.weight_bytes for stage in self.stages)
+        return self.tp * self.attention_dp * sum(stage.weight_bytes for stage in self.stages)
 
     def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
         """KV-cache bytes of one sequence on the fullest rank, by the engine's rule."""
@@ -179,7 +213,7 @@ class Deployment:
 
     def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens whose KV caches fit concurrently, in every stage."""
-        return min(
+        return self.attention_dp * min(
             self._stage_sequences(stage, memory_bytes, reserve, context) for stage in self.stages
         )
 
@@ -194,7 +228,8 @@ class Deployment:
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""
-        return min(self.sequences_that_fit(memory_bytes, reserve, context), reserve.max_num_seqs)
+        most = self.attention_dp * reserve.max_num_seqs
+        return min(self.sequences_that_fit(memory_bytes, reserve, context), most)
 
     def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
         """The longest context, at most `limit` tokens, at which `sequences` sequences fit concurrently."""

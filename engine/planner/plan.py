@@ -20,10 +20,12 @@ from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, resident_tokens
 from .kv_dtypes import kv_dtype
+from .load_plan import LoadPlan, LoadPlanner, order_of, step_model
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
 from .setup import Cost, PlannedWorkload, Setup, cost_of
 from .solver import Constraint, DtypeChoice, Relaxation, Solver
 from .speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
+from .steady_state import SteadyState, steady_state
 from .weights import WeightRecipe, weight_bytes
 
 
@@ -41,7 +43,8 @@ class SpeculationGain:
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
-    `encode_seconds` is the time of a prompt's images in the vision encoder, before its prefill.
+    `encode_seconds` is the time of a prompt's images in the vision encoder, before its prefill. `load` is the
+    deployment under the load that is asked for, if one is.
 
     `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
     the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
@@ -70,6 +73,8 @@ class DevicePlan:
     cost: Cost | None
     evicted: EvictedCache | None = None
     encode_seconds: float | None = None
+    load: LoadPlan | None = None
+    loaded: SteadyState | None = None
 
     @property
     def gpu(self) -> str:
@@ -93,7 +98,14 @@ class DevicePlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second of the whole workload, while all its sequences decode."""
+        """Output tokens per second under load, prefill included: simulated if asked, else in closed form."""
+        if self.load is not None:
+            return self.load.result.output_tokens_per_second
+        return None if self.loaded is None else self.loaded.throughput
+
+    @property
+    def tokens_per_second_bound(self) -> float | None:
+        """Output tokens per second while all sequences decode and none is prefilled."""
         return None if self.decode is None else self.sequences / self.decode.seconds
 
 
@@ -153,25 +165,42 @@ def make_plan(
     return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
 
 
-def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
+def _rank(plan: DevicePlan) -> tuple[bool, bool, float, float]:
+    if plan.load is not None and plan.load.searched is not None:
+        return (not plan.fits, *order_of(plan.load), 0.0)
     speed = plan.tokens_per_second or 0.0
-    return (not plan.fits, plan.gpus_needed or plan.deployment.gpus, -speed)
+    gpus = plan.gpus_needed or plan.deployment.gpus
+    return (not plan.fits, plan.load is None, gpus, -speed)
 
 
 def _on_device(
     solver: Solver, model: PlannedModel, workload: PlannedWorkload, device: Device, setup: Setup
 ) -> DevicePlan:
     deployment, needed = solver.choose(device)
+    load = None
+    if workload.load is not None and device.bandwidth is not None and device.peaks:
+        planner = LoadPlanner(workload.load, solver, device, setup, model.name)
+        varied = workload.load.slo is not None and setup.has_free_sizes and device.kind != "cpu"
+        load = planner.plan(solver.machine_arrangements() if varied else [deployment])
+        if load is not None:
+            deployment = load.deployment
     reserve = solver.reserve(deployment, device)
     max_sequences = solver.sequences(deployment, device)
     fits = max_sequences >= workload.sequences
     limit = max(model.shape.max_context, workload.context)
-    decode = decode_bound = prefill = prefill_bound = None
+    decode = decode_bound = prefill = prefill_bound = loaded = None
     # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
         count, context = workload.sequences, workload.held_tokens
         decode = decode_time(deployment, device, count, context, setup.efficiency)
         decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
+        loaded = steady_state(
+            step_model(deployment, device, setup, model.name),
+            workload.prompt_tokens,
+            workload.answer_tokens,
+            count,
+            resident=max(1, max_sequences),
+        )
         context = workload.context
         prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
         prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
@@ -200,6 +229,8 @@ def _on_device(
         encode_seconds=None
         if workload.images is None or not fits
         else workload.images.encode_seconds(device, setup.efficiency),
+        load=load,
+        loaded=loaded,
     )
 
 

@@ -18,6 +18,8 @@ from .devices import Device
 from .engine_rules import RULES, CacheKnobs
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
+from .load import PlannedLoad
+from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
@@ -78,6 +80,8 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "batch": count,
         "tp": first.deployment.tp,
         "pp": first.deployment.pp,
+        "slo": _slo_dict(work.load),
+        "dataset": work.load and work.load.dataset,
         "block_size": block,
         "kv_bytes_per_token": shape.kv_bytes_per_token(element),
         "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
@@ -167,7 +171,8 @@ def engines_as_dict(plan: DeploymentPlan, first: DevicePlan, element: Fraction) 
 
 
 def _device_dict(plan: DevicePlan) -> dict[str, Any]:
-    speed, device = plan.tokens_per_second, plan.device
+    speed, bound = plan.tokens_per_second, plan.tokens_per_second_bound
+    device = plan.device
     relaxations = [asdict(change) for change in plan.relaxations]
     cache = plan.engine_cache
     return {
@@ -180,6 +185,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "gpu_kind": device.kind,
         "tp": plan.deployment.tp,
         "pp": plan.deployment.pp,
+        "ep": plan.deployment.ep,
+        "attention_dp": plan.deployment.attention_dp,
         "fits": plan.fits,
         "gpus_needed": plan.gpus_needed,
         "max_concurrent_sequences": plan.max_concurrent_sequences,
@@ -210,8 +217,51 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "tpot_bound_ms": _milliseconds(plan.decode_bound),
         "tpot_limit": plan.decode and plan.decode.bound,
         "throughput_tokens_per_s": None if speed is None else round(speed, 2),
+        "throughput_bound_tokens_per_s": None if bound is None else round(bound, 2),
+        "load": None if plan.load is None else _load_dict(plan.load),
         "speculation": None if plan.speculation is None else asdict(plan.speculation),
         "cost": None if plan.cost is None else asdict(plan.cost),
+    }
+
+
+def _slo_dict(asked: PlannedLoad | None) -> dict[str, Any] | None:
+    if asked is None or asked.slo is None:
+        return None
+    slo = asked.slo
+    return {"limits_ms": dict(slo.limits_ms), "share": slo.share, "by": slo.by}
+
+
+def _load_dict(plan: LoadPlan) -> dict[str, Any]:
+    """A device under load. `throughput_tokens_per_s` is of its output; TTFT counts from the arrival."""
+    load, result, searched = plan.load, plan.result, plan.searched
+    prompt, output = load.mean_lengths()
+    latencies = {"ttft_ms": result.ttft, "tpot_ms": result.tpot, "e2e_ms": result.e2e}
+    return {
+        "concurrency": load.concurrency,
+        "request_rate": load.rate,
+        "mean_prompt_tokens": round(prompt, 1),
+        "mean_output_tokens": round(output, 1),
+        "prefix_hit_rate": load.prefix_share,
+        "num_requests": len(result.requests),
+        "seed": load.seed,
+        "kv_blocks": plan.num_blocks,
+        **{
+            name: {key: round(1e3 * value, 3) for key, value in asdict(quantiles).items()}
+            for name, quantiles in latencies.items()
+        },
+        "output_tokens_per_s": round(result.output_tokens_per_second, 2),
+        "output_tokens_per_s_per_gpu": round(
+            result.output_tokens_per_second / plan.deployment.gpus, 2
+        ),
+        "requests_per_s": round(result.requests_per_second, 4),
+        "gpu_hours_per_million_output_tokens": round(plan.gpu_hours_per_million, 6),
+        "num_steps": result.steps,
+        "num_preemptions": result.preemptions,
+        "most_running": result.most_running,
+        "most_waiting": result.most_waiting,
+        "slo": None
+        if searched is None
+        else {"best": searched.best, "lowest_failed": searched.failed},
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
+from ..base.slo import required_slo
 from ..base.units import parse_bytes, parse_size, parse_tokens
 from ..config.config import EngineConfig
 from ..config.plan_request import PlanRequest
@@ -15,6 +16,7 @@ from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices
 from .images import image_load, probed_image_tokens
 from .kv_dtypes import kv_dtype
+from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .speed import Efficiency
@@ -33,8 +35,9 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     block_size = ask.block_size
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
+    load = _load(ask)
     workload = PlannedWorkload(
-        model.shape.max_context if ask.context is None else parse_tokens(ask.context),
+        _context(ask, model, load),
         ask.sequences,
         kv_dtype(ask.kv_dtype or "bf16").name,
         block_size,
@@ -42,9 +45,14 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
         None if ask.images is None else image_load(model, ask.images, probed_image_tokens),
     )
+    if load is None and ask.slo is not None:
+        load = _asked(ask, ((workload.prompt_tokens, workload.answer_tokens),))
+    workload = replace(workload, load=load)
     setup = Setup(
         tp=ask.tp,
         pp=ask.pp,
+        ep=ask.ep,
+        attention_dp=ask.attention_dp,
         engine="llmopt" if ask.engine == "all" else ask.engine,
         utilization=ask.utilization,
         max_num_batched_tokens=ask.max_num_batched_tokens,
@@ -58,6 +66,46 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
     return make_plan(model, _recipe(ask, model), workload, devices, setup=setup, ranked=ranked)
+
+
+def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:
+    """Tokens per sequence: as given, else of the longest request, else the model's context."""
+    longest = None if load is None else load.load.longest
+    if ask.context is None:
+        return model.shape.max_context if longest is None else longest
+    context = parse_tokens(ask.context)
+    if longest is not None and longest > context:
+        raise BadInput(f"--ctx {context}: the longest request has {longest} tokens; leave it out")
+    return context
+
+
+def _load(ask: PlanRequest) -> PlannedLoad | None:
+    """The load with lengths of its own; None without."""
+    if ask.dataset is not None and (ask.input_len is not None or ask.output_tokens is not None):
+        raise BadInput("--dataset has lengths of its own: leave out --input-len and --output-len")
+    if ask.dataset is not None:
+        return _asked(ask, dataset_lengths(ask.dataset))
+    if ask.input_len is None:
+        if ask.request_rate is not None or ask.prefix_hit_rate:
+            raise BadInput(
+                "a load needs lengths: give --input-len and --output-len, or --dataset azure"
+            )
+        return None
+    if ask.output_tokens is None:
+        raise BadInput(f"--input-len {ask.input_len}: give --output-len too")
+    for name, value in (("--input-len", ask.input_len), ("--output-len", ask.output_tokens)):
+        if value < 1:
+            raise BadInput(f"{name} {value}: at least 1 is needed")
+    return _asked(ask, ((ask.input_len, ask.output_tokens),))
+
+
+def _asked(ask: PlanRequest, lengths: tuple[Lengths, ...]) -> PlannedLoad:
+    rate = ask.request_rate
+    load = Load(lengths, None if rate else ask.sequences, rate, ask.prefix_hit_rate)
+    slo = None
+    if ask.slo is not None:
+        slo = Slo(required_slo(ask.slo), ask.slo_by, ask.slo_share)
+    return PlannedLoad(load, slo, ask.dataset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from .devices import Device
 from .engine_rules import engine_rule
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
+from .load import PlannedLoad
 from .memory import Reserve
 from .speed import DEFAULT_EFFICIENCY, Efficiency
 
@@ -148,7 +149,7 @@ def cost_of(
 class PlannedWorkload:
     """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
     `output_tokens` are output. With `eviction` a budget of them stays in the KV cache. `images` are part of
-    every prompt."""
+    every prompt. `load` is simulated."""
 
     context: int
     sequences: int = 1
@@ -157,6 +158,7 @@ class PlannedWorkload:
     output_tokens: int | None = None
     eviction: KvEviction | None = None
     images: ImageLoad | None = None
+    load: PlannedLoad | None = None
 
     def __post_init__(self) -> None:
         kv_dtype(self.kv_dtype)
@@ -200,6 +202,8 @@ class Setup:
 
     tp: int | None = None
     pp: int | None = None
+    ep: int = 1
+    attention_dp: int = 1
     engine: str = "llmopt"
     utilization: float | None = None
     max_num_batched_tokens: int | None = None
@@ -211,9 +215,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
-        for option, value in (("--tp", self.tp), ("--pp", self.pp)):
-            if value is not None and value < 1:
-                raise BadInput(f"{option} {value}: at least 1 is needed")
+        for name in ("tp", "pp", "ep", "attention_dp"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+
+    @property
+    def has_free_sizes(self) -> bool:
+        """Whether the parallel sizes are left to the plan."""
+        return self.tp is None and self.pp is None and self.ep == self.attention_dp == 1
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""

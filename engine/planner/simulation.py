@@ -42,14 +42,21 @@ class SimulatedServer:
         limits: of the scheduler.
         num_blocks: of the KV cache, the null block included.
         ranks: equal ones, which step together: the step model is asked for the work of all.
+        stages: of a pipeline, through which as many batches pass at a time, sharing the blocks evenly.
         overlapped: async scheduling, a step is scheduled while the one before is computed.
     """
 
     limits: SchedulerConfig
     num_blocks: int
     ranks: int = 1
+    stages: int = 1
     caches_prefixes: bool = False
     overlapped: bool = True
+
+    @property
+    def batches(self) -> int:
+        """Batches that share the load, each with a schedule of its own."""
+        return self.ranks * self.stages
 
 
 class StepClock:
@@ -280,7 +287,7 @@ class Simulation:
 def simulate(
     server: SimulatedServer, model: TimesSteps, load: Load, counted: int = COUNTED
 ) -> LoadResult:
-    """The steady state of a server under a load: `counted` requests of it, evenly over its ranks.
+    """The steady state of a server under a load: `counted` requests of it, evenly over its batches.
 
     In a closed loop the clients have one request each before those that count, and go on until the last of
     them has ended.
@@ -288,9 +295,9 @@ def simulate(
     Raises:
         BadInput: a request can never fit.
     """
-    share = load.of_rank(server.ranks)
+    share = load.of_batch(server.batches)
     around = share.concurrency or 0
-    places = range(around, around + max(1, ceil(counted / server.ranks)))
+    places = range(around, around + max(1, ceil(counted / server.batches)))
     total = places.stop + around
     run = Simulation(server, model, share.requests(total), share.arrivals(total), load.prefix_share)
     run.run(places)
@@ -304,8 +311,8 @@ def simulate(
         each = share.concurrency * len(ended) / sum(request.e2e for request in requests)
     return LoadResult(
         requests,
-        output_tokens_per_second=server.ranks * each * tokens / len(requests),
-        requests_per_second=server.ranks * each,
+        output_tokens_per_second=server.batches * each * tokens / len(requests),
+        requests_per_second=server.batches * each,
         steps=run.num_steps,
         preemptions=run.scheduler.num_preemptions,
         most_running=run.most_running,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -66,6 +67,7 @@ class Solver:
         return self._deployments[key]
 
     def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
+        sizes = self._setup.ep, self._setup.attention_dp
         return Deployment(
             self._shape,
             recipe,
@@ -74,15 +76,31 @@ class Solver:
             tp,
             pp,
             engine_rule(self._setup.engine),
+            *sizes,
         )
 
     @cached_property
     def arrangements(self) -> list[tuple[int, int]]:
         """Valid (tp, pp), fewest devices first: tensor parallelism within a machine, then pipeline stages."""
         single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
+        if not single:  # raises with the reason
+            self._build(1, 1, self._recipe, self._workload.kv_dtype)
         widest = single[-1][0]
         several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
         return [*single, *several]
+
+    def machine_arrangements(self) -> Iterator[Deployment]:
+        """The deployments on up to a machine's devices, fewest first: tensor parallelism, and of a mixture of
+        experts also with whole experts on each device, and with attention data parallelism beside them."""
+        for ranks in RANKS:
+            sizes = [(ranks, 1, 1)]
+            if self._shape.experts is not None and ranks > 1:
+                sizes += [(ranks, ranks, 1), (1, ranks, ranks)]
+            for tp, ep, attention_dp in sizes:
+                found = self.deployment(tp, 1)
+                with suppress(BadInput):  # experts that do not divide
+                    if found is not None:
+                        yield replace(found, ep=ep, attention_dp=attention_dp)
 
     def choose(self, device: Device) -> tuple[Deployment, int | None]:
         """The deployment on this device, and the least number of devices that fits the workload (None: more
@@ -150,7 +168,7 @@ class Solver:
         reserve = self.reserve(deployment, device)
         if deployment.kv_budget(device.memory_bytes, reserve) <= 0:
             return "weights"
-        if self.sequences(deployment, device) == reserve.max_num_seqs:
+        if self.sequences(deployment, device) == deployment.attention_dp * reserve.max_num_seqs:
             return "max_num_seqs"
         return "kv_cache"
 

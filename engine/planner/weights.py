@@ -317,16 +317,25 @@ def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:
 
 
 def weight_bytes_per_rank(
-    shape: ModelShape, recipe: WeightRecipe, ranks: int, stage: range | None = None
+    shape: ModelShape,
+    recipe: WeightRecipe,
+    ranks: int,
+    stage: range | None = None,
+    expert_ranks: int | None = None,
 ) -> int:
     """Weight bytes on each of `ranks` tensor-parallel ranks, of one pipeline stage.
 
     K and V projections are split over at most the number of KV heads; norms, router and biases are
-    replicated on every rank.
+    replicated on every rank. `expert_ranks` are those that the experts are split over, if more.
     """
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
+    experts = {**parts, "ranks": expert_ranks or ranks}
     held = sum(
-        Fraction(recipe.tensor_bytes(t) * t.count, parts[t.shard]) for t in shape.tensors(stage)
+        Fraction(
+            recipe.tensor_bytes(t) * t.count,
+            (experts if t.role.startswith("expert") else parts)[t.shard],
+        )
+        for t in shape.tensors(stage)
     )
     if recipe.stored_bytes:
         held *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))

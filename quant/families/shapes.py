@@ -283,9 +283,15 @@ class ModelShape:
         """
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            divide = [
+                count
+                for count in range(1, heads + 1)
+                if not (heads % count or (kv_heads % count and count % kv_heads))
+            ]
+            near = sorted(sorted(divide, key=lambda count: abs(count - ranks))[:2])
             raise BadInput(
                 f"{heads} attention heads and {kv_heads} KV heads do not divide over "
-                f"{ranks} ranks: choose another --tp"
+                f"{ranks} ranks: choose another --tp, such as {' or '.join(map(str, near))}"
             )
         return max(1, kv_heads // ranks)
 

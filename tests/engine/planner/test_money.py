@@ -107,8 +107,8 @@ def test_a_plan_prices_its_requests() -> None:
     setup = Setup(prices=Prices(3.0))
     workload = PlannedWorkload(4096, 8, output_tokens=1024)
     (plan,) = make_plan(model, BF16, workload, [device], 1, setup=setup).devices
-    assert plan.cost and plan.tokens_per_second
-    assert plan.cost.output_per_million == pytest.approx(3.0 / 3600 / plan.tokens_per_second * 1e6)
+    assert plan.cost and (speed := plan.tokens_per_second_bound)
+    assert plan.cost.output_per_million == pytest.approx(3.0 / 3600 / speed * 1e6)
     assert plan.cost.input_per_million < plan.cost.output_per_million
     assert (workload.prompt_tokens, workload.answer_tokens) == (3072, 1024)
     assert PlannedWorkload(4096).answer_tokens == 1024

@@ -1,0 +1,230 @@
+"""A deployment under the load of a plan: simulated, or the highest load within an SLO and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+from ..base.slo import PRECISION, SloResult, highest_near
+from ..scheduling.scheduler_config import SchedulerConfig
+from .devices import Device
+from .load import Load, LoadResult, PlannedLoad, Slo
+from .memory import Deployment
+from .setup import MILLION, SECONDS_PER_HOUR, Setup
+from .simulation import COUNTED, SimulatedServer, simulate
+from .solver import Solver
+from .speed import DEFAULT_EFFICIENCY
+from .steady_state import SteadyState, steady_state
+from .step_model import StepModel
+from .step_parameters import measured_parameters
+
+SIMULATED_ARRANGEMENTS = 2
+"""Parallel sizes of a device that are simulated: those of the least GPU time per token in closed form."""
+SEARCHED_SEQUENCES = 48
+"""Sequences that a search simulates, each for a bundle of equal ones."""
+SEARCHED_REQUESTS = 200
+"""Requests of a search that count; at least one per client."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A deployment under a load. `searched` is the result of the search for it; None: it was given.
+
+    With a search that found no load within the limits, this is the lowest.
+    """
+
+    deployment: Deployment
+    load: Load
+    result: LoadResult
+    num_blocks: int
+    searched: SloResult | None = None
+
+    @property
+    def keeps_slo(self) -> bool:
+        """Whether the load is within the SLO, where there is one."""
+        return self.searched is None or self.searched.best is not None
+
+    @property
+    def gpu_hours_per_million(self) -> float:
+        """GPU hours of a million output tokens, with the prefill of their prompts."""
+        rate = self.result.output_tokens_per_second
+        return self.deployment.gpus * MILLION / rate / SECONDS_PER_HOUR
+
+
+class LoadPlanner:
+    """Plans loads on one kind of device."""
+
+    def __init__(
+        self, asked: PlannedLoad, solver: Solver, device: Device, setup: Setup, model: str
+    ) -> None:
+        self._asked, self._solver, self._model = asked, solver, model
+        self._device, self._setup = device, setup
+
+    def plan(self, deployments: Iterable[Deployment]) -> LoadPlan | None:
+        """The load on a deployment; with an SLO on that of least GPU time per token. None where none of them
+        fits a request."""
+        slo, deployments = self._asked.slo, self._fitting(deployments)
+        if not deployments:
+            return None
+        if slo is None:
+            return self._simulated(deployments[0], self._asked.load, COUNTED)
+        near = sorted(deployments, key=self._near_cost)[:SIMULATED_ARRANGEMENTS]
+        plans = [self._searched(deployment, slo) for deployment in near]
+        return self._confirmed(min(plans, key=order_of), slo)
+
+    def _fitting(self, deployments: Iterable[Deployment]) -> list[Deployment]:
+        """Those that fit the longest request."""
+        longest = self._asked.load.longest
+        return [
+            deployment
+            for deployment in deployments
+            if self._num_blocks(deployment) // deployment.pp > ceil(longest / deployment.block_size)
+        ]
+
+    def _near_cost(self, deployment: Deployment) -> tuple[bool, float]:
+        """GPU time per token at the highest concurrency within the SLO, in closed form."""
+        slo, output = self._asked.slo, self._asked.load.mean_lengths()[1]
+        assert slo is not None
+        state = self._steady(deployment, self._near_concurrency(deployment, slo))
+        return not slo.near(state, output), deployment.gpus / state.throughput
+
+    def _near_concurrency(self, deployment: Deployment, slo: Slo) -> int:
+        output = self._asked.load.mean_lengths()[1]
+        most = self._most_sequences(deployment)
+        found = highest_near(
+            lambda count: slo.near(self._steady(deployment, int(count)), output),
+            16,
+            1,
+            most,
+            whole=True,
+        )
+        return int(found.best or 1)
+
+    def _most_sequences(self, deployment: Deployment) -> int:
+        """Sequences that run at once: by the limit of the batch, and by the cache."""
+        mean = ceil(sum(self._asked.load.mean_lengths()))
+        reserve = self._solver.reserve(deployment, self._device)
+        return max(1, deployment.max_sequences(self._device.memory_bytes, reserve, mean))
+
+    def _steady(self, deployment: Deployment, concurrency: int) -> SteadyState:
+        """The closed form of the load, of equal requests."""
+        prompt, output = map(ceil, self._asked.load.mean_lengths())
+        return steady_state(
+            self._steps(deployment),
+            prompt,
+            output,
+            concurrency,
+            resident=self._most_sequences(deployment),
+        )
+
+    def _steps(self, deployment: Deployment) -> StepModel:
+        return step_model(deployment, self._device, self._setup, self._model)
+
+    def _searched(self, deployment: Deployment, slo: Slo) -> LoadPlan:
+        """The highest load within the SLO, in bundles, from the one that the closed form expects."""
+        guess = self._near_concurrency(deployment, slo)
+        bundle = ceil(guess / SEARCHED_SEQUENCES)
+        if slo.by == "rate":
+            state, output = self._steady(deployment, guess), self._asked.load.mean_lengths()[1]
+            rate = state.throughput / output
+            least, first, most = rate / 1000, rate / 2, rate * 1000
+        else:
+            least, first, most = 1.0, float(guess), float(self._most_sequences(deployment))
+
+        def keeps(value: float) -> bool:
+            plan = self._at(deployment, slo, value, bundle)
+            return slo.kept_by(plan.load, plan.result)
+
+        found = highest_near(keeps, first, least, most, whole=slo.by == "concurrency")
+        plan = self._at(deployment, slo, found.best or least, bundle)
+        return replace(plan, searched=found)
+
+    def _confirmed(self, plan: LoadPlan, slo: Slo) -> LoadPlan:
+        """A plan that was found in bundles, its load lowered until it keeps the limits without."""
+        assert plan.searched is not None
+        value, failed = plan.searched.best, plan.searched.failed
+        while value is not None:
+            plan = self._at(plan.deployment, slo, value)
+            if slo.kept_by(plan.load, plan.result):
+                break
+            lower = value / (1 + PRECISION)
+            failed, value = value, floor(lower) or None if slo.by == "concurrency" else lower
+        return replace(plan, searched=SloResult(value, failed))
+
+    def _at(self, deployment: Deployment, slo: Slo, value: float, bundle: int = 1) -> LoadPlan:
+        """A deployment at a concurrency or rate."""
+        load = replace(self._asked.load, concurrency=int(value), rate=None)
+        if slo.by == "rate":
+            load = replace(self._asked.load, concurrency=None, rate=value)
+        counted = max(SEARCHED_REQUESTS, load.concurrency or bundle * SEARCHED_SEQUENCES)
+        return self._simulated(deployment, load, counted, bundle)
+
+    def _simulated(
+        self, deployment: Deployment, load: Load, counted: int, bundle: int = 1
+    ) -> LoadPlan:
+        server = self._server(deployment, load, bundle)
+        result = simulate(server, self._steps(deployment), load, counted)
+        return LoadPlan(deployment, load, result, server.num_blocks)
+
+    def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:
+        """The server of a deployment, of which each sequence stands for a `bundle` of equal ones.
+
+        It has no more blocks than the load can use: they would only take time.
+        """
+        reserve = self._solver.reserve(deployment, self._device)
+        sequences = ceil(reserve.max_num_seqs / bundle)
+        limits = SchedulerConfig(
+            max_num_batched_tokens=max(reserve.chunk_tokens // bundle, sequences),
+            max_num_seqs=sequences,
+            block_size=deployment.block_size,
+            max_model_len=load.longest,
+        )
+        ranks, least_blocks = deployment.attention_dp * bundle, limits.num_blocks(load.longest)
+        if load.concurrency is not None:
+            sequences = min(sequences, ceil(load.concurrency / (ranks * deployment.pp)))
+        useful = ceil((1 + limits.watermark) * (sequences + 1) * least_blocks) + 1
+        num_blocks = min(self._num_blocks(deployment) // (bundle * deployment.pp), useful)
+        return SimulatedServer(
+            limits,
+            max(2, num_blocks),
+            ranks=ranks,
+            stages=deployment.pp,
+            caches_prefixes=load.prefix_share > 0,
+        )
+
+    def _num_blocks(self, deployment: Deployment) -> int:
+        """Blocks of the KV cache of a rank. What a sequence has beside them, and what windows save it, is
+        spread over those of a sequence of mean length."""
+        tokens = ceil(sum(self._asked.load.mean_lengths()))
+        reserve = self._solver.reserve(deployment, self._device)
+        budget = deployment.kv_budget(self._device.memory_bytes, reserve)
+        per_sequence = deployment.kv_bytes(tokens, reserve)
+        blocks = ceil(tokens / deployment.block_size)
+        if not per_sequence:
+            return (reserve.max_num_seqs + 1) * blocks if budget > 0 else 0
+        return max(0, budget) * blocks // per_sequence
+
+
+def order_of(plan: LoadPlan) -> tuple[bool, float]:
+    """Within the SLO first, then by the GPU time of a token."""
+    return not plan.keeps_slo, plan.gpu_hours_per_million
+
+
+def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
+    """The step model of a deployment of a model of that name."""
+    parameters, share = None, setup.efficiency
+    if share != DEFAULT_EFFICIENCY:
+        parameters = measured_parameters(
+            share.bandwidth, share.compute, share.seconds_per_layer, share.source
+        )
+    return StepModel.build(
+        deployment.shape,
+        deployment.recipe,
+        device,
+        model=model,
+        engine=setup.engine,
+        parallel=deployment.parallel,
+        kv_bytes_per_element=float(deployment.kv_bytes_per_element),
+        parameters=parameters,
+    )
