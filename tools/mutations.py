@@ -36,6 +36,8 @@ FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 CHUNKS = (60, 600, 10**6)
 """Tests of the first, second, ... run: most mutations fall to the first."""
+LONGEST = 3600
+"""Seconds; a loop in C code heeds no timeout of a test."""
 BROKEN = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?|\S+\.py)(?: - .*)?$", re.MULTILINE)
 
 
@@ -125,7 +127,10 @@ class Clone:
         names.write_text("\n".join(sorted(tests)), encoding="utf-8")
         workers = ["-n", str(self.workers), "--dist", "loadfile"] if self.workers > 1 else []
         options = ["-x", "-rfE", "--tb=no", "-o", "timeout=120", *workers, f"@{names}"]
-        done = run_pytest(self.folder, *options, PYTHONPATH=str(self.links))
+        try:
+            done = run_pytest(self.folder, *options, PYTHONPATH=str(self.links), timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            return "no end"
         failures = BROKEN.findall(done.stdout)
         return failures[0] if failures else f"exit {done.returncode}" * bool(done.returncode)
 

@@ -29,11 +29,13 @@ PHASE = re.compile(r" \((?:setup|call|teardown)\)$")
 
 
 def run_pytest(
-    folder: Path, *arguments: str, **environment: str
+    folder: Path, *arguments: str, timeout: float | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def collected(marks: str) -> set[str]:
