@@ -21,6 +21,7 @@ from statistics import median
 
 from llmopt.engine.planner.catalog import PlannedModel, find_model
 from llmopt.engine.planner.devices import Device, find_device
+from llmopt.engine.planner.error_bands import batch_regime
 from llmopt.engine.planner.step_model import Parallelism
 from llmopt.engine.planner.weights import WeightRecipe, recipe_for
 
@@ -34,7 +35,8 @@ _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured configuration. `fitted` says which half it is in; `harness` names the load generator,
-    `count` the rows that its medians are of."""
+    `count` the rows that its medians are of, `names` the file's
+    own columns."""
 
     model: str
     device: Device
@@ -51,15 +53,12 @@ class Row:
     fitted: bool
     group: str
     count: int
+    names: Mapping[str, str]
 
     @property
-    def throughput(self) -> float:
-        """Output tokens per second that its TTFT and TPOT imply."""
-        return (
-            self.concurrency
-            * self.output
-            / (self.ttft_seconds + (self.output - 1) * self.tpot_seconds)
-        )
+    def regime(self) -> str:
+        """Its batch regime."""
+        return batch_regime(self.concurrency)
 
     @property
     def planned(self) -> PlannedModel:
@@ -122,6 +121,7 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
         fitted=hashlib.sha256(group.encode()).hexdigest()[0] < "8",
         group=group,
         count=len(rows),
+        names=first,
     )
 
 
