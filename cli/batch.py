@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options, writable
-from .options.serving import MediaOptions, ServedModelOptions
+from .options.serving import ServedModelOptions
 from .options.shared import Json, check_models
-from .serving import app_options, media_limits
+from .serving import app_options
 
 if TYPE_CHECKING:
-    from ..engine.multimodal.media import MediaLimits
     from ..engine.server.batch_file import BatchFile
     from ..engine.server.batch_run import AnswerJournal
 
@@ -27,7 +27,7 @@ def batch(
     file: Annotated[Path, typer.Argument(help="JSON lines of custom_id, method, url and body.")],
     served: ServedModelOptions,
     engine: Annotated[Words, From(EngineConfig)],
-    media: MediaOptions,
+    media: Annotated[Words, From(MediaLimits)],
     model: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +62,7 @@ def batch(
     check_models(keywords)
     config = EngineConfig(model=asked, **keywords)
     for_app = {"model_name": served.served_name(asked), **app_options(served)}
-    limits = media_limits(media)
+    limits = MediaLimits(**keywords_of_words(MediaLimits, media))
     target = output or file.with_suffix(".out.jsonl")
     names = [served.served_name(asked), *config.loras]
     check_output(target, "--output", folder=False)

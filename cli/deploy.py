@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.command import values_of, with_options
-from .options.planning import ClusterOptions, DeployedPlanOptions, DeployOutputOptions
+from ..engine.deploy.deployment import DeployChoices
+from ..quant.base.option import keywords_of_words
+from .options.command import From, Words, values_of, with_options
+from .options.planning import DeployedPlanOptions, DeployOutputOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..engine.deploy.deployment import DeployChoices, ServerDeployment
+    from ..engine.deploy.deployment import ServerDeployment
     from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan import DeploymentPlan
 
@@ -25,7 +26,7 @@ def deploy(
         str, typer.Argument(help="Model in the pods: a hub id, or a path in the container.")
     ],
     planned: DeployedPlanOptions,
-    cluster: ClusterOptions,
+    cluster: Annotated[Words, From(DeployChoices, but=("model",))],
     output: DeployOutputOptions,
 ) -> None:
     """Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned."""
@@ -36,11 +37,11 @@ def deploy(
     from ..quant.base.atomic_io import check_output, write_atomically
     from .output.console import emit_json, people
 
-    choices = _choices(model, planned, cluster)
+    choices = DeployChoices(model, **keywords_of_words(DeployChoices, cluster))
     folder = output.output or Path(f"deploy-{choices.name}")
     check_output(folder, "--output", folder=True)
     stored = stored_quantization_of(find_model(planned.like or model))
-    plan = _plan(model, planned, stored)
+    plan = _plan(choices, planned, stored)
     for warning in plan.warnings:
         people.print(f"warning: {warning}", markup=False, soft_wrap=True)
     deployment = deployment_for(choices, plan, stored)
@@ -54,17 +55,8 @@ def deploy(
         _show(deployment, folder, files)
 
 
-def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) -> DeployChoices:
-    from ..engine.deploy.deployment import DeployChoices
-
-    short = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
-    name = cluster.name or short[:53].strip("-")
-    chosen = {**values_of(cluster), "name": name}
-    return DeployChoices(model=model, engine=planned.engine, **chosen)
-
-
 def _plan(
-    model: str, planned: DeployedPlanOptions, stored: StoredQuantization | None
+    choices: DeployChoices, planned: DeployedPlanOptions, stored: StoredQuantization | None
 ) -> DeploymentPlan:
     """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
     from ..engine.config.plan_request import PlanRequest
@@ -72,11 +64,12 @@ def _plan(
 
     asked = values_of(planned)
     like, gpu = asked.pop("like"), asked.pop("gpu")
-    if planned.engine != "llmopt":
+    asked["engine"] = choices.engine
+    if choices.engine != "llmopt":
         # Their caches are of pages too: the planner's rule of vLLM is theirs.
         asked["engine"] = "vllm"
         asked["kv_dtype"] = asked["kv_dtype"] or (stored and stored.kv_dtype)
-    return plan_for(PlanRequest(model=like or model, gpus=(gpu,), **asked))
+    return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **asked))
 
 
 def _show(deployment: ServerDeployment, folder: Path, files: Mapping[str, str]) -> None:

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.config.config import EngineConfig
+from ..engine.server.protocol.server_options import ServerOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_config, with_options
-from .options.serving import (
-    HandoverOptions,
-    MediaOptions,
-    OperationOptions,
-    ProtectionOptions,
-    ServingOptions,
-)
+from .options.serving import HandoverOptions, ServingOptions
 from .options.shared import ModelOptions, check_models
 from .serving import (
     app_options,
@@ -30,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..engine.engine import Engine
-    from ..engine.server.protocol.server_options import ServerOptions
 
 
 MORE_LORAS = 8
@@ -45,9 +39,7 @@ def serve_local(
     other: HandoverOptions,
     serving: ServingOptions,
     engine: Annotated[Words, From(EngineConfig)],
-    protection: ProtectionOptions,
-    operation: OperationOptions,
-    media: MediaOptions,
+    server: Annotated[Words, From(ServerOptions)],
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from ..quant.base.errors import BadInput
@@ -70,7 +62,7 @@ def serve_local(
     config = EngineConfig(model=name, **keywords)
     from ..engine.server.launch import is_loopback
 
-    options = server_options(protection, operation, media, is_loopback=is_loopback(serving.host))
+    options = server_options(server, is_loopback=is_loopback(serving.host))
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
     _serve(config, folder, served, options, serving)

@@ -1,184 +1,49 @@
-"""Options of `llmopt serve-local` and `batch`, read for a server: limits, TLS, keys, templates.
+"""Options of `llmopt serve-local` and `batch`, read and checked for a server: files, keys, templates.
 
 With `--engine vllm|sglang|trtllm` they are translated, and that engine's server takes the process over.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options.command import shown_name
+from .options.command import Words, shown_name
 
 if TYPE_CHECKING:
-    from ..engine.multimodal.media import MediaLimits
-    from ..engine.server.protocol.server_options import ServerOptions, TlsOptions
-    from .options.serving import (
-        MediaOptions,
-        OperationOptions,
-        ProtectionOptions,
-        ServedModelOptions,
-    )
+    from ..engine.server.protocol.server_options import ServerOptions
+    from .options.serving import ServedModelOptions
 
 
-def server_options(
-    protection: ProtectionOptions,
-    operation: OperationOptions,
-    media: MediaOptions,
-    *,
-    is_loopback: bool,
-) -> ServerOptions:
+def server_options(words: Words, *, is_loopback: bool) -> ServerOptions:
     """The server's options, all checked: files, packages and addresses.
 
     Raises:
         BadInput: what is wrong with one of them.
     """
-    from ..engine.server.protocol.server_options import LogFormat
+    from ..engine.server.protocol.server_options import ServerOptions
     from ..engine.server.requests.keys import KeyRing
     from ..engine.server.requests.reload import open_context
     from ..engine.server.requests.tracing import check_tracing
     from ..quant.base.errors import BadInput
+    from ..quant.base.option import keywords_of_words
 
-    form = next((name for name in get_args(LogFormat) if name == operation.log_format), None)
-    if form is None:
+    given = {"host_names": frozenset(), **keywords_of_words(ServerOptions, words)}
+    options = ServerOptions(**given if is_loopback else {**given, "host_names": None})
+    if options.allow_runtime_lora_updating != bool(options.lora_folders):
         raise BadInput(
-            f"--log-format {operation.log_format}: choose {', '.join(get_args(LogFormat))}"
+            "--allow-runtime-lora-updating and --allowed-lora-path go together: adapters are loaded from "
+            "below that folder alone"
         )
-    options = replace(
-        _protected(protection, is_loopback=is_loopback),
-        api_key_file=operation.api_key_file,
-        rpm_per_key=operation.rpm_per_key,
-        tpm_per_key=operation.tpm_per_key,
-        log_format=form,
-        otlp_traces_endpoint=operation.otlp_traces_endpoint,
-        tls=_tls(operation),
-        media=media_limits(media),
-    )
     if options.otlp_traces_endpoint is not None:
         check_tracing(options.otlp_traces_endpoint)
     if options.tls is not None:
         open_context(options.tls)
     KeyRing(options)
     return options
-
-
-def _tls(operation: OperationOptions) -> TlsOptions | None:
-    from ..engine.server.protocol.server_options import TlsOptions
-    from ..quant.base.errors import BadInput
-
-    if operation.ssl_certfile is not None:
-        return TlsOptions(
-            operation.ssl_certfile,
-            operation.ssl_keyfile,
-            operation.ssl_ca_certs,
-            operation.ssl_cert_reqs,
-            operation.enable_ssl_refresh,
-        )
-    others = {
-        "--ssl-keyfile": operation.ssl_keyfile,
-        "--ssl-ca-certs": operation.ssl_ca_certs,
-        "--ssl-cert-reqs": operation.ssl_cert_reqs,
-        "--enable-ssl-refresh": operation.enable_ssl_refresh,
-    }
-    for name, value in others.items():
-        if value:
-            raise BadInput(f"{name} needs --ssl-certfile, the server's certificate")
-    return None
-
-
-def _protected(protection: ProtectionOptions, *, is_loopback: bool) -> ServerOptions:
-    """The server's options.
-
-    Raises:
-        BadInput: an invalid size, or a number out of range.
-    """
-    from ..engine.base.units import parse_bytes
-    from ..engine.server.protocol.server_options import ServerOptions, read_script
-
-    return ServerOptions(
-        api_keys=tuple(protection.api_key or ()),
-        cors_origins=tuple(protection.cors_origin or ()),
-        host_names=frozenset(protection.allowed_host or ()) if is_loopback else None,
-        max_body_bytes=parse_bytes(protection.max_body),
-        max_header_bytes=parse_bytes(protection.max_header),
-        header_timeout_seconds=protection.header_timeout,
-        max_connections=protection.max_connections,
-        body_timeout_seconds=protection.body_timeout,
-        send_timeout_seconds=protection.send_timeout,
-        max_concurrency_per_key=protection.max_concurrency_per_key,
-        max_queue_per_key=protection.max_queue_per_key,
-        max_waiting=protection.max_waiting,
-        request_timeout_seconds=protection.request_timeout,
-        step_timeout_seconds=protection.step_timeout,
-        shutdown_delay_seconds=protection.shutdown_delay,
-        drain_seconds=protection.drain_seconds,
-        log_prompts=protection.log_prompts,
-        admin_api_key=protection.admin_api_key,
-        lora_folders=_lora_folders(protection),
-        script=read_script(Path(protection.scripted_output)) if protection.scripted_output else (),
-    )
-
-
-def _lora_folders(protection: ProtectionOptions) -> tuple[Path, ...]:
-    from ..quant.base.errors import BadInput
-
-    folders = tuple(protection.allowed_lora_path or ())
-    if protection.allow_runtime_lora_updating != bool(folders):
-        raise BadInput(
-            "--allow-runtime-lora-updating and --allowed-lora-path go together: adapters are loaded from "
-            "below that folder alone"
-        )
-    return folders
-
-
-def media_limits(media: MediaOptions) -> MediaLimits:
-    """The limits of images.
-
-    Raises:
-        BadInput: an invalid limit or host name.
-    """
-    from ..engine.base.units import parse_bytes
-    from ..engine.multimodal.media import MediaLimits
-
-    limits = MediaLimits(
-        allowed_domains=frozenset(name.lower() for name in media.allowed_media_domains or ()),
-        max_image_bytes=parse_bytes(media.max_image_bytes),
-        max_image_pixels=media.max_image_pixels,
-        fetch_timeout_seconds=media.media_timeout,
-    )
-    return limits.with_max_images(_max_images(media.limit_mm_per_prompt))
-
-
-def _max_images(text: str | None) -> int | None:
-    """The count of images in vLLM's `{"image": 4}` or `{"image": {"count": 4}}`, or the number alone as
-    its `--limit-mm-per-prompt.image 4` gives it."""
-    from ..quant.base.errors import BadInput
-
-    if text is None:
-        return None
-    usage = BadInput(
-        f"--limit-mm-per-prompt {text}: give JSON such as "
-        "'{\"image\": 4}'; models here take images alone"
-    )
-    try:
-        asked = json.loads(text)
-    except ValueError as error:
-        raise usage from error
-    if type(asked) is int:
-        return asked
-    if not isinstance(asked, dict):
-        raise usage
-    counts = {k: v.get("count") if isinstance(v, dict) else v for k, v in asked.items()}
-    if any(type(count) is not int for count in counts.values()):
-        raise usage
-    if any(count for kind, count in counts.items() if kind != "image"):
-        raise usage
-    return counts.get("image")
 
 
 def app_options(served: ServedModelOptions) -> dict[str, str | None]:

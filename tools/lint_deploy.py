@@ -64,7 +64,7 @@ def write_deployments(folder: Path) -> None:
             gpus=("l4",),
             engine="llmopt" if engine == "llmopt" else "vllm",
         )
-        choices = DeployChoices("org/model", NAME, engine=engine, image=image)
+        choices = DeployChoices("org/model", name=NAME, engine=engine, image=image)
         for path, text in deploy_files(deployment_for(choices, plan_for(request))).items():
             (folder / engine / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / engine / path).write_text(text)

@@ -206,7 +206,8 @@ class ImagePreparation:
         """
         if not item.images:
             return PreparedPrompt(item.prompt_token_ids)
-        from ...engine.multimodal.media import MediaLimits, load_images
+        from ...engine.base.image_input import MediaLimits
+        from ...engine.multimodal.media import load_images
 
         began, support = time.perf_counter(), engine.images
         if support.processor is None:

@@ -48,32 +48,6 @@ class DeployedPlanOptions:
         "Tensor-parallel size. Default: the fewest GPUs that hold the model.",
         hidden_flags=("--tensor-parallel-size",),
     )
-    engine: str = option("vllm", "vllm, sglang, trtllm or llmopt.")
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """Names, images and replicas."""
-
-    PANEL: ClassVar = "Cluster"
-
-    image: str | None = option(None, "Container image. Default: the engine's; llmopt has none.")
-    name: str | None = option(None, "Service name. Default: the model's.")
-    namespace: str = option("default", "Kubernetes namespace.")
-    key_secret: str | None = option(
-        None, "Kubernetes secret whose entry api-key clients must send.", flag="--api-key-secret"
-    )
-    replicas: int = option(1, "Minimum replicas.")
-    max_replicas: int = option(4, "Maximum replicas.")
-    queue_target: int = option(4, "Waiting requests per replica that trigger scale-up.")
-    max_surge: int = option(
-        1, "Replicas that a rollout starts before it stops one; 0: one stops first."
-    )
-    drain_seconds: int = option(300, "Seconds that requests in flight have when a pod is stopped.")
-    ttft_target: float = option(
-        10.0, "Time to first token, in seconds, above which an alert fires."
-    )
-    gpus_per_node: int = option(8, "GPUs per node.")
 
 
 @dataclass(frozen=True, slots=True)

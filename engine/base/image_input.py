@@ -1,10 +1,15 @@
-"""Images of a prompt: the placeholder tokens that each takes, and the tensors that the vision tower reads."""
+"""Images of a prompt: limits of what is sent, placeholder tokens, and tensors for the vision tower."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...quant.base.errors import BadInput
+from ...quant.base.option import check_limits, no_less_than, option
+from .units import parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -83,3 +88,114 @@ def content_key(
         if image.overlaps(first, last)
     )
     return b"".join(parts)
+
+
+PROMPT_PIXELS = 4
+"""All images of a prompt may together have this many times the pixels of the largest."""
+MAX_IMAGES = 16
+
+
+def parse_max_images(text: str) -> int:
+    """The count of images in vLLM's `{"image": 4}` or `{"image": {"count": 4}}`, or the number alone as
+    its `--limit-mm-per-prompt.image 4` gives it.
+
+    Raises:
+        BadInput: another form, or a count of another kind of media.
+    """
+    try:
+        asked: Any = json.loads(text)
+    except ValueError:
+        asked = None
+    if type(asked) is int:
+        return asked
+    counts: dict[str, Any] = {}
+    if isinstance(asked, dict):
+        counts = {k: v.get("count") if isinstance(v, dict) else v for k, v in asked.items()}
+    is_known = all(type(n) is int and (kind == "image" or not n) for kind, n in counts.items())
+    if not isinstance(asked, dict) or not is_known:
+        raise BadInput(
+            f"--limit-mm-per-prompt {text}: give JSON such as "
+            "'{\"image\": 4}'; models here take images alone"
+        )
+    return counts.get("image", MAX_IMAGES)
+
+
+def _host_names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.lower() for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Limits of the images of a prompt, and the hosts that http(s) URLs may name.
+
+    Raises:
+        BadInput: a limit out of range, or something else than a host's name.
+    """
+
+    PANEL: ClassVar = "Images"
+
+    allowed_domains: frozenset[str] = option(
+        frozenset(),
+        "Host whose http(s) image URLs are fetched; repeatable. Default: none, data URLs only.",
+        flag="--allowed-media-domains",
+        word=list[str],
+        parse=_host_names,
+    )
+    max_images: int = option(
+        MAX_IMAGES,
+        "Images per prompt, as JSON: '{\"image\": 4}'. Default: 16.",
+        flag="--limit-mm-per-prompt",
+        hidden_flags=("--limit-mm-per-prompt.image",),
+        word=str,
+        parse=parse_max_images,
+        limit=no_less_than(0),
+    )
+    max_image_pixels: int = option(
+        1 << 25, "Maximum pixels of an image, by its header.", limit=no_less_than(1)
+    )
+    max_image_bytes: int = option(
+        16 << 20,
+        "Maximum encoded size of an image.",
+        word=str,
+        text="16MiB",
+        parse=parse_bytes,
+        limit=no_less_than(1),
+    )
+    fetch_timeout_seconds: float = option(
+        5.0,
+        "Timeout for fetching an image, in seconds.",
+        flag="--media-timeout",
+        limit=lambda seconds: None if seconds > 0 else "more than 0",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
+        for domain in self.allowed_domains:
+            if not domain or domain != domain.strip() or "/" in domain:
+                raise BadInput(
+                    f"--allowed-media-domains {domain!r}: a host name without scheme and path"
+                )
+
+    def check_count(self, count: int) -> None:
+        """Raises `BadInput` for a prompt of too many images."""
+        if count > self.max_images:
+            raise BadInput(
+                f"{count} images in a prompt: at most {self.max_images} (--limit-mm-per-prompt)"
+            )
+
+    def check_prompt_pixels(self, num_pixels: int) -> None:
+        """Raises `BadInput` for images that are too large together."""
+        most = PROMPT_PIXELS * self.max_image_pixels
+        if num_pixels > most:
+            raise BadInput(
+                f"the images of a prompt have {num_pixels} pixels: at most {most} "
+                f"({PROMPT_PIXELS} x --max-image-pixels)"
+            )
+
+    def check_pixels(self, width: int, height: int) -> None:
+        """Raises `BadInput` for an image that is too large to decode."""
+        if width * height > self.max_image_pixels:
+            raise BadInput(
+                f"an image of {width} x {height} pixels: at most {self.max_image_pixels} "
+                "(--max-image-pixels)"
+            )

@@ -9,8 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
+from typing import ClassVar
 
 from ...quant.base.errors import BadInput
+from ...quant.base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DeploymentPlan, DevicePlan
 from ..server.requests.metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric
@@ -142,33 +145,51 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class DeployChoices:
-    """User choices; the rest follows from the plan.
+    """User choices, whose metadata is their definition; the rest follows from the plan.
 
     Attributes:
         model: that the pods load, a hub id or a path in the image.
-        key_secret: Kubernetes secret whose entry `api-key` is the API key; None: no API key.
-        replicas, max_replicas: minimum and maximum number.
-        queue_target: waiting requests per replica above which the autoscaler adds replicas.
-        max_surge: replicas that a rollout starts before it stops an old one; with 0 it stops one first.
-        drain_seconds: that requests in flight have to finish when a pod is stopped.
-        ttft_target: seconds; an alert tells when the 99th percentile of the time to first token is above.
+
+    Raises:
+        BadInput: a name that Kubernetes does not take, or a number out of range.
     """
 
+    PANEL: ClassVar = "Cluster"
+
     model: str
-    name: str
-    engine: str = "vllm"
-    image: str | None = None
-    namespace: str = "default"
-    key_secret: str | None = None
-    replicas: int = 1
-    max_replicas: int = 4
-    queue_target: int = 4
-    gpus_per_node: int = 8
-    max_surge: int = 1
-    drain_seconds: int = 300
-    ttft_target: float = 10.0
+    engine: str = option("vllm", "vllm, sglang, trtllm or llmopt.", panel="What is served")
+    image: str | None = option(None, "Container image. Default: the engine's; llmopt has none.")
+    name: str = option("", "Service name. Default: the model's.")
+    namespace: str = option("default", "Kubernetes namespace.")
+    key_secret: str | None = option(
+        None, "Kubernetes secret whose entry api-key clients must send.", flag="--api-key-secret"
+    )
+    replicas: int = option(1, "Minimum replicas.")
+    max_replicas: int = option(4, "Maximum replicas.")
+    queue_target: int = option(
+        4, "Waiting requests per replica that trigger scale-up.", limit=no_less_than(1)
+    )
+    max_surge: int = option(
+        1,
+        "Replicas that a rollout starts before it stops one; 0: one stops first.",
+        limit=no_less_than(0),
+    )
+    drain_seconds: int = option(
+        300,
+        "Seconds that requests in flight have when a pod is stopped.",
+        limit=no_less_than(1),
+    )
+    ttft_target: float = option(
+        10.0,
+        "Time to first token, in seconds, above which an alert fires.",
+        limit=lambda seconds: None if seconds > 0 else "seconds above 0",
+    )
+    gpus_per_node: int = option(8, "GPUs per node.")
 
     def __post_init__(self) -> None:
+        if not self.name:
+            short = re.sub(r"[^a-z0-9]+", "-", Path(self.model).name.lower()).strip("-")
+            object.__setattr__(self, "name", short[:53].strip("-"))
         for name in (self.name, self.namespace):
             if not _NAME.fullmatch(name):
                 raise BadInput(f"{name!r} is no name for Kubernetes: small letters, digits and -")
@@ -186,14 +207,7 @@ class DeployChoices:
                 f"--replicas {self.replicas}, --max-replicas {self.max_replicas}: at least 1, and no "
                 "more than the most"
             )
-        if self.queue_target < 1:
-            raise BadInput(f"--queue-target {self.queue_target}: at least 1")
-        if self.max_surge < 0:
-            raise BadInput(f"--max-surge {self.max_surge}: at least 0")
-        if self.drain_seconds < 1:
-            raise BadInput(f"--drain-seconds {self.drain_seconds}: at least 1")
-        if not self.ttft_target > 0:
-            raise BadInput(f"--ttft-target {self.ttft_target:g}: seconds above 0")
+        check_limits(self, by_flag=True)
 
 
 GIB = 1 << 30

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,82 +18,13 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import MARKER
 
 from ...quant.base.errors import BadInput
+from ..base.image_input import MediaLimits
 from .remote import RemoteMedia
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are decoded; the first frame of an animation. Vector formats run programs and are refused."""
 NAMED_FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-PROMPT_PIXELS = 4
-"""All images of a prompt may together have this many times the pixels of the largest."""
-
 ImageSource = Image.Image | Path | str | bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MediaLimits:
-    """Limits of the images of a prompt.
-
-    Attributes:
-        allowed_domains: hosts that http(s) URLs may name; none by default.
-        max_images: of a prompt.
-        max_image_bytes: of an image as it is stored or sent.
-        max_image_pixels: of an image, read from its header.
-        fetch_timeout_seconds: for an image from a host, redirects included.
-    """
-
-    allowed_domains: frozenset[str] = frozenset()
-    max_images: int = 16
-    max_image_bytes: int = 16 << 20
-    max_image_pixels: int = 1 << 25
-    fetch_timeout_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        for option, value, minimum in (
-            ("--limit-mm-per-prompt image", self.max_images, 0),
-            ("--max-image-bytes", self.max_image_bytes, 1),
-            ("--max-image-pixels", self.max_image_pixels, 1),
-        ):
-            if value < minimum:
-                raise BadInput(f"{option} {value}: at least {minimum}")
-        if not self.fetch_timeout_seconds > 0:
-            raise BadInput(f"--media-timeout {self.fetch_timeout_seconds:g}: more than 0")
-        for domain in self.allowed_domains:
-            if not domain or domain != domain.strip() or "/" in domain:
-                raise BadInput(
-                    f"--allowed-media-domains {domain!r}: a host name without scheme and path"
-                )
-
-    @property
-    def remote(self) -> RemoteMedia:
-        return RemoteMedia(self.allowed_domains, self.max_image_bytes, self.fetch_timeout_seconds)
-
-    def with_max_images(self, count: int | None) -> MediaLimits:
-        """These limits with another number of images; None leaves it."""
-        return self if count is None else replace(self, max_images=count)
-
-    def check_count(self, count: int) -> None:
-        """Raises `BadInput` for a prompt of too many images."""
-        if count > self.max_images:
-            raise BadInput(
-                f"{count} images in a prompt: at most {self.max_images} (--limit-mm-per-prompt)"
-            )
-
-    def check_prompt_pixels(self, num_pixels: int) -> None:
-        """Raises `BadInput` for images that are too large together."""
-        most = PROMPT_PIXELS * self.max_image_pixels
-        if num_pixels > most:
-            raise BadInput(
-                f"the images of a prompt have {num_pixels} pixels: at most {most} "
-                f"({PROMPT_PIXELS} x --max-image-pixels)"
-            )
-
-    def check_pixels(self, width: int, height: int) -> None:
-        """Raises `BadInput` for an image that is too large to decode."""
-        if width * height > self.max_image_pixels:
-            raise BadInput(
-                f"an image of {width} x {height} pixels: at most {self.max_image_pixels} "
-                "(--max-image-pixels)"
-            )
 
 
 def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.Image:
@@ -149,7 +79,10 @@ def sent_bytes(url: str, limits: MediaLimits) -> bytes:
     if is_data_url(url):
         return _data_url(url, limits)
     if url[:6].partition(":")[0].lower() in ("http", "https"):
-        return limits.remote.fetch(url)
+        remote = RemoteMedia(
+            limits.allowed_domains, limits.max_image_bytes, limits.fetch_timeout_seconds
+        )
+        return remote.fetch(url)
     raise BadInput("an image URL is a data: URL, or http(s) of an allowed host")
 
 

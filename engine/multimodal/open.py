@@ -18,11 +18,11 @@ import torch
 from ...quant.base.errors import BadInput, first_line
 from ...quant.load_processor import has_processor
 from ...quant.model.checkpoint import Checkpoint
-from ..base.image_input import Images
+from ..base.image_input import Images, MediaLimits
 from ..model.layers.spec import ImageSpec
 from ..scheduling.request import RopePositions
 from .encoder import EncoderCache
-from .media import ImageSource, MediaLimits, load_images
+from .media import ImageSource, load_images
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:

@@ -166,12 +166,17 @@ def check_limits(config: Any, *, by_flag: bool = False) -> None:
             continue
         shown = f"{name} {value!r}" if isinstance(value, str) else f"{name} = {value}"
         if by_flag:
-            shown = f"{flag_of(name, one)} {value:g}"
+            shown = f"{flag_of(name, one)} {value if isinstance(value, str) else f'{value:g}'}"
         raise BadInput(f"{shown}: {problem}")
 
 
 def at_least(least: int) -> Limit:
     return lambda value: None if value >= least else f"need {least} or more"
+
+
+def no_less_than(least: int) -> Limit:
+    """`at_least` in the words of the server's options; refuses NaN too."""
+    return lambda value: None if value >= least else f"at least {least}"
 
 
 def within(

@@ -14,11 +14,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ....quant.base.errors import BadInput
+from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams
 from ...engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
-from ...multimodal.media import MediaLimits, decode_image, is_data_url, sent_bytes
+from ...multimodal.media import decode_image, is_data_url, sent_bytes
 from ..protocol.errors import ApiError
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 

@@ -7,7 +7,7 @@ colon those rules reserve for recording rules, serve existing vLLM dashboards.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -20,27 +20,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...engine import Engine
-from ...scheduling.outputs import EngineStats
-from ..requests.keys import KeyRing
+from ..requests.keys import KeyRing, Principal
 from ..requests.loop import EngineLoop
-from ..requests.metric_names import VLLM_NAMES
+from ..requests.metric_names import llmopt_metric, vllm_metric
 from ..requests.metrics import Histogram, ServerMetrics
 
-HELP = {
-    "time_to_first_token_seconds": "Time from the arrival of a request to its first token.",
-    "inter_token_latency_seconds": "Time between two steps that gave a sequence tokens.",
-    "e2e_request_latency_seconds": "Time from the arrival of a request to its last token.",
-    "request_queue_time_seconds": "Time from the arrival of a request to its first scheduled step.",
-    "request_prefill_time_seconds": "Time from the first scheduled step of a request to its first token.",
-    "request_decode_time_seconds": "Time from the first token of a request to its last token.",
-    "request_inference_time_seconds": "Time from the first scheduled step of a request to its last token.",
-    "request_prompt_tokens": "Prompt tokens of a request.",
-    "request_generation_tokens": "Generated tokens of a sequence.",
-    "request_params_n": "The n parameter of a request.",
-    "request_params_max_tokens": "The max_tokens parameter of a request.",
-    "iteration_tokens": "Tokens computed by a step, prefill and decode.",
-}
 Labels = Mapping[str, str]
+Values = Sequence[tuple[Labels, float]]
+"""Values of a metric, each with the labels that it has beside the model's."""
+Scalars = Mapping[str, tuple[str, float]]
+"""Text and value by name."""
 
 
 class Exposition:
@@ -50,10 +39,9 @@ class Exposition:
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         features, device = speed_features(engine), device_labels(engine.device)
-        for prefix in ("llmopt_", "vllm:"):
-            collector = _EngineCollector(prefix, loop, model_name, features, device)
+        for metric in (llmopt_metric, vllm_metric):
+            collector = _ServerCollector(metric, loop, model_name, keys, features, device)
             self._registry.register(collector)
-        self._registry.register(KeyCollector(keys, model_name))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -84,158 +72,95 @@ def device_labels(device: torch.device) -> dict[str, str]:
     return {"device": str(device), "gpu": gpu}
 
 
-class _EngineCollector(Collector):
-    """All metrics of the engine under one prefix."""
+class _ServerCollector(Collector):
+    """All metrics of the server under one engine's names, by `metric`: None for one that it has not."""
 
     def __init__(
-        self, prefix: str, loop: EngineLoop, model_name: str, features: Labels, device: Labels
+        self,
+        metric: Callable[[str], str | None],
+        loop: EngineLoop,
+        model_name: str,
+        keys: KeyRing,
+        features: Labels,
+        device: Labels,
     ) -> None:
-        self._prefix = prefix
-        self._loop = loop
+        self._metric, self._loop, self._keys = metric, loop, keys
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._features = features
-        self._device = device
+        self._features, self._device = features, device
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._loop.metrics
-        yield from self._of_engine(metrics)
-        yield from self._of_requests(metrics)
-        if self._prefix != "vllm:":
-            yield from self._of_server(metrics)
+        for name, (text, value) in self._gauges(metrics).items():
+            yield from self._family(GaugeMetricFamily, name, text, [({}, value)])
+        for name, text, labels, value in self._infos(metrics):
+            yield from self._family(GaugeMetricFamily, name, text, [(labels, value)])
+        for name, (text, value) in _counters(metrics).items():
+            yield from self._family(CounterMetricFamily, name, text, [({}, value)])
+        for name, text, values in _labelled_counters(metrics):
+            yield from self._family(CounterMetricFamily, name, text, values)
+        if principals := [*self._keys.named]:  # nothing without keys
+            for name, text, values in _usage(principals):
+                yield from self._family(CounterMetricFamily, f"api_key_{name}", text, values)
+        for name, histogram in vars(metrics.distributions).items():
+            yield self._histogram(name, histogram)
 
-    def _of_engine(self, metrics: ServerMetrics) -> Iterator[Metric]:
+    def _gauges(self, metrics: ServerMetrics) -> Scalars:
         stats = metrics.stats
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_running", "Sequences that are running.", stats.num_running)
-        yield self._gauge(
-            "num_requests_waiting", "Sequences that are waiting to be scheduled.", stats.num_waiting
-        )
-        yield self._gauge(
-            "kv_cache_usage_ratio", "KV-cache usage: the fraction of blocks in use, 0 to 1.", used
-        )
-        yield self._counter(
-            "num_preemptions", "Preempted sequences, cumulative.", stats.num_preemptions
-        )
-        yield self._counter(
-            "prefix_cache_queries",
-            "Tokens looked up in the prefix cache.",
-            stats.prefix_cache_queries,
-        )
-        yield self._counter(
-            "prefix_cache_hits", "Prefix-cache hits, in tokens.", stats.prefix_cache_hits
-        )
-        yield from self._of_evictions(stats)
-        yield self._counter(
-            "spec_decode_num_drafts", "Drafts verified by the target model.", stats.num_drafts
-        )
-        yield self._counter(
-            "spec_decode_num_draft_tokens",
-            "Draft tokens proposed.",
-            stats.num_draft_tokens,
-        )
-        yield self._counter(
-            "spec_decode_num_accepted_tokens",
-            "Draft tokens accepted.",
-            stats.num_accepted_tokens,
-        )
-        yield self._gauge(
-            "lora_requests_info",
-            "LoRA adapters in use, in the labels; the value is the current Unix time.",
-            time.time(),
-            {
-                "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
-                "waiting_lora_adapters": ",".join(sorted(metrics.waiting_adapters)),
-                "max_lora": self._features["num_lora_adapters"],
-            },
-        )
-        yield self._gauge(
-            "cache_config_info",
-            "KV-cache configuration, in the labels; always 1.",
-            1,
-            {
-                "block_size": str(stats.kv_tokens_total // max(1, stats.kv_blocks_total)),
-                "num_gpu_blocks": str(stats.kv_blocks_total),
-                "cache_dtype": stats.kv_dtype,
-                "enable_prefix_caching": str(self._features["prefix_caching"] == "on"),
-            },
+        return {
+            "num_requests_running": ("Sequences that are running.", stats.num_running),
+            "num_requests_waiting": (
+                "Sequences that are waiting to be scheduled.",
+                stats.num_waiting,
+            ),
+            "kv_cache_usage_ratio": (
+                "KV-cache usage: the fraction of blocks in use, 0 to 1.",
+                used,
+            ),
+            "ready": ("1 while the server is ready.", float(self._loop.is_ready)),
+        }
+
+    def _infos(self, metrics: ServerMetrics) -> Iterable[tuple[str, str, Labels, float]]:
+        """Gauges whose labels are the information."""
+        stats = metrics.stats
+        adapters = {
+            "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
+            "waiting_lora_adapters": ",".join(sorted(metrics.waiting_adapters)),
+            "max_lora": self._features["num_lora_adapters"],
+        }
+        cache = {
+            "block_size": str(stats.kv_tokens_total // max(1, stats.kv_blocks_total)),
+            "num_gpu_blocks": str(stats.kv_blocks_total),
+            "cache_dtype": stats.kv_dtype,
+            "enable_prefix_caching": str(self._features["prefix_caching"] == "on"),
+        }
+        in_use = "LoRA adapters in use, in the labels; the value is the current Unix time."
+        return (
+            ("lora_requests_info", in_use, adapters, time.time()),
+            ("cache_config_info", "KV-cache configuration, in the labels; always 1.", cache, 1),
+            ("feature_info", "Performance options, in the labels; always 1.", self._features, 1),
+            ("device_info", "The device, in the labels; always 1.", self._device, 1),
         )
 
-    def _of_evictions(self, stats: EngineStats) -> Iterator[Metric]:
-        if self._prefix == "vllm:":
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Values,
+    ) -> Iterator[Metric]:
+        if (exposed := self._metric(name)) is None:
             return
-        yield self._counter(
-            "kv_evicted_tokens",
-            "Tokens evicted to the KV-cache budget, cumulative.",
-            stats.num_evicted_tokens,
-        )
-        yield self._counter(
-            "kv_kept_tokens",
-            "Tokens kept whenever a sequence was compacted to the KV-cache budget, cumulative.",
-            stats.num_kept_tokens,
-        )
+        names = [*self._labels, *(values[0][0] if values else ())]
+        family = kind(exposed, text, labels=names)
+        for labels, value in values:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        yield family
 
-    def _of_requests(self, metrics: ServerMetrics) -> Iterator[Metric]:
-        yield self._counter("prompt_tokens", "Prompt tokens processed.", metrics.num_prompt_tokens)
-        yield self._counter("generation_tokens", "Generated tokens.", metrics.num_generation_tokens)
-        yield self._counters(
-            "request_success",
-            "Finished sequences by finish reason.",
-            "finished_reason",
-            metrics.finished.items(),
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(
+            str(self._metric(name)), histogram.text, labels=list(self._labels)
         )
-        for name, text in HELP.items():
-            yield self._histogram(name, text, getattr(metrics.distributions, name))
-
-    def _of_server(self, metrics: ServerMetrics) -> Iterator[Metric]:
-        yield self._gauge("ready", "1 while the server is ready.", float(self._loop.is_ready))
-        yield self._counter("steps", "Steps of the engine.", metrics.num_steps)
-        yield self._counter(
-            "failed_steps", "Steps that failed; their requests ended.", metrics.num_failed_steps
-        )
-        yield self._counters(
-            "step_seconds",
-            "Time of the steps by part: scheduling, model with sampler, output processing.",
-            "part",
-            metrics.step_seconds.items(),
-        )
-        yield self._counters(
-            "http_responses",
-            "HTTP responses by status.",
-            "status",
-            ((str(status), count) for status, count in metrics.responses.copy().items()),
-        )
-        yield self._gauge(
-            "feature_info",
-            "Performance options, in the labels; always 1.",
-            1,
-            self._features,
-        )
-        yield self._gauge("device_info", "The device, in the labels; always 1.", 1, self._device)
-
-    def _name(self, name: str) -> str:
-        return self._prefix + (VLLM_NAMES.get(name, name) if self._prefix == "vllm:" else name)
-
-    def _gauge(self, name: str, text: str, value: float, labels: Labels | None = None) -> Metric:
-        labels = {**self._labels, **(labels or {})}
-        family = GaugeMetricFamily(self._name(name), text, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(self._name(name), text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counters(
-        self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]
-    ) -> Metric:
-        family = CounterMetricFamily(self._name(name), text, labels=[*self._labels, label])
-        for key, value in values:
-            family.add_metric([*self._labels.values(), key], value)
-        return family
-
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(self._name(name), text, labels=list(self._labels))
         total, buckets = 0, []
         bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         for bound, count in zip(bounds, list(histogram.counts), strict=True):
@@ -245,38 +170,57 @@ class _EngineCollector(Collector):
         return family
 
 
-class KeyCollector(Collector):
-    """Requests and tokens by key, and requests that its limits refused; nothing without keys."""
+def _counters(metrics: ServerMetrics) -> Scalars:
+    stats = metrics.stats
+    return {
+        "num_preemptions": ("Preempted sequences, cumulative.", stats.num_preemptions),
+        "prefix_cache_queries": (
+            "Tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        ),
+        "prefix_cache_hits": ("Prefix-cache hits, in tokens.", stats.prefix_cache_hits),
+        "kv_evicted_tokens": (
+            "Tokens evicted to the KV-cache budget, cumulative.",
+            stats.num_evicted_tokens,
+        ),
+        "kv_kept_tokens": (
+            "Tokens kept whenever a sequence was compacted to the KV-cache budget, cumulative.",
+            stats.num_kept_tokens,
+        ),
+        "spec_decode_num_drafts": ("Drafts verified by the target model.", stats.num_drafts),
+        "spec_decode_num_draft_tokens": ("Draft tokens proposed.", stats.num_draft_tokens),
+        "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", stats.num_accepted_tokens),
+        "prompt_tokens": ("Prompt tokens processed.", metrics.num_prompt_tokens),
+        "generation_tokens": ("Generated tokens.", metrics.num_generation_tokens),
+        "steps": ("Steps of the engine.", metrics.num_steps),
+        "failed_steps": ("Steps that failed; their requests ended.", metrics.num_failed_steps),
+    }
 
-    def __init__(self, keys: KeyRing, model_name: str) -> None:
-        self._keys = keys
-        self._labels = {"model_name": model_name, "engine": "0"}
 
-    def collect(self) -> Iterator[Metric]:
-        principals = [*self._keys.named]
-        if not principals:
-            return
-        requests = self._family("requests", "Requests that have ended, by API key.")
-        prompt = self._family("prompt_tokens", "Prompt tokens of requests, by API key.")
-        generated = self._family("generation_tokens", "Generated tokens, by API key.")
-        refused = self._family(
-            "refused_requests", "Requests refused by a limit of their API key.", "limit"
-        )
-        for principal in principals:
-            labels = [*self._labels.values(), principal.key_name or ""]
-            requests.add_metric(labels, principal.usage.num_requests)
-            prompt.add_metric(labels, principal.usage.prompt_tokens)
-            generated.add_metric(labels, principal.usage.completion_tokens)
-            by_limit = {
-                "requests": principal.limits.refused["requests"],
-                "tokens": principal.limits.refused["tokens"],
-                "concurrency": principal.concurrency.num_refused,
-            }
-            for limit, count in by_limit.items():
-                refused.add_metric([*labels, limit], count)
-        yield from (requests, prompt, generated, refused)
+def _labelled_counters(metrics: ServerMetrics) -> Iterator[tuple[str, str, Values]]:
+    finished, responses = metrics.finished, metrics.responses.copy()
+    text = "Time of the steps by part: scheduling, model with sampler, output processing."
+    for name, help_text, label, counts in (
+        ("request_success", "Finished sequences by finish reason.", "finished_reason", finished),
+        ("step_seconds", text, "part", metrics.step_seconds),
+        ("http_responses", "HTTP responses by status.", "status", responses),
+    ):
+        yield name, help_text, [({label: str(key)}, value) for key, value in counts.items()]
 
-    def _family(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(
-            f"llmopt_api_key_{name}", text, labels=[*self._labels, "key", *labels]
-        )
+
+def _usage(principals: Sequence[Principal]) -> Iterator[tuple[str, str, Values]]:
+    """Requests and tokens by key, and requests that its limits refused."""
+    keys = [{"key": each.key_name or ""} for each in principals]
+    for name, text, field in (
+        ("requests", "Requests that have ended, by API key.", "num_requests"),
+        ("prompt_tokens", "Prompt tokens of requests, by API key.", "prompt_tokens"),
+        ("generation_tokens", "Generated tokens, by API key.", "completion_tokens"),
+    ):
+        counts = [getattr(each.usage, field) for each in principals]
+        yield name, text, list(zip(keys, counts, strict=True))
+    refused: list[tuple[Labels, float]] = []
+    for key, each in zip(keys, principals, strict=True):
+        counts = {name: each.limits.refused[name] for name in ("requests", "tokens")}
+        counts["concurrency"] = each.concurrency.num_refused
+        refused += [({**key, "limit": limit}, count) for limit, count in counts.items()]
+    yield "refused_requests", "Requests refused by a limit of their API key.", refused

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from ....quant.base.errors import BadInput
-from ...multimodal.media import MediaLimits
+from ....quant.base.option import check_limits, flag_of, no_less_than, option, options_of
+from ...base.image_input import MediaLimits
+from ...base.units import parse_bytes
 
-MIB = 1 << 20
 LogFormat = Literal["text", "json"]
+_FORMATS = get_args(LogFormat)
+
+
+def is_sendable(key: str) -> bool:
+    """Whether a header can carry an API key."""
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
+
+
+def _seconds(default: float, help: str, flag: str, least: int = 1) -> Any:
+    return option(default, help, flag=flag, limit=no_less_than(least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +34,14 @@ class ScriptedText:
     text: str
 
 
-def read_script(path: Path) -> tuple[ScriptedText, ...]:
+def read_script(path: Path | str) -> tuple[ScriptedText, ...]:
     """A script from a JSON file: a list of objects with `after` and `text`.
 
     Raises:
         BadInput: no such file, or something else in it.
     """
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(Path(path).read_text())
         return tuple(ScriptedText(str(entry["after"]), str(entry["text"])) for entry in entries)
     except OSError as error:
         raise BadInput(f"--scripted-output {path}: {error.strerror}") from error
@@ -47,30 +58,53 @@ def scripted_text(script: Sequence[ScriptedText], prompt: str) -> str | None:
     return entry.text if entry is not None and place >= 0 else None
 
 
+_CERT_REQS = (0, 1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
     """Files of PEM, as vLLM's `--ssl-...` options name them.
 
-    Attributes:
-        certfile: certificate, with its chain.
-        keyfile: private key; None: it is in `certfile`.
-        ca_certs: authorities whose certificates clients may have.
-        cert_reqs: 0: clients need no certificate; 1: one that is given is checked; 2: they need one
-            (`ssl.VerifyMode`).
-        is_refreshed: whether changed files are read again.
+    Raises:
+        BadInput: an unknown mode, or certificates of clients to check without their authorities.
     """
 
-    certfile: Path
-    keyfile: Path | None = None
-    ca_certs: Path | None = None
-    cert_reqs: int = 0
-    is_refreshed: bool = False
+    PANEL: ClassVar = "TLS"
+
+    certfile: Path = option(
+        MISSING, "TLS certificate, PEM. Default: plain HTTP.", flag="--ssl-certfile"
+    )
+    keyfile: Path | None = option(
+        None, "Its private key. Default: in the certificate.", flag="--ssl-keyfile"
+    )
+    ca_certs: Path | None = option(
+        None, "Authorities of clients' certificates.", flag="--ssl-ca-certs"
+    )
+    cert_reqs: int = option(  # `ssl.VerifyMode`
+        0,
+        "Clients' certificates: 0 not asked for, 1 optional, 2 required.",
+        flag="--ssl-cert-reqs",
+        limit=lambda mode: None if mode in _CERT_REQS else "0 (none), 1 (optional) or 2 (required)",
+    )
+    is_refreshed: bool = option(
+        False,
+        "Read the TLS files again when they change.",
+        flag="--enable-ssl-refresh/--no-enable-ssl-refresh",
+    )
+
+    @classmethod
+    def asked(cls, certfile: Path | None = None, **others: Any) -> TlsOptions | None:
+        """The options of a command line; None for plain HTTP."""
+        if certfile is not None:
+            return cls(certfile, **others)
+        for name, value in others.items():
+            if value:
+                flag = flag_of(name, options_of(cls)[name])
+                raise BadInput(f"{flag} needs --ssl-certfile, the server's certificate")
+        return None
 
     def __post_init__(self) -> None:
-        if self.cert_reqs not in (0, 1, 2):
-            raise BadInput(
-                f"--ssl-cert-reqs {self.cert_reqs}: 0 (none), 1 (optional) or 2 (required)"
-            )
+        check_limits(self, by_flag=True)
         if self.cert_reqs and self.ca_certs is None:
             raise BadInput(
                 f"--ssl-cert-reqs {self.cert_reqs} needs --ssl-ca-certs, whose certificates to accept"
@@ -82,74 +116,175 @@ class TlsOptions:
         return tuple(path for path in files if path is not None)
 
 
+_LIMITS = "Keys and rate limits"
+_LOGS = "Logs and traces"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the HTTP server; those of the engine are in `EngineConfig`.
+    """Options of the HTTP server; those of the engine are in `EngineConfig`. None for no limit.
+
+    Each field's metadata is its definition. Without keys, or a key file, there is no authentication, and all
+    clients share the limits of a key.
 
     Attributes:
-        api_keys: accepted API keys; no authentication without these and a key file.
-        api_key_file: YAML file of keys with names and limits, read again when it changes.
-        rpm_per_key, tpm_per_key: requests and tokens per minute of keys that have no limits of their own,
-            None for no limit. Without keys all clients share one.
-        cors_origins: web origins allowed by CORS; `*` allows all.
-        host_names: allowed names in the Host header; None for any. Addresses and `localhost` are always
-            allowed. Guards against DNS rebinding, which CORS does not stop.
-        max_body_bytes, max_header_bytes: of one request.
-        header_timeout_seconds: limit for receiving a request's head, from the connection or its first byte.
-        max_connections: open connections; more get 503.
-        body_timeout_seconds: limit for receiving a request's body.
-        send_timeout_seconds: how long a client may take nothing of a response that it is sent.
-        max_concurrency_per_key: concurrent requests per API key, None for no limit. Without keys all
-            clients share one limit.
-        max_queue_per_key: requests per key that may wait beyond that limit; more get 429.
-        max_waiting: sequences that may wait in the engine's queue; more get 429.
-        request_timeout_seconds: from the arrival of a request to the end of its response.
-        step_timeout_seconds: age of an engine step from which `/health` answers 503.
-        shutdown_delay_seconds: how long requests are still taken after the stop signal, `/ready` being 503.
-        drain_seconds: how long requests in flight may go on after that.
-        log_prompts: log request bodies.
-        log_format: `text`, or `json` for one object a line.
-        otlp_traces_endpoint: OTLP/HTTP URL that gets a span for each request; None for no traces.
-        tls: certificate and key; None for plain HTTP.
-        admin_api_key: the key, beside `api_keys` or one of them, that may change what is served and see
-            metrics, beside the admins of the key file; None lets all of `api_keys`.
-        lora_folders: folders below which adapters may be loaded at runtime; empty for no loading.
-        script: texts that conversations must generate, for tests of agents.
-        media: limits of images that clients send, and hosts that they may name.
+        host_names: None for any; addresses and `localhost` are always allowed. Guards against DNS rebinding,
+            which CORS does not stop.
+        header_timeout_seconds: from the connection, or the first byte of the request.
+        max_connections, max_queue_per_key, max_waiting: beyond the first a client gets 503, beyond the others
+            429.
+        admin_api_key: beside `api_keys` or one of them; None lets all of `api_keys`. The admins of the key
+            file are beside it.
+
+    Raises:
+        BadInput: a number out of range, a key or an origin of another form, or options that contradict.
     """
 
-    api_keys: tuple[str, ...] = ()
-    api_key_file: Path | None = None
-    rpm_per_key: int | None = None
-    tpm_per_key: int | None = None
-    cors_origins: tuple[str, ...] = ()
-    host_names: frozenset[str] | None = None
-    max_body_bytes: int = 16 * MIB
-    max_header_bytes: int = 32 << 10
-    header_timeout_seconds: float = 30.0
-    max_connections: int = 1024
-    body_timeout_seconds: float = 30.0
-    send_timeout_seconds: float = 60.0
-    max_concurrency_per_key: int | None = None
-    max_queue_per_key: int = 0
-    max_waiting: int = 4096
-    request_timeout_seconds: float = 3600.0
-    step_timeout_seconds: float = 120.0
-    shutdown_delay_seconds: float = 0.0
-    drain_seconds: float = 5.0
-    log_prompts: bool = False
-    log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None
-    tls: TlsOptions | None = None
-    admin_api_key: str | None = None
-    lora_folders: tuple[Path, ...] = ()
-    script: tuple[ScriptedText, ...] = ()
-    media: MediaLimits = field(default_factory=MediaLimits)
+    PANEL: ClassVar = "Protection"
+
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Required API key; repeatable. Default: none.",
+        flag="--api-key",
+        word=list[str],
+        parse=tuple,
+        envvar="LLMOPT_API_KEY",
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Allowed CORS origin, * for all; repeatable. Default: none.",
+        flag="--cors-origin",
+        word=list[str],
+        parse=tuple,
+    )
+    host_names: frozenset[str] | None = option(
+        None,
+        "Allowed Host name of a loopback server, besides localhost; repeatable.",
+        flag="--allowed-host",
+        word=list[str],
+        parse=frozenset,
+    )
+    max_body_bytes: int = option(
+        16 << 20,
+        "Maximum request body size.",
+        flag="--max-body",
+        word=str,
+        text="16MiB",
+        parse=parse_bytes,
+        limit=no_less_than(1),
+    )
+    max_header_bytes: int = option(
+        32 << 10,
+        "Maximum size of a request's URL and headers.",
+        flag="--max-header",
+        word=str,
+        text="32KiB",
+        parse=parse_bytes,
+        limit=no_less_than(1),
+    )
+    header_timeout_seconds: float = _seconds(
+        30.0, "Timeout for receiving the head of a request, in seconds.", "--header-timeout"
+    )
+    max_connections: int = option(1024, "Maximum open connections.", limit=no_less_than(1))
+    body_timeout_seconds: float = _seconds(
+        30.0, "Timeout for receiving a request, in seconds.", "--body-timeout"
+    )
+    send_timeout_seconds: float = _seconds(
+        60.0, "Timeout for a client that stops reading, in seconds.", "--send-timeout"
+    )
+    max_concurrency_per_key: int | None = option(
+        None,
+        "Concurrent requests per API key. Default: no limit. Without keys, clients share it.",
+        limit=no_less_than(1),
+    )
+    max_queue_per_key: int = option(0, "Queued requests per API key.", limit=no_less_than(0))
+    max_waiting: int = option(
+        4096, "Maximum waiting sequences in the engine's queue.", limit=no_less_than(0)
+    )
+    request_timeout_seconds: float = _seconds(
+        3600.0, "Request timeout in seconds.", "--request-timeout"
+    )
+    step_timeout_seconds: float = _seconds(
+        120.0, "Age of an engine step from which /health reports it, in seconds.", "--step-timeout"
+    )
+    shutdown_delay_seconds: float = _seconds(
+        0.0,
+        "Seconds after SIGTERM in which requests are still taken while /ready is 503.",
+        "--shutdown-delay",
+        least=0,
+    )
+    drain_seconds: float = _seconds(
+        5.0,
+        "Seconds to drain requests in flight after Ctrl-C or SIGTERM.",
+        "--drain-seconds",
+        least=0,
+    )
+    admin_api_key: str | None = option(
+        None,
+        "API key that may load adapters and see metrics; others then may not.",
+        envvar="LLMOPT_ADMIN_API_KEY",
+    )
+    allow_runtime_lora_updating: bool = option(
+        False,
+        "Load and unload LoRA adapters by request; see --max-loras.",
+        flag="--allow-runtime-lora-updating",
+        envvar="LLMOPT_ALLOW_RUNTIME_LORA_UPDATING",
+    )
+    lora_folders: tuple[Path, ...] = option(
+        (),
+        "Folder below which adapters may be loaded by request; repeatable.",
+        flag="--allowed-lora-path",
+        word=list[Path],
+        parse=tuple,
+    )
+    log_prompts: bool = option(
+        False, "Write requests with their prompts into the log.", flag="--log-prompts"
+    )
+    script: tuple[ScriptedText, ...] = option(
+        (),
+        "JSON list of {after, text}: a conversation whose prompt has 'after' in it gets 'text'. "
+        "For tests of agents.",
+        flag="--scripted-output",
+        word=str,
+        parse=read_script,
+    )
+    log_format: LogFormat = option(
+        "text",
+        "Log lines: text, or json, an object a line.",
+        word=str,
+        limit=lambda form: None if form in _FORMATS else f"choose {', '.join(_FORMATS)}",
+        panel=_LOGS,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send OpenTelemetry traces to this OTLP/HTTP URL. Needs the extra otel. Default: none.",
+        panel=_LOGS,
+    )
+    api_key_file: Path | None = option(
+        None,
+        "YAML file of API keys with names and limits, read again when it changes.",
+        panel=_LIMITS,
+    )
+    rpm_per_key: int | None = option(
+        None,
+        "Requests per minute of an API key. Default: no limit.",
+        limit=no_less_than(1),
+        panel=_LIMITS,
+    )
+    tpm_per_key: int | None = option(
+        None,
+        "Tokens per minute of an API key, prompts and completions. Default: no limit.",
+        limit=no_less_than(1),
+        panel=_LIMITS,
+    )
+    tls: TlsOptions | None = option(None, "TLS.", config=TlsOptions)
+    media: MediaLimits = option(MediaLimits(), "Images.", config=MediaLimits)
 
     def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
         admin = self.admin_api_key
         for key in self.api_keys if admin is None else (*self.api_keys, admin):
-            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            if not is_sendable(key):
                 raise BadInput("an API key is empty or has characters that no header can carry")
         if admin is not None and not self.requires_key:
             raise BadInput("--admin-api-key: give --api-key too, for everybody else")
@@ -166,31 +301,8 @@ class ServerOptions:
                 raise BadInput(
                     f"--cors-origin {origin!r}: give an origin such as https://example.org, or *"
                 )
-        for name, (option, minimum) in _MINIMUMS.items():
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:
-                raise BadInput(f"{option} {value:g}: at least {minimum}")
 
     @property
     def requires_key(self) -> bool:
         """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
-
-
-_MINIMUMS = {
-    "rpm_per_key": ("--rpm-per-key", 1),
-    "tpm_per_key": ("--tpm-per-key", 1),
-    "max_body_bytes": ("--max-body", 1),
-    "max_header_bytes": ("--max-header", 1),
-    "header_timeout_seconds": ("--header-timeout", 1),
-    "max_connections": ("--max-connections", 1),
-    "body_timeout_seconds": ("--body-timeout", 1),
-    "send_timeout_seconds": ("--send-timeout", 1),
-    "max_concurrency_per_key": ("--max-concurrency-per-key", 1),
-    "max_queue_per_key": ("--max-queue-per-key", 0),
-    "max_waiting": ("--max-waiting", 0),
-    "request_timeout_seconds": ("--request-timeout", 1),
-    "step_timeout_seconds": ("--step-timeout", 1),
-    "shutdown_delay_seconds": ("--shutdown-delay", 0),
-    "drain_seconds": ("--drain-seconds", 0),
-}

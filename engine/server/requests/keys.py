@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ....quant.base.errors import BadInput
-from ..protocol.server_options import ServerOptions
+from ..protocol.server_options import ServerOptions, is_sendable
 from .limits import ConcurrencyLimiter, RateLimits
 
 
@@ -98,11 +98,6 @@ class ApiKey(BaseModel):
         """SHA-256 of each key: keys themselves are not kept."""
         yield from (digest(key.encode()) for key in self.key)
         yield from map(bytes.fromhex, self.sha256)
-
-
-def is_sendable(key: str) -> bool:
-    """Whether a header can carry the key."""
-    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
 def digest(key: bytes) -> bytes:

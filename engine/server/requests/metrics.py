@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...base.sampling_params import SamplingParams
 from ...config.adapters import adapter_name
@@ -22,10 +22,10 @@ MAX_RECENT_PREEMPTIONS = 12
 
 
 class Histogram:
-    """Histogram with fixed bucket bounds; the last bucket is unbounded (+Inf)."""
+    """Histogram with fixed bucket bounds, the last of them +Inf; `text` says of what."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
+    def __init__(self, bounds: Sequence[float], text: str) -> None:
+        self.bounds, self.text = tuple(bounds), text
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
@@ -43,22 +43,36 @@ class Preemption:
     num_tokens: int
 
 
-@dataclass(slots=True)
 class Distributions:
     """Histograms of requests and steps, named as in vLLM for its dashboards."""
 
-    time_to_first_token_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    inter_token_latency_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    e2e_request_latency_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_queue_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_prefill_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_decode_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_inference_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_params_n: Histogram = field(default_factory=lambda: Histogram(COUNTS))
-    request_params_max_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    def __init__(self) -> None:
+        self.time_to_first_token_seconds = Histogram(
+            SECONDS, "Time from the arrival of a request to its first token."
+        )
+        self.inter_token_latency_seconds = Histogram(
+            SECONDS, "Time between two steps that gave a sequence tokens."
+        )
+        self.e2e_request_latency_seconds = Histogram(
+            SECONDS, "Time from the arrival of a request to its last token."
+        )
+        self.request_queue_time_seconds = Histogram(
+            SECONDS, "Time from the arrival of a request to its first scheduled step."
+        )
+        self.request_prefill_time_seconds = Histogram(
+            SECONDS, "Time from the first scheduled step of a request to its first token."
+        )
+        self.request_decode_time_seconds = Histogram(
+            SECONDS, "Time from the first token of a request to its last token."
+        )
+        self.request_inference_time_seconds = Histogram(
+            SECONDS, "Time from the first scheduled step of a request to its last token."
+        )
+        self.request_prompt_tokens = Histogram(TOKENS, "Prompt tokens of a request.")
+        self.request_generation_tokens = Histogram(TOKENS, "Generated tokens of a sequence.")
+        self.request_params_n = Histogram(COUNTS, "The n parameter of a request.")
+        self.request_params_max_tokens = Histogram(TOKENS, "The max_tokens parameter of a request.")
+        self.iteration_tokens = Histogram(TOKENS, "Tokens computed by a step, prefill and decode.")
 
 
 class ServerMetrics:
@@ -135,16 +149,16 @@ class ServerMetrics:
         histograms, times = self.distributions, output.times
         assert times.first_scheduled is not None and times.first_token is not None
         assert times.last_token is not None
-        if output.pooled is not None:
-            self._take_pooled(output)
-            return
+        is_pooled = output.pooled is not None  # such a prompt has no token, hence no TTFT
         last = self._last_token.setdefault(output.request_id, {})
         self.num_generation_tokens += len(output.new_token_ids)
         if output.index in last:
             histograms.inter_token_latency_seconds.observe(times.last_token - last[output.index])
         elif output.index == 0:
             self.num_prompt_tokens += output.num_prompt_tokens
-            histograms.time_to_first_token_seconds.observe(times.first_token - times.arrival)
+            if not is_pooled:
+                ttft = times.first_token - times.arrival
+                histograms.time_to_first_token_seconds.observe(ttft)
             histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
             histograms.request_prefill_time_seconds.observe(
                 times.first_token - times.first_scheduled
@@ -156,23 +170,12 @@ class ServerMetrics:
         self.finished[output.finish_reason] += 1
         histograms.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
         histograms.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
-        histograms.request_decode_time_seconds.observe(times.last_token - times.first_token)
-        histograms.request_generation_tokens.observe(output.num_output_tokens)
+        if not is_pooled:
+            histograms.request_decode_time_seconds.observe(times.last_token - times.first_token)
+            histograms.request_generation_tokens.observe(output.num_output_tokens)
         del last[output.index]
         if not last:
             del self._last_token[output.request_id]
-
-    def _take_pooled(self, output: RequestOutput) -> None:
-        """A pooled prompt: it has no token, hence no TTFT."""
-        histograms, times = self.distributions, output.times
-        assert times.first_scheduled is not None and times.last_token is not None
-        self.num_prompt_tokens += output.num_prompt_tokens
-        self.finished["stop"] += 1
-        histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
-        histograms.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
-        histograms.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
-        histograms.request_prefill_time_seconds.observe(times.last_token - times.first_scheduled)
-        histograms.request_prompt_tokens.observe(output.num_prompt_tokens)
 
     def _update_preemptions(self) -> None:
         scheduler, now = self._engine.scheduler, time.perf_counter()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -23,11 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.logging import DefaultFormatter
 
 from ..protocol.generation_protocol import REQUEST_ID
+from ..protocol.server_options import LogFormat
 from .request_record import CURRENT, RequestRecord, Totals, new_request_id, set_record
 from .tracing import Tracing
-
-LogFormat = Literal["text", "json"]
-LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 LEVELS = {
     "llmopt": logging.INFO,

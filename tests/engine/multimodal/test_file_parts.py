@@ -6,7 +6,8 @@ import struct
 import zlib
 
 import pytest
-from llmopt.engine.multimodal.media import MAX_PARTS, MAX_SCANS, MediaLimits, decode_image
+from llmopt.engine.base.image_input import MediaLimits
+from llmopt.engine.multimodal.media import MAX_PARTS, MAX_SCANS, decode_image
 from llmopt.quant.base.errors import BadInput
 
 from ...support.pictures import encoded, picture

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.engine.multimodal.media import MediaLimits, load_image, load_images, load_sent_image
+from llmopt.engine.base.image_input import MediaLimits
+from llmopt.engine.multimodal.media import load_image, load_images, load_sent_image
 from llmopt.quant.base.errors import BadInput
 from PIL import Image
 

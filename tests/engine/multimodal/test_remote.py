@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpcore
 import pytest
-from llmopt.engine.multimodal.media import MediaLimits, load_sent_image
+from llmopt.engine.base.image_input import MediaLimits
+from llmopt.engine.multimodal.media import load_sent_image
 from llmopt.engine.multimodal.remote import RemoteMedia, checked_address
 from llmopt.quant.base.errors import BadInput
 

@@ -12,7 +12,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from llmopt.engine.multimodal.media import MediaLimits
+from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.processor import PreparedPrompt
 from llmopt.engine.multimodal.remote import RemoteMedia
 from llmopt.engine.server.endpoints.capabilities import NUM_FETCHES, PromptImages

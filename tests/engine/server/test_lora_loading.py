@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.cli.options.serving import MediaOptions, OperationOptions, ProtectionOptions
 from llmopt.cli.serving import server_options
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import LoadedAdapters, adapter_name
@@ -217,9 +216,7 @@ def test_the_endpoints_are_off_unless_folders_are_allowed(root: Path) -> None:
 )
 def test_the_switch_and_the_folder_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="go together"):
-        server_options(
-            ProtectionOptions(**given), OperationOptions(), MediaOptions(), is_loopback=True
-        )
+        server_options(given, is_loopback=True)
 
 
 def test_keys_and_limits_of_loaded_adapters() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llmopt.engine.multimodal.media import MediaLimits
+from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.browser import CHROMIUM, Page, opened_page

@@ -9,21 +9,20 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import pytest
 import typer
 from llmopt.cli.main import main
-from llmopt.cli.options.command import with_options
-from llmopt.cli.options.serving import MediaOptions
-from llmopt.cli.serving import media_limits
+from llmopt.cli.options.command import From, Words, with_options
+from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.multimodal.media import MediaLimits
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.base.option import keywords_of_words
 
 from ...support.cli_process import ForkedProcess, LlmoptProcess, run_llmopt
 from ...support.live_server import HANG_SECONDS
@@ -206,8 +205,8 @@ def test_a_port_in_use_is_one_line() -> None:
 def test_images_per_prompt_are_said_as_in_vllm(option: str, value: str, count: int) -> None:
     limits: list[MediaLimits] = []
 
-    def keep(media: MediaOptions) -> None:
-        limits.append(media_limits(media))
+    def keep(media: Annotated[Words, From(MediaLimits)]) -> None:
+        limits.append(MediaLimits(**keywords_of_words(MediaLimits, media)))
 
     app = typer.Typer()
     app.command()(with_options(keep))
