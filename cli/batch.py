@@ -13,9 +13,8 @@ from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options, writable
-from .options.serving import ServedModelOptions
 from .options.shared import Json, check_models
-from .serving import app_options
+from .serving import ServedModelOptions, app_options
 
 if TYPE_CHECKING:
     from ..engine.server.batch_file import BatchFile

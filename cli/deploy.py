@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from ..engine.deploy.deployment import DeployChoices
-from ..quant.base.option import keywords_of_words
+from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, values_of, with_options
-from .options.planning import DeployedPlanOptions, DeployOutputOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,43 @@ if TYPE_CHECKING:
     from ..engine.deploy.deployment import ServerDeployment
     from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan import DeploymentPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DeployedPlanOptions:
+    """Workload and hardware of a replica."""
+
+    PANEL: ClassVar = "What is served"
+
+    like: str | None = option(
+        None, "The model to plan for, a name as in `kv-plan`. Default: the same."
+    )
+    weights: str | None = option(None, "bf16, fp8, int4 ... Default: as stored.")
+    context: str | None = option(
+        None, "Tokens per sequence. Default: the model's context.", flag="--ctx"
+    )
+    sequences: int = option(16, "Concurrent sequences per replica.", flag="--concurrency")
+    kv_dtype: str | None = option(None, "bf16, fp8 ... Default: bf16.")
+    gpu: str = option("H100 SXM", "A GPU of kv-plan's table, or cpu.")
+    tp: int | None = option(
+        None,
+        "Tensor-parallel size. Default: the fewest GPUs that hold the model.",
+        hidden_flags=("--tensor-parallel-size",),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeployOutputOptions:
+    """Where the files go."""
+
+    output: Path | None = option(
+        None,
+        "Folder to write into. Default: deploy-NAME.",
+        flag="--output -o",
+        hidden_flags=("--out",),
+        writes="folder",
+    )
+    as_json: bool = option(False, "Print the files as JSON.", flag="--json")
 
 
 @with_options

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..engine.config.plan_request import PlanRequest
-from ..quant.base.option import keywords_of_words
+from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, with_options
-from .options.planning import PlanOutputOptions
 
 if TYPE_CHECKING:
     from ..engine.planner.plan import DeploymentPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutputOptions:
+    """Output options."""
+
+    PANEL: ClassVar = "Output"
+
+    explain: bool = option(False, "Each formula with its numbers.", flag="--explain")
+    output: Path | None = option(
+        None,
+        "Write the plan as JSON to this file.",
+        flag="--output -o",
+        hidden_flags=("--out",),
+        writes="file",
+    )
+    html: Path | None = option(None, "Write the plan as a page.", writes="file")
+    as_json: bool = option(False, "Print the plan as JSON.", flag="--json")
 
 
 @with_options

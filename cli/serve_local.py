@@ -11,9 +11,10 @@ from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServerOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_config, with_options
-from .options.serving import HandoverOptions, ServingOptions
 from .options.shared import ModelOptions, check_models
 from .serving import (
+    HandoverOptions,
+    ServingOptions,
     app_options,
     hand_over,
     options_given,

@@ -281,10 +281,7 @@ class Nvml:
         return value.value if code == SUCCESS else 1
 
     def name(self) -> str | None:
-        text = ctypes.create_string_buffer(NAME_LENGTH)
-        if self._library.nvmlDeviceGetName(self._device, text, NAME_LENGTH) != SUCCESS:
-            return None
-        return text.value.decode(errors="replace")
+        return self._text("nvmlDeviceGetName", NAME_LENGTH, self._device)
 
     def memory_bytes(self) -> int | None:
         """All memory of the card; None where it shares the machine's."""
@@ -294,42 +291,37 @@ class Nvml:
 
     def energy_joules(self) -> float | None:
         """Energy since the driver was loaded (Volta and later)."""
-        millijoules = ctypes.c_ulonglong()
-        read = self._library.nvmlDeviceGetTotalEnergyConsumption
-        if read(self._device, ctypes.byref(millijoules)) != SUCCESS:
-            return None
-        return millijoules.value / 1000
+        millijoules = self._number("nvmlDeviceGetTotalEnergyConsumption", kind=ctypes.c_ulonglong)
+        return None if millijoules is None else millijoules / 1000
 
     def driver(self) -> str | None:
-        text = ctypes.create_string_buffer(VERSION_LENGTH)
-        if self._library.nvmlSystemGetDriverVersion(text, VERSION_LENGTH) != SUCCESS:
-            return None
-        return text.value.decode(errors="replace")
+        return self._text("nvmlSystemGetDriverVersion", VERSION_LENGTH)
 
     def temperature_celsius(self) -> int | None:
-        value = ctypes.c_uint()
-        read = self._library.nvmlDeviceGetTemperature
-        code = read(self._device, TEMPERATURE_GPU, ctypes.byref(value))
-        return value.value if code == SUCCESS else None
+        return self._number("nvmlDeviceGetTemperature", TEMPERATURE_GPU)
 
     def clock_mhz(self, which: int) -> int | None:
         """Current clock of the SMs or of the memory."""
-        value = ctypes.c_uint()
-        code = self._library.nvmlDeviceGetClockInfo(self._device, which, ctypes.byref(value))
-        return value.value if code == SUCCESS else None
+        return self._number("nvmlDeviceGetClockInfo", which)
 
     def application_clock_mhz(self, which: int) -> int | None:
         """The clock that applications are set to run at (`nvidia-smi -ac`)."""
-        value = ctypes.c_uint()
         try:
-            read = self._library.nvmlDeviceGetApplicationsClock
+            return self._number("nvmlDeviceGetApplicationsClock", which)
         except AttributeError:
             return None  # deprecated in CUDA 13: a later driver may lack it
-        code = read(self._device, which, ctypes.byref(value))
-        return value.value if code == SUCCESS else None
 
     def power_limit_watts(self) -> float | None:
-        value = ctypes.c_uint()
-        read = self._library.nvmlDeviceGetEnforcedPowerLimit
-        code = read(self._device, ctypes.byref(value))
-        return value.value / 1000 if code == SUCCESS else None
+        milliwatts = self._number("nvmlDeviceGetEnforcedPowerLimit")
+        return None if milliwatts is None else milliwatts / 1000
+
+    def _number(self, function: str, *which: int, kind: Any = ctypes.c_uint) -> int | None:
+        value = kind()
+        code = getattr(self._library, function)(self._device, *which, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def _text(self, function: str, length: int, *device: ctypes.c_void_p) -> str | None:
+        text = ctypes.create_string_buffer(length)
+        if getattr(self._library, function)(*device, text, length) != SUCCESS:
+            return None
+        return text.value.decode(errors="replace")

@@ -124,6 +124,19 @@ def _host_names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
+def size_option(default: str, help: str, flag: str = "") -> Any:
+    """Define a field of bytes, which a command line gives with their unit."""
+    return option(
+        parse_bytes(default),
+        help,
+        flag=flag,
+        word=str,
+        text=default,
+        parse=parse_bytes,
+        limit=no_less_than(1),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
     """Limits of the images of a prompt, and the hosts that http(s) URLs may name.
@@ -153,14 +166,7 @@ class MediaLimits:
     max_image_pixels: int = option(
         1 << 25, "Maximum pixels of an image, by its header.", limit=no_less_than(1)
     )
-    max_image_bytes: int = option(
-        16 << 20,
-        "Maximum encoded size of an image.",
-        word=str,
-        text="16MiB",
-        parse=parse_bytes,
-        limit=no_less_than(1),
-    )
+    max_image_bytes: int = size_option("16MiB", "Maximum encoded size of an image.")
     fetch_timeout_seconds: float = option(
         5.0,
         "Timeout for fetching an image, in seconds.",

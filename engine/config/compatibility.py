@@ -61,63 +61,48 @@ FEATURES: Mapping[str, Feature] = {
     "images": Feature("images", "`images` of a prompt"),
 }
 
+_DRAFTING = ("rejection", "ngram", "draft", "medusa", "eagle")
+_REASONS: Mapping[str, Mapping[str, str]] = {
+    "streams": {
+        "draft": "the draft model would end at its own context; use prompt lookup",
+        "eagle": "the head would end at its own context; use prompt lookup or Medusa heads",
+        "windows": "layers of this model have windows of their own",
+        "transformers": "window and attention_sinks are for the decoder's own model types",
+        "states": "a state has no window and no sinks",
+    },
+    "rejection": dict.fromkeys(
+        ("medusa", "eagle"),
+        "a tree of top-k tokens has no draft distribution to sample from; use coupled",
+    ),
+    "transformers": dict.fromkeys(
+        ("medusa", "eagle"), "heads read the hidden states of the decoder's own layers"
+    ),
+    "states": {
+        **dict.fromkeys(
+            _DRAFTING, "a state cannot go back to before a draft token that is rejected"
+        ),
+        "swap": "a state is not swapped out; preempted sequences are recomputed",
+        "tensor-parallel": "states are not divided between devices",
+    },
+    "kv-budget": {
+        **dict.fromkeys(_DRAFTING, "a draft token that is rejected has voted on what is kept"),
+        "streams": "both choose which tokens stay: give kv_budget, or window with attention_sinks",
+        "swap": "scores of keys are not swapped out; preempted sequences are recomputed",
+        "tensor-parallel": "scores of keys are kept in one process, and its heads are divided",
+        "windows": "layers of this model have windows of their own",
+        "latents": "all heads share one latent, which has no heads to choose for",
+        "transformers": "kv_budget is for the decoder's own model types, whose attention weights can "
+        "be read",
+        "states": "a state has no tokens to evict",
+    },
+    "images": dict.fromkeys(
+        ("draft", "eagle"), "the draft has no vision tower and would see placeholders"
+    ),
+}
 REFUSALS: Mapping[frozenset[str], str] = {
-    frozenset(
-        {"streams", "draft"}
-    ): "the draft model would end at its own context; use prompt lookup",
-    frozenset(
-        {"streams", "eagle"}
-    ): "the head would end at its own context; use prompt lookup or Medusa heads",
-    frozenset({"streams", "windows"}): "layers of this model have windows of their own",
-    frozenset(
-        {"streams", "transformers"}
-    ): "window and attention_sinks are for the decoder's own model types",
-    **{
-        frozenset(
-            {heads, "rejection"}
-        ): "a tree of top-k tokens has no draft distribution to sample from; use coupled"
-        for heads in ("medusa", "eagle")
-    },
-    **{
-        frozenset(
-            {heads, "transformers"}
-        ): "heads read the hidden states of the decoder's own layers"
-        for heads in ("medusa", "eagle")
-    },
-    **{
-        frozenset(
-            {method, "states"}
-        ): "a state cannot go back to before a draft token that is rejected"
-        for method in ("rejection", "ngram", "draft", "medusa", "eagle")
-    },
-    **{
-        frozenset({"kv-budget", method}): "a draft token that is rejected has voted on what is kept"
-        for method in ("rejection", "ngram", "draft", "medusa", "eagle")
-    },
-    frozenset(
-        {"kv-budget", "streams"}
-    ): "both choose which tokens stay: give kv_budget, or window with attention_sinks",
-    frozenset(
-        {"kv-budget", "swap"}
-    ): "scores of keys are not swapped out; preempted sequences are recomputed",
-    frozenset(
-        {"kv-budget", "tensor-parallel"}
-    ): "scores of keys are kept in one process, and its heads are divided",
-    frozenset({"kv-budget", "windows"}): "layers of this model have windows of their own",
-    frozenset(
-        {"kv-budget", "latents"}
-    ): "all heads share one latent, which has no heads to choose for",
-    frozenset(
-        {"kv-budget", "transformers"}
-    ): "kv_budget is for the decoder's own model types, whose attention weights can be read",
-    frozenset({"kv-budget", "states"}): "a state has no tokens to evict",
-    frozenset({"streams", "states"}): "a state has no window and no sinks",
-    frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",
-    **{
-        frozenset({"images", draft}): "the draft has no vision tower and would see placeholders"
-        for draft in ("draft", "eagle")
-    },
-    frozenset({"tensor-parallel", "states"}): "states are not divided between devices",
+    frozenset({one, other}): reason
+    for one, others in _REASONS.items()
+    for other, reason in others.items()
 }
 """Reasons why two features are incompatible."""
 

@@ -62,6 +62,13 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 
 
+ROWS = (
+    *((operation, 4096) for operation in (NORM, GATE, GELU_GATE, CLAMPED_SWIGLU_GATE)),
+    (ROPE_AND_CACHE, 128),
+)
+"""Operations of rows, and the length of a typical decoder's rows."""
+
+
 def table(device: torch.device, dtype: torch.dtype) -> list[KernelChoice]:
     """The kernels chosen on `device` for a typical decoder in `dtype`."""
     choices = [
@@ -69,16 +76,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[KernelChoice]:
             PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, mask))
             for mask in MASKS
         ),
-        *(
-            operation.explain(RowKernelQuery(device.type, dtype, size))
-            for operation, size in (
-                (NORM, 4096),
-                (GATE, 4096),
-                (GELU_GATE, 4096),
-                (CLAMPED_SWIGLU_GATE, 4096),
-                (ROPE_AND_CACHE, 128),
-            )
-        ),
+        *(operation.explain(RowKernelQuery(device.type, dtype, size)) for operation, size in ROWS),
         SAMPLING.explain(SamplingKernelQuery(device.type)),
         LINEAR.explain(LinearKernelQuery(device.type, dtype, 4096, 4096)),
         *(
@@ -100,9 +98,8 @@ def measure(device: torch.device, dtype: torch.dtype) -> None:
     has_fp8 = refuses_fp8(kind) is None
     for stored in (dtype, torch.int8, *([torch.float8_e4m3fn] if has_fp8 else [])):
         PAGED_ATTENTION.select(AttentionKernelQuery(kind, dtype, 128, 128, stored=stored))
-    for operation in (NORM, GATE, GELU_GATE, CLAMPED_SWIGLU_GATE):
-        operation.select(RowKernelQuery(kind, dtype, 4096))
-    ROPE_AND_CACHE.select(RowKernelQuery(kind, dtype, 128))
+    for operation, size in ROWS:
+        operation.select(RowKernelQuery(kind, dtype, size))
     SAMPLING.select(SamplingKernelQuery(kind))
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import MARKER
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, first_line
 from ..base.image_input import MediaLimits
 from .remote import RemoteMedia
 
@@ -113,7 +113,7 @@ def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> I
         raise BadInput(f"{name} is {kind}: {NAMED_FORMATS} are taken") from error
     except Exception as error:
         # Decoders of untrusted bytes raise anything, from OSError to struct.error.
-        raise BadInput(f"{name} is broken or truncated: {_first_line(error)}") from error
+        raise BadInput(f"{name} is broken or truncated: {first_line(error)[:200]}") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -137,7 +137,7 @@ def _data_url(url: str, limits: MediaLimits) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadInput(f"an image's data URL is not base64: {_first_line(error)}") from error
+        raise BadInput(f"an image's data URL is not base64: {first_line(error)[:200]}") from error
 
 
 def _read(path: Path, limits: MediaLimits) -> bytes:
@@ -180,10 +180,6 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 def _too_long(limits: MediaLimits) -> BadInput:
     return BadInput(f"an image has more than {limits.max_image_bytes} bytes (--max-image-bytes)")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 MAX_PARTS = 1 << 15

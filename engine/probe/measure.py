@@ -146,9 +146,8 @@ class DataFreeMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _one_hit(args: tuple[Any, ...]) -> torch.Tensor:
-    tensor = args[0]
-    return torch.empty((1, tensor.dim()), dtype=torch.long, device="meta")
+def _empty(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _scalar(args: tuple[Any, ...]) -> bool | int | float:
@@ -158,37 +157,24 @@ def _scalar(args: tuple[Any, ...]) -> bool | int | float:
     return 0.0 if dtype.is_floating_point else 0
 
 
-def _selected(args: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty((1,), dtype=args[0].dtype, device="meta")
-
-
-def _counts(args: tuple[Any, ...]) -> torch.Tensor:
-    length = args[2] if len(args) > 2 else 0
-    return torch.empty((max(1, length),), dtype=torch.long, device="meta")
-
-
 def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
     """`tensor[indices]`, each mask as the position of one hit."""
     tensor, indices = args
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype is torch.bool:
-            positions += [torch.empty((1,), dtype=torch.long, device="meta")] * index.dim()
+            positions += [_empty(1)] * index.dim()
         else:
             positions.append(index)
     return aten.index.Tensor(tensor, positions)
 
 
-def _not_equal(args: tuple[Any, ...]) -> bool:
-    return False
-
-
 _ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
-    aten.nonzero.default: _one_hit,
+    aten.nonzero.default: lambda args: _empty(1, args[0].dim()),
     aten._local_scalar_dense.default: _scalar,
-    aten.masked_select.default: _selected,
-    aten.bincount.default: _counts,
-    aten.equal.default: _not_equal,
+    aten.masked_select.default: lambda args: _empty(1, dtype=args[0].dtype),
+    aten.bincount.default: lambda args: _empty(max(1, args[2] if len(args) > 2 else 0)),
+    aten.equal.default: lambda args: False,
     aten.index.Tensor: _indexed,
 }
 

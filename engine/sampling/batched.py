@@ -202,14 +202,14 @@ class TokenCounts:
             of_output += [table_row * vocab_size + token for token in new]
             held.length += len(new)
         if fresh:
-            self._table.index_fill_(0, _indices(list(fresh), device), 0)
+            self._table.index_fill_(0, _integers(list(fresh), device), 0)
         flat = self._table.view(-1)
         if of_prompt:
-            flat.index_fill_(0, _indices(of_prompt, device), IN_PROMPT)
+            flat.index_fill_(0, _integers(of_prompt, device), IN_PROMPT)
         _add(flat, of_output, device)
         if not any(row.draft_ids for row in rows):
-            return self._table, _indices(table_rows, device)
-        counts = self._table.index_select(0, _indices(table_rows, device))
+            return self._table, _integers(table_rows, device)
+        counts = self._table.index_select(0, _integers(table_rows, device))
         drafts = [i * vocab_size + token for i, row in enumerate(rows) for token in row.draft_ids]
         _add(counts.view(-1), drafts, device)
         return counts, torch.arange(len(rows), device=device)
@@ -245,11 +245,7 @@ def _tokens_of(row: SamplingRow) -> Sequence[int]:
     return row.known.booked if isinstance(row.known, TokenView) else row.known
 
 
-def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return to_device(np.array(values, dtype=np.int64), device)
-
-
 def _add(flat: torch.Tensor, indices: Sequence[int], device: torch.device) -> None:
     if indices:
         twos = torch.full((len(indices),), IN_OUTPUT, dtype=torch.int32, device=device)
-        flat.index_add_(0, _indices(indices, device), twos)
+        flat.index_add_(0, _integers(indices, device), twos)

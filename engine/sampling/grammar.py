@@ -42,11 +42,6 @@ def json_schema(schema: Mapping[str, Any]) -> str:
     )
 
 
-def json_object() -> str:
-    """Grammar of any JSON object."""
-    return json_schema({"type": "object"})
-
-
 def regex(pattern: str) -> str:
     """Grammar of the full matches of a pattern; Rust's syntax, without look-around and back-references."""
     return LLMatcher.grammar_from_regex(pattern)

@@ -182,16 +182,6 @@ class WantedLogprobs:
         return results
 
 
-def logprobs_of(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
-) -> list[TokenLogprobs]:
-    """Logprobs of given tokens, one per row of `logits` [rows, vocab]."""
-    if not token_ids:
-        return []
-    tokens = to_device(np.array(token_ids, dtype=np.int64), logits.device)
-    return Logprobs(logits, tokens, num_top).result()
-
-
 def sliced_logprobs(
     logits: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
@@ -208,11 +198,6 @@ def sliced_logprobs(
         for begin in range(0, len(token_ids), num_rows)
     ]
     return [each for part in parts for each in part.result()]
-
-
-def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """`logprobs_of` a single row [vocab]."""
-    return logprobs_of(logits[None], [token_id], num_top)[0]
 
 
 class Draw:

@@ -13,13 +13,13 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
 from .endpoints.capabilities import Constrainer, PromptImages, pooling_tasks
-from .endpoints.completions import chat_router, completions_router
-from .endpoints.messages import messages_router
+from .endpoints.completions import add_completions
+from .endpoints.messages import add_messages
 from .endpoints.ollama import ollama_router
-from .endpoints.operations import abort_router, adapters_router, operations_router, tokens_router
-from .endpoints.page import page_router
-from .endpoints.pooled import embeddings_router, scores_router
-from .endpoints.responses import responses_router
+from .endpoints.operations import add_adapters, add_operations, add_tokens
+from .endpoints.page import add_page
+from .endpoints.pooled import add_pooling
+from .endpoints.responses import add_responses
 from .endpoints.service import Service
 from .endpoints.tokenization import Tokenization
 from .parsing.formats import reasoning_format, tool_format
@@ -136,22 +136,14 @@ def create_app(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
-    for router in (
-        completions_router,
-        chat_router,
-        responses_router,
-        messages_router,
-        abort_router,
-    ):
-        app.include_router(router(service))
-    app.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
-    for router in (embeddings_router, scores_router):
-        app.include_router(router(service))
+    for add in (add_completions, add_responses, add_messages, add_pooling):
+        add(app, service)
+    add_tokens(app, service, engine.vocab_size, engine.max_model_len)
     if options.lora_folders:
-        app.include_router(adapters_router(service, engine, options))
+        add_adapters(app, service, engine, options)
     app.include_router(ollama_router(service, engine))
-    app.include_router(page_router(loop))
-    app.include_router(operations_router(engine, loop, service, keys))
+    add_page(app, loop)
+    add_operations(app, engine, loop, service, keys)
     return app
 
 

@@ -293,7 +293,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.loop.drain()
+        self._app.state.loop.is_draining = True
         self._manager.notify("STOPPING=1")
         await self._delay()
         deadline = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)

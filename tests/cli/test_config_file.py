@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer.main
 from llmopt.cli import main, serve_local
-from llmopt.cli.options.serving import ServingOptions
+from llmopt.cli.serving import ServingOptions
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.server.protocol.server_options import ServerOptions
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....quant.base.errors import BadInput
 from ...base.image_input import MediaLimits
@@ -19,17 +19,17 @@ from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams
 from ...engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
-from ...multimodal.media import decode_image, is_data_url, sent_bytes
-from ..protocol.errors import ApiError
+from ...multimodal.media import is_data_url, load_images, sent_bytes
+from ..protocol.errors import ApiError, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from ...multimodal.open import ImageSupport
     from ...multimodal.processor import PreparedPrompt
     from ...sampling.grammar import GrammarCompiler
 
+
+T = TypeVar("T")
 
 NUM_FETCHES = 32
 """Downloads at a time: they wait for hosts."""
@@ -72,8 +72,8 @@ class PromptImages:
             BadInput: too many.
         """
         if not self.are_taken:
-            reason = f"messages: images are not taken: {self._reason}"
-            raise ApiError(400, reason, param="messages", code="unsupported_model")
+            reason = f"images are not taken: {self._reason}"
+            raise bad_field("messages", reason, "unsupported_model")
         self._limits.check_count(num_images)
 
     async def prepare(self, text: str, urls: Sequence[str]) -> PreparedPrompt:
@@ -102,13 +102,7 @@ class PromptImages:
             raise BadInput(f"an image did not arrive within {seconds:g} s") from error
 
     def _prepare(self, text: str, sent: Sequence[str | bytes]) -> PreparedPrompt:
-        images: list[Image] = []
-        num_pixels = 0
-        for source in sent:
-            data = sent_bytes(source, self._limits) if isinstance(source, str) else source
-            images.append(decode_image(data, self._limits))
-            num_pixels += images[-1].width * images[-1].height
-            self._limits.check_prompt_pixels(num_pixels)
+        images = load_images(sent, self._limits)
         return self._support.prepare(
             text, images, add_special_tokens=False, max_tokens=self._max_model_len
         )
@@ -161,16 +155,18 @@ class PoolingTasks:
 
 def pooling_tasks(engine: Engine, model_name: str, pooling_type: str | None) -> PoolingTasks:
     """The tasks of an engine's checkpoint; `pooling_type` takes the place of the checkpoint's pooling."""
-    pooling: Pooling | str
+    return PoolingTasks(
+        model_name,
+        _or_reason(lambda: _pooling(engine, pooling_type)),
+        _or_reason(lambda: read_scorer(engine.folder, engine.model_config, engine.tokenizer)),
+    )
+
+
+def _or_reason(read: Callable[[], T]) -> T | str:
     try:
-        pooling = _pooling(engine, pooling_type)
+        return read()
     except BadInput as error:
-        pooling = str(error)
-    try:
-        scorer = read_scorer(engine.folder, engine.model_config, engine.tokenizer)
-        return PoolingTasks(model_name, pooling, scorer)
-    except BadInput as error:
-        return PoolingTasks(model_name, pooling, str(error))
+        return str(error)
 
 
 def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
@@ -212,22 +208,15 @@ class Constrainer:
         """
         loop = asyncio.get_running_loop()
         if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
-            raise ApiError(
-                400,
-                f"{constraint.field}: more than {MAX_GRAMMAR_CHARACTERS} characters",
-                param=constraint.field,
-            )
+            raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
         try:
             async with asyncio.timeout(COMPILE_SECONDS):
                 return await loop.run_in_executor(
                     self._worker, self._mask, constraint, num_sequences
                 )
         except TimeoutError:
-            raise ApiError(
-                400,
-                f"{constraint.field}: not compiled after {COMPILE_SECONDS:g} s: simplify it",
-                param=constraint.field,
-            ) from None
+            problem = f"not compiled after {COMPILE_SECONDS:g} s: simplify it"
+            raise bad_field(constraint.field, problem) from None
         except BadInput as error:
             separator = "" if str(error).startswith("/") else ": "
             raise ApiError(
@@ -244,14 +233,10 @@ class Constrainer:
             if self._compiler is None:
                 self._compiler = grammar.GrammarCompiler(*self._parts)
         compiler, value = self._compiler, constraint.value
-        match constraint.kind:
-            case "json_schema":
-                return compiler.json_schema_mask(value, num_sequences)
-            case "regex":
-                return compiler.mask(grammar.regex(value), num_sequences)
-            case "choice":
-                return compiler.mask(grammar.choice(value), num_sequences)
-            case "grammar":
-                return compiler.mask(grammar.context_free(value), num_sequences)
-            case "structural_tag":
-                return compiler.structural_tag_mask(value, num_sequences)
+        if constraint.kind == "json_schema":
+            return compiler.json_schema_mask(value, num_sequences)
+        if constraint.kind == "structural_tag":
+            return compiler.structural_tag_mask(value, num_sequences)
+        made_by = {"regex": grammar.regex, "choice": grammar.choice}
+        make = made_by.get(constraint.kind, grammar.context_free)
+        return compiler.mask(make(value), num_sequences)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import Completion, TokenLogprobs
 from ..parsing.events import Arguments, CallStart, Event, Parsed, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
-from ..protocol.chat_protocol import ChatRequest, NamedTool
+from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
 from ..protocol.generation_protocol import CompletionRequest
 from .choices import (
     ChoicesResponse,
@@ -21,7 +21,7 @@ from .choices import (
     token_id_name,
 )
 from .conversation import converse
-from .service import ResponseContext, Service
+from .service import Asked, ResponseContext, Service
 from .tokenization import Tokenization
 
 
@@ -90,29 +90,6 @@ class CompletionResponse(ChoicesResponse):
         return sum(self._text.token(token_id).length for token_id in token_ids)
 
 
-def completions_router(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/completions", response_model=None)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Continue one or more prompts."""
-        arrival_seconds = time.perf_counter()
-        service.check(body)
-        params = await service.params(request, body)
-        token_ids = await service.text.encode(body.prompts)
-        return await service.respond(
-            request,
-            body,
-            params,
-            token_ids,
-            "cmpl-",
-            lambda context: CompletionResponse(context, service.text, body),
-            arrival_seconds,
-        )
-
-    return router
-
-
 class ChatResponse(ChoicesResponse):
     """Choices of a chat completion: whole messages, or the deltas of a stream."""
 
@@ -141,7 +118,7 @@ class ChatResponse(ChoicesResponse):
         if parsed.calls:
             message["content"] = parsed.text or None
             message["tool_calls"] = [
-                _call(call.id, call.name, call.arguments) for call in parsed.calls
+                chat_call(call.id, call.name, call.arguments) for call in parsed.calls
             ]
         return self._choice(choice, completion, {"message": message})
 
@@ -170,14 +147,6 @@ class ChatResponse(ChoicesResponse):
         }
 
 
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
 def _delta(events: Sequence[Event]) -> dict[str, Any]:
     """A delta with everything that came with a token; never empty, because clients count deltas."""
     delta: dict[str, Any] = {}
@@ -189,7 +158,7 @@ def _delta(events: Sequence[Event]) -> dict[str, Any]:
             case Reasoning(text):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + text
             case CallStart(index, call_id, name):
-                calls[index] = {"index": index, **_call(call_id, name, "")}
+                calls[index] = {"index": index, **chat_call(call_id, name, "")}
             case Arguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
@@ -198,10 +167,20 @@ def _delta(events: Sequence[Event]) -> dict[str, Any]:
     return delta or {"content": ""}
 
 
-def chat_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        arrival_seconds = time.perf_counter()
+        service.check(body)
+        params = await service.params(request, body)
+        token_ids = await service.text.encode(body.prompts)
+        return await service.respond(
+            Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
+            lambda context: CompletionResponse(context, service.text, body),
+        )
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         is_named = isinstance(body.tool_choice, NamedTool)
@@ -212,5 +191,3 @@ def chat_router(service: Service) -> APIRouter:
             "chatcmpl-",
             lambda context, form: ChatResponse(context, service.text, form, tool_is_named=is_named),
         )
-
-    return router

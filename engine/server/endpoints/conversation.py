@@ -7,12 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
 
-from ...base.image_input import NO_IMAGES, Images
+from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
 from ...scheduling.outputs import Completion, RequestOutput
@@ -20,25 +20,15 @@ from ..parsing.events import Event, Parsed, Reasoning
 from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
-from ..protocol.errors import ApiError
-from ..protocol.generation_protocol import GenerationRequest, StreamOptions
+from ..protocol.errors import ApiError, bad_field
+from ..protocol.generation_protocol import StreamOptions
 from ..protocol.server_options import scripted_text
 from ..protocol.structure import Constraint
-from .service import Generation, ResponseContext, Service, Usage
+from .service import Asked, Generation, ResponseContext, Service, Usage
 from .tokenization import Tokenization
 
 PROMPT_END = 16
 """Tokens at the end of a prompt that may begin the reasoning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation, ready for the engine."""
-
-    params: SamplingParams
-    token_ids: list[int]
-    form: OutputFormat
-    images: Images = NO_IMAGES
 
 
 async def render(
@@ -63,12 +53,16 @@ async def render(
     return await service.images.prepare(rendered, urls)
 
 
-async def prepare(service: Service, request: Request, body: ChatRequest) -> Conversation:
+async def prepare(
+    service: Service, request: Request, body: ChatRequest, id_prefix: str
+) -> tuple[Asked, OutputFormat]:
     """Render the prompt and find out how the output is parsed.
 
     Raises:
-        ApiError, BadInput: tools or fields that do not go with the model.
+        ApiError, BadInput: as `Service.check`, or tools or fields that do not go with the model.
     """
+    arrival_seconds = time.perf_counter()
+    service.check(body)
     text = service.text
     tools = _tool_format(body, text)
     params = await service.params(request, body)
@@ -92,7 +86,8 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
         params = await _scripted(service, params, token_ids)
-    return Conversation(params, token_ids, form, prompt.images)
+    asked = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
+    return asked, form
 
 
 async def converse(
@@ -105,38 +100,10 @@ async def converse(
     """Generate the next message of a conversation.
 
     Raises:
-        ApiError, BadInput: as `Service.check`, `prepare` and `Service.respond`.
+        ApiError, BadInput: as `prepare` and `Service.respond`.
     """
-    arrival_seconds = time.perf_counter()
-    service.check(body)
-    conversation = await prepare(service, request, body)
-    return await answer(
-        service, request, body, conversation, id_prefix, generation, arrival_seconds
-    )
-
-
-async def answer(
-    service: Service,
-    request: Request,
-    body: GenerationRequest,
-    conversation: Conversation,
-    id_prefix: str,
-    generation: Callable[[ResponseContext, OutputFormat], Generation],
-    arrival_seconds: float,
-    media_type: str = "text/event-stream",
-) -> Response:
-    """`Service.respond` for a prepared conversation."""
-    return await service.respond(
-        request,
-        body,
-        conversation.params,
-        [conversation.token_ids],
-        id_prefix,
-        lambda context: generation(context, conversation.form),
-        arrival_seconds,
-        media_type,
-        conversation.images,
-    )
+    asked, form = await prepare(service, request, body, id_prefix)
+    return await service.respond(asked, lambda context: generation(context, form))
 
 
 class ConversationResponse(ABC):
@@ -223,18 +190,15 @@ def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
         is_harmony = text.tool_format is HARMONY and body.constraint() is None
         return HARMONY if is_harmony else None
     if not text.takes_tools:
-        raise _unsupported(
-            "the model's chat template does not support them; give one with --chat-template"
-        )
+        problem = "the model's chat template does not support them; give one with --chat-template"
+        raise bad_field("tools", problem, "unsupported_parameter")
     if body.is_forced_json:
         return FORCED
     if text.tool_format is None:
-        raise _unsupported(
+        raise bad_field(
+            "tools",
             "the tool-call format of the chat template is unknown; give --tool-call-parser, or a "
-            "tool_choice that forces one"
+            "tool_choice that forces one",
+            "unsupported_parameter",
         )
     return text.tool_format
-
-
-def _unsupported(reason: str) -> ApiError:
-    return ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
@@ -126,10 +126,8 @@ def _event(kind: str, **fields: Any) -> bytes:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def messages_router(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/messages", response_model=None)
+def add_messages(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", response_model=None)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         return await converse(
@@ -140,12 +138,10 @@ def messages_router(service: Service) -> APIRouter:
             lambda context, form: MessageResponse(context, form, has_reasoning=body.thinks),
         )
 
-    @router.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesPrompt) -> dict[str, int]:
         """Count the tokens of a prompt."""
         chat = body.chat_request() if isinstance(body, MessagesRequest) else body.for_chat()
         service.check_model(body.model)
         prompt = await render(service, chat.messages, chat.usable_tools, chat.template_options)
         return {"input_tokens": len(prompt.token_ids)}
-
-    return router

@@ -24,10 +24,9 @@ from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
 from ..parsing.parser import OutputFormat
 from ..protocol.errors import ApiError, ollama_error
-from ..protocol.generation_protocol import GenerationRequest
 from ..protocol.ollama_protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
-from .conversation import Conversation, ConversationResponse, answer, prepare
-from .service import ResponseContext, Service, compact_json
+from .conversation import ConversationResponse, prepare
+from .service import Asked, ResponseContext, Service, compact_json
 
 
 class ModelFacts:
@@ -127,6 +126,7 @@ def _changed(folder: Path) -> str:
 
 
 MEDIA_TYPE = "application/x-ndjson"
+ID_PREFIX = "ollama-"
 Contents = Callable[[Parsed], dict[str, Any]]
 """The fields of an object that hold a piece of the output."""
 
@@ -292,35 +292,30 @@ class OllamaService:
 
     async def answer(self, body: OllamaChat | OllamaGenerate, request: Request) -> Response:
         """Generate the next message of a chat, or the answer to a prompt."""
-        arrival_seconds = time.perf_counter()
         if isinstance(body, OllamaGenerate) and self._is_plain(body):
-            asked: GenerationRequest = body.raw_request(self._max_model_len)
-            self._service.check(asked)
-            params = await self._service.params(request, asked)
-            (token_ids,) = await self._service.text.encode([body.prompt])
-            conversation = Conversation(params, token_ids, OutputFormat())
+            arrival_seconds = time.perf_counter()
+            plain = body.raw_request(self._max_model_len)
+            self._service.check(plain)
+            params = await self._service.params(request, plain)
+            prompts = await self._service.text.encode([body.prompt])
+            asked = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
+            form = OutputFormat()
         else:
-            asked = body.chat_request(self._max_model_len)
-            self._service.check(asked)
-            conversation = await prepare(self._service, request, asked)
+            chat = body.chat_request(self._max_model_len)
+            asked, form = await prepare(self._service, request, chat, ID_PREFIX)
         contents, gives_context = message_of, False
         if isinstance(body, OllamaGenerate):
             contents, gives_context = response_of, not body.raw
-            conversation.token_ids[:0] = body.context or []
-        return await answer(
-            self._service,
-            request,
+            asked.prompts[0][:0] = body.context or []
+        return await self._service.respond(
             asked,
-            conversation,
-            "ollama-",
-            lambda context, form: OllamaResponse(
+            lambda context: OllamaResponse(
                 context,
                 form,
                 contents,
                 has_reasoning=body.think is not False,
                 gives_context=gives_context,
             ),
-            arrival_seconds,
             MEDIA_TYPE,
         )
 

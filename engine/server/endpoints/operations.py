@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...engine import Engine
 from ..protocol.chat_protocol import Messages, Tool
-from ..protocol.errors import ApiError, Unavailable
+from ..protocol.errors import ApiError, Unavailable, bad_field
 from ..protocol.generation_protocol import TokenId
 from ..protocol.server_options import ServerOptions
 from ..requests.keys import KeyRing
@@ -28,14 +28,19 @@ from .service import Service
 from .tokenization import PLAIN_TEMPLATE
 
 
-def operations_router(
-    engine: Engine, loop: EngineLoop, service: Service, keys: KeyRing
-) -> APIRouter:
+class AbortRequest(BaseModel):
+    """The `id` of a response. A client that sets `request_id` knows it before the response begins."""
+
+    id: str
+
+
+def add_operations(
+    app: FastAPI, engine: Engine, loop: EngineLoop, service: Service, keys: KeyRing
+) -> None:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
-    router = APIRouter()
     exposition = Exposition(engine, loop, service.model_name, keys)
 
-    @router.get("/health")
+    @app.get("/health")
     async def health() -> dict[str, str]:
         """Liveness: 200 while the engine serves, 503 after it has failed or while a step hangs."""
         if loop.unavailable is not None:
@@ -44,31 +49,35 @@ def operations_router(
             raise Unavailable(f"a step has not ended for {seconds:.0f} s: restart the server")
         return {"status": "ok"}
 
-    @router.get("/ready")
+    @app.get("/ready")
     async def ready() -> dict[str, str]:
         """Readiness: 200 once the engine is warm and while it serves, 503 before and after."""
         if not loop.is_ready:
             raise Unavailable(loop.unavailable or "the engine is warming up")
         return {"status": "ready"}
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/version")
+    @app.get("/version")
     async def show_version() -> dict[str, str]:
         return {"version": version("llmopt")}
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [*_model_cards(engine, service).values()]}
 
-    @router.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return _model_cards(engine, service)[name]
 
-    return router
+    @app.post("/abort")
+    async def abort(body: AbortRequest, request: Request) -> dict[str, object]:
+        """Abort a response in flight that came with the same API key; its client receives an error. False if
+        there is none with that id."""
+        return {"id": body.id, "aborted": service.loop.abort(body.id, tenant_of(request).key)}
 
 
 def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
@@ -93,24 +102,6 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
     return {service.model_name: model, **adapters}
 
 
-class AbortRequest(BaseModel):
-    """The `id` of a response. A client that sets `request_id` knows it before the response begins."""
-
-    id: str
-
-
-def abort_router(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/abort")
-    async def abort(body: AbortRequest, request: Request) -> dict[str, object]:
-        """Abort a response in flight that came with the same API key; its client receives an error. False if
-        there is none with that id."""
-        return {"id": body.id, "aborted": service.loop.abort(body.id, tenant_of(request).key)}
-
-    return router
-
-
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}$")]
 
 
@@ -133,23 +124,18 @@ class UnloadAdapterRequest(BaseModel):
     lora_int_id: int | None = None
 
 
-def adapters_router(service: Service, engine: Engine, options: ServerOptions) -> APIRouter:
+def add_adapters(app: FastAPI, service: Service, engine: Engine, options: ServerOptions) -> None:
     """The endpoints, for a server that has folders of adapters."""
-    router = APIRouter()
     changing = asyncio.Lock()
 
-    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadAdapterRequest) -> str:
         """Load a LoRA adapter from a folder below --allowed-lora-path, and serve it as a model."""
         name = body.lora_name
         folder = allowed_folder(body.lora_path, options.lora_folders)
         async with changing:
             if name == service.model_name or (name in service.adapters and not body.load_inplace):
-                raise ApiError(
-                    400,
-                    f"lora_name: {name!r} is served already: unload it first",
-                    param="lora_name",
-                )
+                raise bad_field("lora_name", f"{name!r} is served already: unload it first")
             weights = await asyncio.to_thread(engine.loras.read, folder)
             await service.loop.run(
                 lambda engine: engine.load_lora(
@@ -159,7 +145,7 @@ def adapters_router(service: Service, engine: Engine, options: ServerOptions) ->
             service.adapters[name] = folder
         return f"Success: LoRA adapter '{name}' added successfully."
 
-    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload_lora_adapter(body: UnloadAdapterRequest) -> str:
         """Unload a LoRA adapter. Requests that use it go on with it to their end."""
         name = body.lora_name
@@ -172,8 +158,6 @@ def adapters_router(service: Service, engine: Engine, options: ServerOptions) ->
             del service.adapters[name]
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    return router
-
 
 def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
     """The folder of a request's path, which is relative to the first of `roots`, or absolute.
@@ -184,16 +168,15 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
     Raises:
         ApiError: it is not below one of `roots`.
     """
-    refusal = ApiError(400, "lora_path: not a folder below --allowed-lora-path", param="lora_path")
+    refusal = bad_field("lora_path", "not a folder below --allowed-lora-path")
     try:
         folder = Path(roots[0], path).resolve()
         inside = [root.resolve() for root in roots]
         places = [folder, *((folder / name).resolve() for name in (CONFIG_NAME, WEIGHTS_NAME))]
     except (OSError, ValueError, RuntimeError) as error:
         raise refusal from error
-    if not all(any(place.is_relative_to(root) for root in inside) for place in places):
-        raise refusal
-    if not folder.is_dir():
+    is_below = all(any(place.is_relative_to(root) for root in inside) for place in places)
+    if not (is_below and folder.is_dir()):
         raise refusal
     return folder
 
@@ -224,10 +207,8 @@ class DetokenizeRequest(BaseModel):
     tokens: list[TokenId]
 
 
-def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/tokenize")
+def add_tokens(app: FastAPI, service: Service, vocab_size: int, max_model_len: int) -> None:
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Tokenize a text or a conversation."""
         service.check_model(body.model)
@@ -253,21 +234,16 @@ def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIR
             "token_strs": names if body.return_token_strs else None,
         }
 
-    @router.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Decode token ids, special tokens included; at most as many as a sequence may have."""
         service.check_model(body.model)
         if len(body.tokens) > max_model_len:
-            raise ApiError(
-                400,
-                f"tokens: {len(body.tokens)} are more than the context length, {max_model_len}",
-                param="tokens",
-            )
+            problem = f"{len(body.tokens)} are more than the context length, {max_model_len}"
+            raise bad_field("tokens", problem)
         unknown = next((token for token in body.tokens if token >= vocab_size), None)
         if unknown is not None:
             raise ApiError(
                 400, f"token id {unknown} is outside the vocabulary of {vocab_size}", param="tokens"
             )
         return {"prompt": await service.text.decode_all(body.tokens)}
-
-    return router

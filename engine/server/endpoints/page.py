@@ -6,13 +6,12 @@ Its files are this package's own: no outbound requests.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 
 from ...config.adapters import adapter_name
@@ -22,6 +21,7 @@ from ..protocol.errors import ApiError, Unavailable
 from ..requests.loop import EngineLoop
 from ..requests.metrics import Histogram, ServerMetrics
 from .exposition import speed_features
+from .service import server_sent
 
 INTERVAL_SECONDS = 0.25
 MAX_WAITING = 40
@@ -46,7 +46,7 @@ class StateFeed:
             try:
                 yield await self._snapshot()
             except Unavailable as error:
-                yield _event({"unavailable": str(error)})
+                yield server_sent({"unavailable": str(error)})
                 return
             await asyncio.sleep(INTERVAL_SECONDS)
 
@@ -55,7 +55,7 @@ class StateFeed:
             if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
                 metrics = self._loop.metrics
                 state = await self._loop.run(lambda engine: snapshot(engine, metrics))
-                self._latest, self._taken_at = _event(state), time.perf_counter()
+                self._latest, self._taken_at = server_sent(state), time.perf_counter()
         return self._latest
 
 
@@ -139,10 +139,6 @@ def _histogram(histogram: Histogram) -> dict[str, Sequence[float]]:
     return {"bounds": histogram.bounds, "counts": list(histogram.counts)}
 
 
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
-
-
 FOLDER = Path(__file__).with_name("static")
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -159,22 +155,21 @@ HEADERS = {
 }
 
 
-def page_router(loop: EngineLoop) -> APIRouter:
-    router = APIRouter(include_in_schema=False)
+def add_page(app: FastAPI, loop: EngineLoop) -> None:
     files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
     feed = StateFeed(loop)
 
-    @router.get("/")
+    @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return _file("index.html", files["index.html"])
 
-    @router.get("/page/{name}")
+    @app.get("/page/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
         if name not in files:
             raise ApiError(404, f"the page has no file {name!r}")
         return _file(name, files[name])
 
-    @router.get("/engine/state")
+    @app.get("/engine/state", include_in_schema=False)
     async def state() -> Response:
         """Engine snapshots as server-sent events, four per second."""
         return StreamingResponse(
@@ -182,8 +177,6 @@ def page_router(loop: EngineLoop) -> APIRouter:
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-
-    return router
 
 
 def _file(name: str, content: bytes) -> Response:

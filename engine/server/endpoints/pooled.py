@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...execution.pooling import Vector, normalized
@@ -25,7 +25,7 @@ from ..protocol.pooling_protocol import (
     ScoreRequest,
 )
 from ..requests.stream import OutputStream
-from .service import CLIENT_GONE, ResponseContext, Service, unless_disconnected
+from .service import CLIENT_GONE, Asked, ResponseContext, Service, unless_disconnected
 
 _NOTHING = SamplingParams(max_tokens=1)
 
@@ -68,7 +68,7 @@ async def pool(
     service: Service,
     request: Request,
     body: PoolingRequest,
-    prompts: Sequence[Sequence[int]],
+    prompts: list[list[int]],
     pooling: PoolingParams,
     id_prefix: str,
 ) -> PooledResponse:
@@ -77,9 +77,8 @@ async def pool(
     Raises:
         ApiError, BadInput: a prompt that cannot fit, a full queue, a failed step, a client that left.
     """
-    context = await service.submit(
-        request, body, prompts, _NOTHING, id_prefix, time.perf_counter(), pooling=pooling
-    )
+    asked = Asked(request, body, _NOTHING, prompts, id_prefix, time.perf_counter(), pooling=pooling)
+    context = await service.submit(asked)
     try:
         outputs = await unless_disconnected(request, _collected(context.stream))
     finally:
@@ -94,10 +93,15 @@ async def _collected(stream: OutputStream) -> dict[str, RequestOutput]:
     return {output.request_id: output async for output in stream}
 
 
-def embeddings_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def _encoded(vector: Vector, encoding: str) -> str | list[float]:
+    """Little-endian float32 as base64, or numbers."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
 
-    @router.post("/v1/embeddings")
+
+def add_pooling(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """Embed texts."""
         service.check_model(body.model)
@@ -121,21 +125,8 @@ def embeddings_router(service: Service) -> APIRouter:
             ]
         )
 
-    return router
-
-
-def _encoded(vector: Vector, encoding: str) -> str | list[float]:
-    """Little-endian float32 as base64, or numbers."""
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
-
-
-def scores_router(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/score")
-    @router.post("/score")
+    @app.post("/v1/score")
+    @app.post("/score")
     async def create_scores(body: ScoreRequest, request: Request) -> dict[str, Any]:
         """Score pairs of texts: by a reranker's own score, or the cosine of their embeddings."""
         response, scores = await _scores(
@@ -148,9 +139,9 @@ def scores_router(service: Service) -> APIRouter:
             ]
         )
 
-    @router.post("/v1/rerank")
-    @router.post("/v2/rerank")
-    @router.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    @app.post("/rerank")
     async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
         """Order documents by their relevance to a query, the most relevant first."""
         texts = body.texts
@@ -171,8 +162,6 @@ def scores_router(service: Service) -> APIRouter:
             "results": results,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }
-
-    return router
 
 
 async def _scores(

@@ -7,15 +7,16 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat
+from ..protocol.chat_protocol import chat_call
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
 from ..requests.request_record import Tenant, record_of, tenant_of
@@ -28,70 +29,57 @@ Fields = dict[str, Any]
 Make = Callable[..., bytes]
 
 
-class Item(Protocol):
-    """An output item. `make` encodes an event of a type with its fields."""
+class Item(ABC):
+    """An output item of a growing text. `make` encodes an event of a type with its fields.
 
-    def document(self, status: str) -> Fields:
-        """The item with what it holds so far."""
-        ...
+    Attributes:
+        event: the type of its deltas, and of the content part that it has, unless `has_part` is false.
+    """
 
-    def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
-        """The events that begin the item."""
-        ...
-
-    def closing(self, make: Make, where: Fields, status: str) -> Iterator[bytes]:
-        """The events that end it."""
-        ...
-
-
-class _PartItem(ABC):
-    """An item with one content part of text."""
-
-    part_type: str
     event: str
+    has_part = True
 
     def __init__(self, item_id: str) -> None:
-        self.id = item_id
-        self.text = ""
-
-    def part(self) -> Fields:
-        return {"type": self.part_type, "text": self.text}
+        self.id, self.text = item_id, ""
 
     @abstractmethod
     def document(self, status: str) -> Fields:
-        """The item with the text that it holds so far."""
+        """The item with what it holds so far."""
 
-    def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
-        empty = {**self.document("in_progress"), "content": []}
-        yield make("response.output_item.added", output_index=where["output_index"], item=empty)
-        place = {**where, "item_id": self.id, "content_index": 0}
-        yield make("response.content_part.added", **place, part=self.part())
-
-    def delta(self, make: Make, where: Fields, text: str, **more: Any) -> bytes:
-        """The event of a piece of text, which is appended."""
-        self.text += text
-        place = {**where, "item_id": self.id, "content_index": 0}
-        return make(f"response.{self.event}.delta", **place, delta=text, **more)
+    def part(self) -> Fields:
+        return {"type": self.event, "text": self.text}
 
     def done(self) -> Fields:
         """Fields of the event that ends the text."""
         return {"text": self.text}
 
+    def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
+        """The events that begin the item."""
+        empty = self.document("in_progress") | ({"content": []} if self.has_part else {})
+        yield make("response.output_item.added", **where, item=empty)
+        if self.has_part:
+            yield make("response.content_part.added", **self._place(where), part=self.part())
+
+    def delta(self, make: Make, where: Fields, text: str, **more: Any) -> bytes:
+        """The event of a piece of text, which is appended."""
+        self.text += text
+        return make(f"response.{self.event}.delta", **self._place(where), delta=text, **more)
+
     def closing(self, make: Make, where: Fields, status: str) -> Iterator[bytes]:
-        place = {**where, "item_id": self.id, "content_index": 0}
-        yield make(f"response.{self.event}.done", **place, **self.done())
-        yield make("response.content_part.done", **place, part=self.part())
-        yield make(
-            "response.output_item.done",
-            output_index=where["output_index"],
-            item=self.document(status),
-        )
+        """The events that end it."""
+        yield make(f"response.{self.event}.done", **self._place(where), **self.done())
+        if self.has_part:
+            yield make("response.content_part.done", **self._place(where), part=self.part())
+        yield make("response.output_item.done", **where, item=self.document(status))
+
+    def _place(self, where: Fields) -> Fields:
+        return {**where, "item_id": self.id, **({"content_index": 0} if self.has_part else {})}
 
 
-class MessageItem(_PartItem):
+class MessageItem(Item):
     """The answer."""
 
-    part_type, event = "output_text", "output_text"
+    event = "output_text"
 
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
@@ -108,49 +96,34 @@ class MessageItem(_PartItem):
         return {**fields, "content": [self.part()]}
 
 
-class ReasoningItem(_PartItem):
+class ReasoningItem(Item):
     """The reasoning before the answer, in plain text."""
 
-    part_type, event = "reasoning_text", "reasoning_text"
+    event = "reasoning_text"
 
     def document(self, status: str) -> Fields:
         fields = {"id": self.id, "type": "reasoning", "status": status, "summary": []}
         return {**fields, "content": [self.part()], "encrypted_content": None}
 
 
-class CallItem:
-    """A function call, perhaps of a function in a namespace."""
+class CallItem(Item):
+    """A function call, perhaps of a function in a namespace; its text are the arguments."""
+
+    event, has_part = "function_call_arguments", False
 
     def __init__(self, item_id: str, call_id: str, name: str, namespaces: Container[str]) -> None:
-        self.id, self.call_id, self.full_name = item_id, call_id, name
+        super().__init__(item_id)
+        self.call_id, self.full_name = call_id, name
         space, _, inner = name.partition(".")
         self.namespace, self.name = (space, inner) if space in namespaces else (None, name)
-        self.arguments = ""
+
+    def done(self) -> Fields:
+        return {"name": self.name, "arguments": self.text}
 
     def document(self, status: str) -> Fields:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": self.arguments,
-            **({"namespace": self.namespace} if self.namespace else {}),
-        }
-
-    def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
-        yield make("response.output_item.added", **where, item=self.document("in_progress"))
-
-    def delta(self, make: Make, where: Fields, text: str) -> bytes:
-        """The event of a piece of the arguments, which is appended."""
-        self.arguments += text
-        fields = {**where, "item_id": self.id, "delta": text}
-        return make("response.function_call_arguments.delta", **fields)
-
-    def closing(self, make: Make, where: Fields, status: str) -> Iterator[bytes]:
-        fields = {"item_id": self.id, "name": self.name, "arguments": self.arguments}
-        yield make("response.function_call_arguments.done", **where, **fields)
-        yield make("response.output_item.done", **where, item=self.document(status))
+        fields = {"id": self.id, "type": "function_call", "status": status}
+        fields |= {"call_id": self.call_id, **self.done()}
+        return fields | ({"namespace": self.namespace} if self.namespace else {})
 
 
 MAX_BYTES = 64 << 20
@@ -217,7 +190,7 @@ class ResponseStore:
             self._num_bytes -= stored.num_bytes
 
 
-Stored = Callable[[list[dict[str, Any]], dict[str, Any]], None]
+Stored = Callable[[list[Fields], Fields], None]
 
 
 class ItemResponse(ConversationResponse):
@@ -273,8 +246,7 @@ class ItemResponse(ConversationResponse):
             case Text(text):
                 yield from self._message_delta(text)
             case Reasoning(text):
-                item = self._last
-                if not isinstance(item, ReasoningItem):
+                if not isinstance(item := self._last, ReasoningItem):
                     item = ReasoningItem(self._item_id("rs"))
                     yield from self._opened(item)
                 yield item.delta(self._event, self._where, text)
@@ -410,17 +382,15 @@ def _turn(items: list[Item]) -> dict[str, Any]:
             case ReasoningItem():
                 turn["reasoning_content"] = item.text
             case CallItem():
-                function: Mapping[str, str] = {"name": item.full_name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = chat_call(item.call_id, item.full_name, item.text)
                 turn.setdefault("tool_calls", []).append(call)
     return turn
 
 
-def responses_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def add_responses(app: FastAPI, service: Service) -> None:
     store = ResponseStore()
 
-    @router.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
         service.check(body)
@@ -441,15 +411,13 @@ def responses_router(service: Service) -> APIRouter:
             lambda context, form: ItemResponse(context, form, body, service.text, keep),
         )
 
-    @router.get("/v1/responses/{response_id}")
+    @app.get("/v1/responses/{response_id}")
     async def show_response(response_id: str, request: Request) -> dict[str, Any]:
         """A stored response."""
         return store.get(tenant_of(request), response_id).document
 
-    @router.delete("/v1/responses/{response_id}")
+    @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         """Forget a stored response."""
         store.delete(tenant_of(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
-
-    return router

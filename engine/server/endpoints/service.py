@@ -92,6 +92,27 @@ class ResponseContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for the engine, and the parameters and prompts that were made of its body.
+
+    Attributes:
+        id_prefix: of the response's id; the rest is the body's `request_id`, or the `X-Request-Id` that every
+            request has.
+        images: those of the only prompt.
+        pooling: how the prompts are pooled, if they are; nothing is generated then.
+    """
+
+    request: Request
+    body: GenerationRequest | PoolingRequest
+    params: SamplingParams
+    prompts: list[list[int]]
+    id_prefix: str
+    arrival_seconds: float
+    images: Images = NO_IMAGES
+    pooling: PoolingParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """State shared by the endpoints. A LoRA adapter is served as a model under its own name: `adapters` are
     the folders by these names, changed on the event loop as adapters are loaded and unloaded."""
@@ -153,28 +174,15 @@ class Service:
             raise ApiError(CLIENT_GONE, "the client has left")
         return replace(params, token_mask=mask)
 
-    async def submit(
-        self,
-        request: Request,
-        body: GenerationRequest | PoolingRequest,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        id_prefix: str,
-        arrival_seconds: float,
-        *,
-        pooling: PoolingParams | None = None,
-        images: Images = NO_IMAGES,
-    ) -> ResponseContext:
-        """Queue a job for each prompt; `images` are those of the only one. The caller closes the stream.
-
-        The response id is the prefix and the client's request id: that of the body, or the `X-Request-Id`
-        that every request has.
+    async def submit(self, asked: Asked) -> ResponseContext:
+        """Queue a job for each prompt. The caller closes the stream.
 
         Raises:
             BadInput, TooMany, Unavailable: what the engine or a limit of the key refuses.
         """
-        record, tenant = record_of(request), tenant_of(request)
-        response_id = f"{id_prefix}{body.request_id or record.request_id}"
+        record, tenant = record_of(asked.request), tenant_of(asked.request)
+        body, params, prompts = asked.body, asked.params, asked.prompts
+        response_id = f"{asked.id_prefix}{body.request_id or record.request_id}"
         name = body.model or self.model_name
         jobs = [
             Job(
@@ -182,53 +190,46 @@ class Service:
                 f"{response_id}/{uuid.uuid4().hex}/{index}",
                 token_ids,
                 params,
-                arrival_seconds,
+                asked.arrival_seconds,
                 self.adapter(name),
                 body.priority or 0,
                 tenant.cache_salt(body.cache_salt),
                 tenant.key,
-                pooling,
-                images,
+                asked.pooling,
+                asked.images,
             )
             for index, token_ids in enumerate(prompts)
         ]
         num_prompt = num_tokens = sum(map(len, prompts))
-        if pooling is None:
+        if asked.pooling is None:
             # Without `max_tokens` the rest of the context, of which a request need not use any.
             room = [params.max_tokens or max(0, self.max_model_len - len(each)) for each in prompts]
             num_tokens += sum(room) * params.num_sequences
         at_least = num_prompt if params.max_tokens is None else num_tokens
         record.reserve(num_tokens, at_least=at_least)
         stream = await self.loop.submit(jobs)
-        record.begin(response_id, name, params if pooling is None else None, stream)
+        record.begin(response_id, name, params if asked.pooling is None else None, stream)
         return ResponseContext(response_id, name, int(time.time()), stream)
 
     async def respond(
         self,
-        request: Request,
-        body: GenerationRequest,
-        params: SamplingParams,
-        prompts: Sequence[Sequence[int]],
-        id_prefix: str,
+        asked: Asked,
         generation: Callable[[ResponseContext], Generation],
-        arrival_seconds: float,
         media_type: str = "text/event-stream",
-        images: Images = NO_IMAGES,
     ) -> Response:
-        """Generate for `prompts`; `body.stream` selects a stream or a single document.
+        """Generate for the prompts; `stream` of the body selects a stream or a single document.
 
         Raises:
             BadInput, TooMany, Unavailable: before the response begins, as `submit`.
         """
-        context = await self.submit(
-            request, body, prompts, params, id_prefix, arrival_seconds, images=images
-        )
+        body, context = asked.body, await self.submit(asked)
+        assert isinstance(body, GenerationRequest)
         generated = generation(context)
         if body.stream:
             events = generated.events(body.stream_options or StreamOptions())
             return EventStream(events, context.stream.close, media_type)
         try:
-            document = await unless_disconnected(request, generated.document())
+            document = await unless_disconnected(asked.request, generated.document())
         finally:
             context.stream.close()
         return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)

@@ -77,11 +77,13 @@ class Tokenization:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._prefix_id = self._encode_text("a")[-1]
-        self._prefix_text = self._decode([self._prefix_id])
+        self._prefix_text = self.decode([self._prefix_id], skip_special_tokens=False)
         self._texts: dict[int, TokenText] = {}
         # Templates of some image-text models read lists of parts alone.
         self._as_parts = takes_images and not self._renders_text()
-        self.stop_texts = tuple(self._decode([token]) for token in end_token_ids)
+        self.stop_texts = tuple(
+            self.decode([token], skip_special_tokens=False) for token in end_token_ids
+        )
 
     @property
     def template_source(self) -> str:
@@ -281,12 +283,9 @@ class Tokenization:
         except Exception:  # a template may raise anything
             return False
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
     def _describe(self, token_id: int) -> TokenText:
         # Decoded after another token, because decoders strip the leading space of the first word.
-        text = self._decode([self._prefix_id, token_id])
+        text = self.decode([self._prefix_id, token_id], skip_special_tokens=False)
         if text.startswith(self._prefix_text):
             text = text[len(self._prefix_text) :]
         if token_id in self._special:

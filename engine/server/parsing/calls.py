@@ -83,7 +83,7 @@ class TextSource:
     def until(self, stops: Sequence[str], emit: Emit) -> Generator[None, None, str | None]:
         """Emit the text before the first of these markers; the marker, unread, or None at the end.
 
-        None of them may begin with another one.
+        None of them may begin with another one. Without any, all that is left is emitted.
         """
         while True:
             place = self._find(stops)
@@ -93,14 +93,6 @@ class TextSource:
             self._emit(self._num_decided(stops), emit)
             if self.has_ended:
                 return None
-            yield
-
-    def rest(self, emit: Emit) -> Waiting:
-        """Emit all that is left."""
-        while True:
-            self._emit(len(self._text) - self._at, emit)
-            if self.has_ended:
-                return
             yield
 
     def collect(self, stops: Sequence[str], limit: int) -> Generator[None, None, str | None]:
@@ -164,7 +156,7 @@ class TextSource:
     def _num_decided(self, stops: Sequence[str]) -> int:
         """Characters of the unread text that cannot belong to a marker, where it has no whole one."""
         length = len(self._text) - self._at
-        if self.has_ended or not length:
+        if self.has_ended or not length or not stops:
             return length
         tail = self._text[max(self._at, len(self._text) - max(map(len, stops))) :]
         return length - max(overlap(tail, stop) for stop in stops)
@@ -303,19 +295,21 @@ class CallReader:
 
     def _string(self) -> Generator[None, None, str | None]:
         """A JSON string; None for another value or a broken one."""
-        parts: list[str] = []
-        yield from self._source.json_value(parts.append)
+        text = yield from self._json_text()
         try:
-            value = json.loads("".join(parts))
+            value = json.loads(text)
         except ValueError:
             return None
         return value if isinstance(value, str) else None
 
-    def _whole_arguments(self) -> Generator[None, None, str]:
-        """Arguments as an object, or as a string that holds one."""
+    def _json_text(self) -> Generator[None, None, str]:
         parts: list[str] = []
         yield from self._source.json_value(parts.append)
-        text = "".join(parts)
+        return "".join(parts)
+
+    def _whole_arguments(self) -> Generator[None, None, str]:
+        """Arguments as an object, or as a string that holds one."""
+        text = yield from self._json_text()
         if text.startswith('"'):
             try:
                 return str(json.loads(text))

@@ -113,7 +113,7 @@ class OutputParser:
         if self._form.reasoning is not None:
             yield from self._read_reasoning(self._form.reasoning)
         if self._form.tools is None:
-            yield from self._source.rest(self._text)
+            yield from self._source.until((), self._text)
         else:
             yield from self._read_calls(self._form.tools)
 
@@ -160,7 +160,7 @@ class OutputParser:
                 return
             source.take(len(form.start))
             yield from self._section(form, form.start)
-        yield from source.rest(self._text)
+        yield from source.until((), self._text)
 
     def _section(self, form: ToolFormat, opened: str) -> Waiting:
         """Calls up to the end marker; before the first of them, `opened` and what follows may become text."""

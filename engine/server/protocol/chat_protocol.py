@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...base.sampling_params import SamplingParams
-from .errors import ApiError
+from .errors import bad_field
 from .generation_protocol import GenerationRequest, client_tools
 from .structure import Constraint
 
@@ -53,6 +53,12 @@ def image_part(url: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def chat_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A call by the assistant, in OpenAI's form; `arguments` as text, but for templates."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def _part(part: Any) -> ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
@@ -89,13 +95,9 @@ class ToolCall(BaseModel):
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise ApiError(
-                400,
-                f"messages: the arguments of a call of {self.function.name!r} are not JSON: {error}",
-                param="messages",
-            ) from error
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+            problem = f"the arguments of a call of {self.function.name!r} are not JSON: {error}"
+            raise bad_field("messages", problem) from error
+        return chat_call(self.id, self.function.name, arguments)
 
 
 class ChatMessage(BaseModel):
@@ -301,20 +303,13 @@ class ChatRequest(GenerationRequest):
         constraint = self.answer_constraint()
         if self.must_call:
             if constraint is not None:
-                raise ApiError(
-                    400,
-                    f"{constraint.field}: the output must be a tool call (tool_choice), not an answer",
-                    param=constraint.field,
-                )
+                problem = "the output must be a tool call (tool_choice), not an answer"
+                raise bad_field(constraint.field, problem)
             return Constraint("json_schema", calls_schema(self), "tools")
         if constraint is None or not self.usable_tools or constraint.kind == "structural_tag":
             return constraint
         if constraint.kind != "json_schema" or constraint.value.get("type") != "object":
-            raise ApiError(
-                400,
-                f"{constraint.field}: beside tools, only a JSON schema of an object",
-                param=constraint.field,
-            )
+            raise bad_field(constraint.field, "beside tools, only a JSON schema of an object")
         either = either_schema(constraint.value, calls_schema(self))
         return Constraint("json_schema", either, constraint.field)
 
@@ -376,5 +371,5 @@ def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, An
         for key in _SHARED:
             for name, value in (part.pop(key, None) or {}).items():
                 if shared.setdefault(key, {}).setdefault(name, value) != value:
-                    raise ApiError(400, f"tools: {key}/{name} has two meanings", param="tools")
+                    raise bad_field("tools", f"{key}/{name} has two meanings")
     return {**shared, "anyOf": [answer, calls]}

@@ -62,6 +62,11 @@ class ApiError(Exception):
         return error_body(self.status, str(self), self.param, self.code)
 
 
+def bad_field(field: str, problem: str, code: str | None = None) -> ApiError:
+    """400 for a field of the request, with which the message begins."""
+    return ApiError(400, f"{field}: {problem}", param=field, code=code)
+
+
 class Unavailable(ApiError):
     """503: the engine has failed, or the server is stopping."""
 

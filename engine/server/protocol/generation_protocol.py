@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -27,23 +27,6 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
-
-_SAMPLING_FIELDS = (
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "n",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Unsupported fields that would change the result, with the neutral values that are accepted besides
@@ -89,8 +72,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(StructuredRequest):
-    """Fields shared by the generation endpoints. A field that is absent or null takes the engine's default.
+class EngineRequest(BaseModel):
+    """Fields of every request for the engine. One that is absent or null takes the engine's default.
 
     Unknown fields are ignored, because clients send many that have no effect here.
     """
@@ -98,6 +81,14 @@ class GenerationRequest(StructuredRequest):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class GenerationRequest(StructuredRequest, EngineRequest):
+    """Fields shared by the generation endpoints."""
+
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -115,9 +106,6 @@ class GenerationRequest(StructuredRequest):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: RequestId | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -147,17 +135,21 @@ class GenerationRequest(StructuredRequest):
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        fields = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return SamplingParams(
             max_tokens=max_tokens,
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **fields,
+            **{name: value for name, value in given.items() if value is not None},
         )
+
+
+_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} & {
+    *GenerationRequest.model_fields
+} - {"max_tokens", "stop", "stop_token_ids"}
+"""Fields of a request that sampling parameters take as they are."""
 
 
 def refuse_fields(given: Mapping[str, Any] | None, neutral: Mapping[str, tuple[Any, ...]]) -> None:

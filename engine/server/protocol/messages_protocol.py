@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, image_part
-from .errors import ApiError
+from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, chat_call, image_part
+from .errors import ApiError, bad_field
 from .generation_protocol import client_tools
 
 Content = str | list[dict[str, Any]]
@@ -138,14 +138,9 @@ class MessagesRequest(MessagesPrompt):
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported", param=name)
-        return self.for_chat(
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-        )
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        fields = {name: getattr(self, name) for name in same}
+        return self.for_chat(stop=self.stop_sequences, **fields)
 
 
 def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
@@ -172,11 +167,8 @@ def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
             before = message.get("reasoning_content") or ""
             message["reasoning_content"] = before + str(block.get("thinking", ""))
         elif kind != "redacted_thinking":
-            raise ApiError(
-                400,
-                f"messages: content blocks of type {kind!r} are not supported from the {turn.role}",
-                param="messages",
-            )
+            problem = f"content blocks of type {kind!r} are not supported from the {turn.role}"
+            raise bad_field("messages", problem)
     if parts or len(message) > 1 or not messages:
         messages.append({**message, "content": parts})
     return messages
@@ -194,9 +186,7 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
             return image_part(f"data:{kind};base64,{data}")
         case {"type": "url", "url": str(url)}:
             return image_part(url)
-    raise ApiError(
-        400, "messages: the source of an image is of type base64 or url", param="messages"
-    )
+    raise bad_field("messages", "the source of an image is of type base64 or url")
 
 
 def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
@@ -210,8 +200,7 @@ def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
 
 def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-    function = {"name": block.get("name"), "arguments": arguments}
-    return {"id": block.get("id"), "type": "function", "function": function}
+    return chat_call(block.get("id"), block.get("name"), arguments)
 
 
 def _tool_result(block: dict[str, Any], content: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...base.sampling_params import SamplingParams
-from .chat_protocol import MAX_MESSAGES, ChatRequest, image_part
-from .errors import ApiError
+from .chat_protocol import MAX_MESSAGES, ChatRequest, chat_call, image_part
+from .errors import bad_field
 from .generation_protocol import GenerationRequest, TokenId, unsupported
 
 _log = logging.getLogger(__name__)
@@ -131,8 +131,7 @@ class OllamaCall(BaseModel):
 
     def for_chat(self) -> dict[str, Any]:
         arguments = json.dumps(self.function.arguments, ensure_ascii=False)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        return chat_call(self.id, self.function.name, arguments)
 
 
 class OllamaMessage(BaseModel):
@@ -190,11 +189,8 @@ class OllamaGenerate(OllamaRequest):
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.images and (self.raw or self.context):
-            raise ApiError(
-                400,
-                "images: only through the chat template: not with raw or context",
-                param="images",
-            )
+            problem = "only through the chat template: not with raw or context"
+            raise bad_field("images", problem)
 
     def chat_request(self, max_model_len: int) -> ChatRequest:
         """The prompt as a user's message; raises as `chat`."""

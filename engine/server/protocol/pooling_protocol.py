@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from .generation_protocol import (
     MAX_PROMPTS,
+    EngineRequest,
     Prompt,
-    RequestId,
     as_prompts,
     check_prompt,
     refuse_fields,
@@ -33,16 +33,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class PoolingRequest(BaseModel):
-    """Fields shared by the endpoints that pool prompts. Unknown fields without effect are ignored."""
+class PoolingRequest(EngineRequest):
+    """Fields shared by the endpoints that pool prompts."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
-    model: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: RequestId | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

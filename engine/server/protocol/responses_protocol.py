@@ -8,8 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ...base.sampling_params import SamplingParams
-from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, image_part
-from .errors import ApiError
+from .chat_protocol import (
+    MAX_MESSAGES,
+    ChatRequest,
+    Function,
+    ToolName,
+    chat_call,
+    image_part,
+)
+from .errors import bad_field
 from .generation_protocol import GenerationRequest, client_tools, is_hosted, unsupported
 from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 
@@ -42,14 +49,10 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Function):
     """A function that the client offers."""
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
@@ -228,8 +231,7 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
         name = item.get("name")
         if item.get("namespace"):
             name = f"{item['namespace']}.{name}"
-        function = {"name": name, "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        call = chat_call(item.get("call_id"), name, item.get("arguments"))
         _assistant(turns).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output, images = _apart(item.get("output"))
@@ -239,7 +241,7 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
         if images:  # templates read a tool's text alone
             turns.append({"role": "user", "content": images})
     else:
-        raise ApiError(400, f"input: items of type {kind!r} are not supported", param="input")
+        raise bad_field("input", f"items of type {kind!r} are not supported")
 
 
 def _assistant(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,11 +275,8 @@ def _is_image(part: Any) -> bool:
 
 def _image(part: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(part.get("image_url"), str):
-        raise ApiError(
-            400,
-            "input: content parts of type 'input_image' need image_url: no files are stored here",
-            param="input",
-        )
+        problem = "content parts of type 'input_image' need image_url: no files are stored here"
+        raise bad_field("input", problem)
     return image_part(part["image_url"])
 
 
@@ -290,8 +289,6 @@ def _text(content: Any) -> str:
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
-            raise ApiError(
-                400, f"input: content parts of type {kind!r} are not supported", param="input"
-            )
+            raise bad_field("input", f"content parts of type {kind!r} are not supported")
         texts.append(str(part.get("text", "")))
     return "".join(texts)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ....quant.base.errors import BadInput
 from ....quant.base.option import check_limits, flag_of, no_less_than, option, options_of
-from ...base.image_input import MediaLimits
-from ...base.units import parse_bytes
+from ...base.image_input import MediaLimits, size_option
 
 LogFormat = Literal["text", "json"]
 _FORMATS = get_args(LogFormat)
@@ -164,23 +163,9 @@ class ServerOptions:
         word=list[str],
         parse=frozenset,
     )
-    max_body_bytes: int = option(
-        16 << 20,
-        "Maximum request body size.",
-        flag="--max-body",
-        word=str,
-        text="16MiB",
-        parse=parse_bytes,
-        limit=no_less_than(1),
-    )
-    max_header_bytes: int = option(
-        32 << 10,
-        "Maximum size of a request's URL and headers.",
-        flag="--max-header",
-        word=str,
-        text="32KiB",
-        parse=parse_bytes,
-        limit=no_less_than(1),
+    max_body_bytes: int = size_option("16MiB", "Maximum request body size.", "--max-body")
+    max_header_bytes: int = size_option(
+        "32KiB", "Maximum size of a request's URL and headers.", "--max-header"
     )
     header_timeout_seconds: float = _seconds(
         30.0, "Timeout for receiving the head of a request, in seconds.", "--header-timeout"

@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import ApiError
+from .errors import ApiError, bad_field
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(max_length=1024)]
@@ -59,17 +59,10 @@ class AnyText(_StrictModel):
     excludes: Texts = []
 
 
-class SequenceFormat(_StrictModel):
-    """One format after the other."""
+class Elements(_StrictModel):
+    """One format after the other, or one of several."""
 
-    type: Literal["sequence"]
-    elements: Annotated[list[AnyFormat], Field(min_length=1)]
-
-
-class Or(_StrictModel):
-    """One of several formats."""
-
-    type: Literal["or"]
+    type: Literal["sequence", "or"]
     elements: Annotated[list[AnyFormat], Field(min_length=1)]
 
 
@@ -125,8 +118,7 @@ AnyFormat = Annotated[
     | Regex
     | Grammar
     | AnyText
-    | SequenceFormat
-    | Or
+    | Elements
     | Repeated
     | Repeat
     | Tag
@@ -171,13 +163,10 @@ def parse_structural_tag(given: str | dict[str, Any], field: str) -> StructuralT
     Raises:
         ApiError: it is none, with the place.
     """
-    adapter = TypeAdapter(StructuralTag)
     try:
-        return (
-            adapter.validate_json(given)
-            if isinstance(given, str)
-            else adapter.validate_python(given)
-        )
+        if isinstance(given, str):
+            return StructuralTag.model_validate_json(given)
+        return StructuralTag.model_validate(given)
     except ValidationError as error:
         first = max(error.errors(), key=lambda e: len(e["loc"]))
         where = ".".join([field, *map(str, first["loc"])])
@@ -215,6 +204,9 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
+_OF_A_TAG = ("format", "structures", "triggers")
+
+
 class ResponseFormat(BaseModel):
     """`response_format`: OpenAI's three types, a regular expression, a grammar, or a structural tag."""
 
@@ -230,7 +222,7 @@ class ResponseFormat(BaseModel):
 
     @model_validator(mode="after")
     def _is_a_structural_tag(self) -> ResponseFormat:
-        given = {name: getattr(self, name) for name in ("format", "structures", "triggers")}
+        given = {name: getattr(self, name) for name in _OF_A_TAG}
         if self.type == "structural_tag":
             StructuralTag(**given)
         elif any(value is not None for value in given.values()):
@@ -245,20 +237,18 @@ class ResponseFormat(BaseModel):
         return self
 
     def constraint(self) -> Constraint | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Constraint("json_schema", ANY_OBJECT, "response_format")
-        if self.type == "json_schema":
-            assert self.json_schema is not None
-            schema = self.json_schema.schema_
-            value = ANY_OBJECT if schema is None else schema
-            return Constraint("json_schema", value, "response_format.json_schema.schema")
-        if self.type == "structural_tag":
-            value = StructuralTag(
-                format=self.format, structures=self.structures, triggers=self.triggers
-            ).value
-            return Constraint("structural_tag", value, "response_format")
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Constraint("json_schema", ANY_OBJECT, "response_format")
+            case "json_schema":
+                schema = self.json_schema.schema_ if self.json_schema else None
+                value = ANY_OBJECT if schema is None else schema
+                return Constraint("json_schema", value, "response_format.json_schema.schema")
+            case "structural_tag":
+                tag = StructuralTag(**{name: getattr(self, name) for name in _OF_A_TAG})
+                return Constraint("structural_tag", tag.value, "response_format")
         return Constraint(self.type, getattr(self, self.type), f"response_format.{self.type}")
 
 
@@ -278,14 +268,12 @@ class StructuredOutputs(BaseModel):
 
     def constraints(self) -> list[Constraint]:
         constraints = _constraints(
-            self.json_, self.regex, self.choice, self.grammar, "structured_outputs."
+            self.json_, self.regex, self.choice, self.grammar, prefix := "structured_outputs."
         )
         if self.json_object:
-            field = "structured_outputs.json_object"
-            constraints.append(Constraint("json_schema", ANY_OBJECT, field))
+            constraints.append(Constraint("json_schema", ANY_OBJECT, f"{prefix}json_object"))
         if self.structural_tag is not None:
-            field = "structured_outputs.structural_tag"
-            tag = parse_structural_tag(self.structural_tag, field)
+            tag = parse_structural_tag(self.structural_tag, field := f"{prefix}structural_tag")
             constraints.append(Constraint("structural_tag", tag.value, field))
         return constraints
 
@@ -340,9 +328,7 @@ def _parsed(schema: Any, field: str) -> Any:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
-        raise ApiError(
-            400, f"{field}: the schema is not valid JSON: {error}", param=field
-        ) from error
+        raise bad_field(field, f"the schema is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ApiError(400, f"{field}: a schema is an object", param=field)
+        raise bad_field(field, "a schema is an object")
     return parsed

@@ -81,17 +81,20 @@ T = TypeVar("T")
 WARM_UP_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _EngineCall:
+    """Work of the engine's thread, whose outcome the event loop hands to the caller."""
+
     work: Callable[[Engine], Any]
-    future: asyncio.Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineReply:
     future: asyncio.Future[Any]
     value: Any = None
     error: Exception | None = None
+
+    def run(self, engine: Engine) -> None:
+        try:
+            self.value = self.work(engine)
+        except Exception as error:
+            self.error = error
 
     def resolve(self) -> None:
         if self.future.done():  # the caller was cancelled
@@ -110,6 +113,10 @@ class EngineLoop:
     ends its own requests; the loop ends where the engine cannot go on.
 
     Public methods must be called on the event loop that `start` was called on.
+
+    Attributes:
+        unavailable: why the engine does not serve; None while it does.
+        is_draining: whether the server is shutting down: requests in flight finish, then it stops.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
@@ -125,23 +132,13 @@ class EngineLoop:
         self._streams: dict[str, OutputStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
-        self._is_draining = False
-        self._unavailable: str | None = None
-
-    @property
-    def unavailable(self) -> str | None:
-        """Why the engine does not serve; None while it does."""
-        return self._unavailable
+        self.is_draining = False
+        self.unavailable: str | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine is warm and accepts new requests."""
-        return self._warm.is_set() and self._unavailable is None and not self._is_draining
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the server is shutting down: requests in flight finish, then it stops."""
-        return self._is_draining
+        return self._warm.is_set() and self.unavailable is None and not self.is_draining
 
     @property
     def stalled_seconds(self) -> float | None:
@@ -153,10 +150,6 @@ class EngineLoop:
     async def wait_until_failed(self) -> None:
         """Wait until the engine cannot go on; `unavailable` then says why."""
         await self._ended.wait()
-
-    def drain(self) -> None:
-        """Begin the shutdown; requests in flight go on."""
-        self._is_draining = True
 
     async def wait_until_warm(self) -> None:
         """Wait until the engine is warm, or has failed during warm-up."""
@@ -215,7 +208,7 @@ class EngineLoop:
         open_ids = [
             job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
         ]
-        if open_ids and not stream.is_finished and self._unavailable is None:
+        if open_ids and not stream.is_finished and self.unavailable is None:
             self._inbox.put(
                 _EngineCall(
                     lambda engine: self._abort_all(engine, open_ids),
@@ -225,12 +218,12 @@ class EngineLoop:
 
     def fail(self, reason: str) -> None:
         """Fail all pending streams and calls with `Unavailable`, and reject later ones."""
-        self._unavailable = self._unavailable or reason
+        self.unavailable = self.unavailable or reason
         for stream in set(self._streams.values()):
-            stream.push(Unavailable(self._unavailable))
+            stream.push(Unavailable(self.unavailable))
         for future in list(self._calls):
             if not future.done():
-                future.set_exception(Unavailable(self._unavailable))
+                future.set_exception(Unavailable(self.unavailable))
         self._warm.set()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
@@ -242,8 +235,8 @@ class EngineLoop:
             self._thread.join(timeout_seconds)
 
     def _check_available(self) -> None:
-        if self._unavailable is not None:
-            raise Unavailable(self._unavailable)
+        if self.unavailable is not None:
+            raise Unavailable(self.unavailable)
 
     def _drive(self) -> None:
         """Thread main loop: run calls, step the engine, deliver outputs, until stopped or failed."""
@@ -254,11 +247,11 @@ class EngineLoop:
             self.metrics.begin(engine)
             self._post(self._warm.set)
             while not self._stopping:
-                replies = self._take_calls(wait=not engine.has_unfinished())
+                calls = self._run_calls(wait=not engine.has_unfinished())
                 outputs = self._step(steps) if engine.has_unfinished() else []
                 self.metrics.note_step(outputs)
-                if replies or outputs:
-                    self._post(self._deliver, replies, outputs)
+                if calls or outputs:
+                    self._post(self._deliver, calls, outputs)
         except Exception as error:
             if isinstance(error, Failure):
                 _log.error("the engine failed: %s", error)
@@ -288,24 +281,23 @@ class EngineLoop:
             if stream := self._streams.get(request_id):
                 stream.push(error)
 
-    def _take_calls(self, *, wait: bool) -> list[_EngineReply]:
-        replies: list[_EngineReply] = []
+    def _run_calls(self, *, wait: bool) -> list[_EngineCall]:
+        """Run the calls of the inbox, waiting for a first one where `wait`; returns them."""
+        calls: list[_EngineCall] = []
         while True:
             try:
                 call = self._inbox.get(block=wait)
             except queue.Empty:
-                return replies
+                return calls
             wait = False
             if call is None:
-                return replies
-            try:
-                replies.append(_EngineReply(call.future, call.work(self._engine)))
-            except Exception as error:
-                replies.append(_EngineReply(call.future, error=error))
+                return calls
+            call.run(self._engine)
+            calls.append(call)
 
-    def _deliver(self, replies: Sequence[_EngineReply], outputs: Sequence[RequestOutput]) -> None:
-        for reply in replies:
-            reply.resolve()
+    def _deliver(self, calls: Sequence[_EngineCall], outputs: Sequence[RequestOutput]) -> None:
+        for call in calls:
+            call.resolve()
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

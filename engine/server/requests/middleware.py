@@ -13,7 +13,7 @@ from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .keys import KeyRing, Principal
 from .observe import LogEvent, body_text
-from .request_record import record_of, set_tenant
+from .request_record import record_of
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class RequestMiddleware:
             limiter = None
             if principal is not None:
                 record_of(scope).principal = principal
-                set_tenant(scope, principal.number)
                 if is_work:
                     principal.limits.take_request()
                     limiter = principal.concurrency

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .keys import Principal
 
 
-TENANT_KEY = "llmopt.tenant"
-
-
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Number of the client whose API key a request came with; all requests are of the first without keys."""
@@ -37,15 +34,6 @@ class Tenant:
         if self.key == 0 and salt is None:
             return b""
         return f"{self.key}/{salt or ''}".encode()
-
-
-def set_tenant(scope: Scope, key: int) -> None:
-    scope[TENANT_KEY] = Tenant(key)
-
-
-def tenant_of(request: Request) -> Tenant:
-    """The tenant that the middleware found."""
-    return request.scope.get(TENANT_KEY, Tenant())
 
 
 RECORD_KEY = "llmopt.request"
@@ -157,3 +145,9 @@ def record_of(request: Request | Scope) -> RequestRecord:
     if RECORD_KEY not in scope:
         scope[RECORD_KEY] = RequestRecord(new_request_id(), scope["method"], scope["path"], "")
     return scope[RECORD_KEY]
+
+
+def tenant_of(request: Request) -> Tenant:
+    """The tenant that the middleware found."""
+    principal = record_of(request).principal
+    return Tenant() if principal is None else Tenant(principal.number)

@@ -17,7 +17,7 @@ from llmopt.engine.sampling.grammar import (
     GrammarMask,
     choice,
     context_free,
-    json_object,
+    json_schema,
     regex,
 )
 from llmopt.quant.base.errors import BadInput
@@ -84,7 +84,7 @@ def test_every_kind_of_grammar(llm, compiler):
         (choice(["blau", "grün", 'a "quote"\n']), 'blau|grün|a "quote"\n'),
         (context_free('root ::= "<" [a-z] "/>"'), "<[a-z]/>"),
         (context_free('start: "x" | "y" other\nother: "z"'), "x|yz"),
-        (json_object(), r"\{.*"),
+        (json_schema({"type": "object"}), r"\{.*"),
     ):
         for text in texts(llm, compiler.mask(grammar), ["Lily"], logit_bias={436: 3.0}):
             assert re.fullmatch(pattern, text, re.DOTALL), (grammar, text)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.rowwise import SamplingRow, exponential_noise, filter_mask, penalize
-from llmopt.engine.sampling.sampler import Sampler, token_logprobs
+from llmopt.engine.sampling.sampler import Logprobs, Sampler
 from llmopt.quant.base.errors import BadInput
 
 
@@ -120,7 +120,7 @@ def test_logprobs_are_the_models_own():
     assert got.rank == 3
     assert got.logprob == pytest.approx(1 - normalizer, abs=1e-6)
     assert [token for token, _ in got.top] == [2, 1]
-    assert token_logprobs(logits[0], 2, 0).top == ()
+    assert Logprobs(logits, torch.tensor([2]), 0).result()[0].top == ()
 
 
 @pytest.mark.parametrize(
