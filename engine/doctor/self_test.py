@@ -10,11 +10,8 @@ import torch
 
 from ...quant.base.scheme import Scheme
 from ...quant.kinds.base.kind import kind_of
-from ..cache.step_inputs import Run, step_inputs
-from ..kernels.attention.batch import AttentionRule
 from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from ..kernels.attention.paged_attention import AttentionKernel
-from ..kernels.attention.paged_tensor import LARGEST_CODE, PagedTensor
+from ..kernels.attention.paged_tensor import LARGEST_CODE
 from ..kernels.common.devices import refuses_fp8
 from ..kernels.common.dispatch import Operation
 from ..kernels.common.verdicts import TOLERANCE_QUANTIZED, relative_error, tolerance
@@ -25,8 +22,8 @@ from ..kernels.elementwise.dispatch import (
     NORM,
     ROPE_AND_CACHE,
     RowKernelQuery,
+    rope_trial,
 )
-from ..kernels.elementwise.reference import HeadNorms
 from ..kernels.linear.linear import LINEAR, LinearKernelQuery
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
@@ -36,7 +33,7 @@ from ..model.layers.projection import Projection
 from ..sampling.sampler import SAMPLING, SamplingKernelQuery
 from .kernel_table import SCHEMES
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
+HEAD_DIM = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,13 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
             continue  # the engine refuses such a cache as well
         note = "" if stored is dtype else f", {str(stored).removeprefix('torch.')} cache"
         allowed = most if stored is dtype else TOLERANCE_QUANTIZED
-        yield _attention(random, device, dtype, stored, allowed, note)
-        yield _rope_and_cache(random, device, dtype, stored, allowed, note)
+        attention = AttentionKernelQuery(kind, dtype, HEAD_DIM, HEAD_DIM, stored=stored)
+        trial = PAGED_ATTENTION.trial(attention)
+        assert trial is not None
+        query = AttentionKernelQuery(kind, dtype, HEAD_DIM, HEAD_DIM)
+        yield Check(PAGED_ATTENTION, query, trial.compute, allowed, note)
+        heads = RowKernelQuery(kind, dtype, HEAD_DIM)
+        yield Check(ROPE_AND_CACHE, heads, rope_trial(heads, stored).compute, allowed, note)
     rows = RowKernelQuery(kind, dtype, sizes.row)
     x, added, weight = random(33, sizes.row), random(33, sizes.row), random(sizes.row)
     yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
@@ -154,71 +156,6 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
 
 
 Random = Callable[..., torch.Tensor]
-
-
-def _cache(
-    random: Random, device: torch.device, dtype: torch.dtype, stored: torch.dtype
-) -> PagedTensor:
-    """A cache of keys or values, of 40 blocks."""
-    cache = PagedTensor.zeros(40, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device, stored)
-    slots = torch.arange(40 * BLOCK_SIZE, device=device)
-    cache.write(random(len(slots), KV_HEADS, HEAD_DIM), slots)
-    return cache
-
-
-def _attention(
-    random: Random,
-    device: torch.device,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    most: float,
-    note: str,
-) -> Check:
-    """A prefill chunk of 40 tokens after 101 cached ones beside decode tokens of three other sequences, and
-    these alone."""
-    keys, values = (_cache(random, device, dtype, stored) for _ in range(2))
-    runs = [Run(101, [0] * 40, range(1, 10)), Run(319, [0], range(10, 30))]
-    runs += [Run(0, [0], [30]), Run(70, [0], range(31, 36))]
-    queries = random(43, HEADS, HEAD_DIM)
-    rules = (AttentionRule(HEAD_DIM**-0.5), AttentionRule(HEAD_DIM**-0.5, window=50, softcap=30.0))
-    steps = (runs, queries), (runs[1:], queries[40:])
-
-    def compute(attend: AttentionKernel) -> list[torch.Tensor]:
-        outs = []
-        for step, rows in steps:
-            batch = step_inputs(step, BLOCK_SIZE, device, dtype).batch
-            outs += [attend(rows, keys, values, batch, rule) for rule in rules]
-        return outs
-
-    query = AttentionKernelQuery(device.type, dtype, HEAD_DIM, HEAD_DIM)
-    return Check(PAGED_ATTENTION, query, compute, most, note)
-
-
-def _rope_and_cache(
-    random: Random,
-    device: torch.device,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    most: float,
-    note: str,
-) -> Check:
-    """RoPE and KV-cache write of 33 tokens, with QK-norm."""
-    stacked, norms = random(33, HEADS + 2 * KV_HEADS, HEAD_DIM), random(2, HEAD_DIM)
-    angle = 3 * random(33, 1, HEAD_DIM // 2)
-    cos = torch.cat([angle.cos()] * 2, -1)
-    sin = torch.cat([-angle.sin(), angle.sin()], -1)
-    slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + 33, device=device)
-    blocks = torch.arange(4, device=device)
-
-    def compute(make: Callable[[], Any]) -> list[torch.Tensor]:
-        keys, values = (
-            PagedTensor.zeros(4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device, stored) for _ in range(2)
-        )
-        heads = HeadNorms(norms[0], norms[1], 1e-6)
-        queries = make()(stacked.clone(), HEADS, cos, sin, keys, values, slots, heads)
-        return [queries, keys.read(blocks, dtype), values.read(blocks, dtype)]
-
-    return Check(ROPE_AND_CACHE, RowKernelQuery(device.type, dtype, HEAD_DIM), compute, most, note)
 
 
 def _linear(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 NULL_BLOCK = 0
@@ -12,59 +12,11 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class KvBlock:
-    """A KV-cache block, and its links in the free list while its reference count is 0."""
+    """A block of the KV cache."""
 
     block_id: int
     ref_count: int = 0
     is_cached: bool = False
-    previous: KvBlock | None = None
-    next: KvBlock | None = None
-
-
-class FreeList:
-    """Doubly linked free list through the blocks themselves: O(1) at both ends and in the middle.
-
-    The middle matters: a prefix-cache hit removes a block from anywhere in the list.
-    """
-
-    def __init__(self) -> None:
-        self._head = KvBlock(-1)
-        self._tail = KvBlock(-2)
-        self._head.next, self._tail.previous = self._tail, self._head
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[KvBlock]:
-        block = self._head.next
-        while block is not None and block is not self._tail:
-            yield block
-            block = block.next
-
-    def push_front(self, block: KvBlock) -> None:
-        assert self._head.next is not None
-        self._link(self._head, block, self._head.next)
-
-    def push_back(self, block: KvBlock) -> None:
-        assert self._tail.previous is not None
-        self._link(self._tail.previous, block, self._tail)
-
-    def pop_front(self) -> KvBlock:
-        block = self._head.next
-        assert block is not None and block is not self._tail, "the free list is empty"
-        self.remove(block)
-        return block
-
-    def remove(self, block: KvBlock) -> None:
-        assert block.previous is not None and block.next is not None
-        block.previous.next, block.next.previous = block.next, block.previous
-        block.previous = block.next = None
-        self._length -= 1
-
-    def _link(self, left: KvBlock, block: KvBlock, right: KvBlock) -> None:
-        left.next, block.previous, block.next, right.previous = block, left, right, block
-        self._length += 1
 
 
 class BlockPool:
@@ -78,9 +30,8 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks = }: a pool needs the null block and one more")
         self._blocks = [KvBlock(i) for i in range(num_blocks)]
-        self._free = FreeList()
-        for block in self._blocks[1:]:
-            self._free.push_back(block)
+        # In the order of reuse. A hit of the prefix cache removes a block from anywhere in it, in O(1).
+        self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
         self.on_reuse: Callable[[int], None] = lambda block_id: None
         """Called with the id of a cached block just before it is evicted."""
 
@@ -95,7 +46,7 @@ class BlockPool:
 
     def kept_block_ids(self) -> list[int]:
         """Free blocks whose content is still cached, in the order of eviction."""
-        return [block.block_id for block in self._free if block.is_cached]
+        return [block_id for block_id, block in self._free.items() if block.is_cached]
 
     def is_cached(self, block_id: int) -> bool:
         return self._blocks[block_id].is_cached
@@ -107,7 +58,7 @@ class BlockPool:
         """Allocate `count` blocks with reference count 1. The caller has checked `num_free`."""
         allocated = []
         for _ in range(count):
-            block = self._free.pop_front()
+            _, block = self._free.popitem(last=False)
             if block.is_cached:
                 self.on_reuse(block.block_id)
                 block.is_cached = False
@@ -120,7 +71,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
-                self._free.remove(block)
+                del self._free[block_id]
             block.ref_count += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -133,10 +84,9 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.is_cached:
-                    self._free.push_back(block)
-                else:
-                    self._free.push_front(block)
+                self._free[block_id] = block
+                if not block.is_cached:
+                    self._free.move_to_end(block_id, last=False)
 
     def set_cached(self, block_id: int, is_cached: bool) -> None:
         """Mark whether a block is in the prefix cache."""
@@ -145,14 +95,12 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that every reference count is the number of `tables` with the block, and 0 if it is free."""
         held = Counter(block_id for table in tables for block_id in table)
-        free = [block.block_id for block in self._free]
-        assert len(free) == len(self._free) == len(set(free)), "the free list is tangled"
-        assert NULL_BLOCK not in held and NULL_BLOCK not in free, "the null block is in use"
+        assert NULL_BLOCK not in held and NULL_BLOCK not in self._free, "the null block is in use"
         for block in self._blocks[1:]:
             assert block.ref_count == held[block.block_id], (
                 f"block {block.block_id}: {block.ref_count} holders, {held[block.block_id]} in tables"
             )
-        assert len(free) + len(held) == self.num_usable, "blocks are lost"
+        assert len(self._free) + len(held) == self.num_usable, "blocks are lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,10 @@ def gate_trial(query: RowKernelQuery, *arguments: Sequence[bool]) -> Trial[Any]:
     )
 
 
-def rope_trial(query: RowKernelQuery) -> Trial[Any]:
-    """RoPE and KV-cache write of heads of `size` elements, with and without norms."""
+def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Trial[Any]:
+    """RoPE and KV-cache write of heads of `size` elements, with and without norms; `stored`: of the cache."""
     random, size = RandomInputs(query.device, query.dtype), query.size
-    norms = HeadNorms(random(size), random(size), 1e-6)
+    norms, dtype = HeadNorms(random(size), random(size), 1e-6), stored or query.dtype
 
     def run(make: Any, tokens: int, heads: HeadNorms | None) -> Callable[[], list[torch.Tensor]]:
         stacked = random(tokens, HEADS + 2 * KV_HEADS, size)
@@ -86,7 +86,7 @@ def rope_trial(query: RowKernelQuery) -> Trial[Any]:
         sin = torch.cat([-angle.sin(), angle.sin()], -1)
         num_blocks = 1 + -(-tokens // BLOCK_SIZE)
         keys, values = (
-            PagedTensor.zeros(num_blocks, BLOCK_SIZE, KV_HEADS, size, random.device, query.dtype)
+            PagedTensor.zeros(num_blocks, BLOCK_SIZE, KV_HEADS, size, random.device, dtype)
             for _ in "kv"
         )
         slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + tokens, device=random.device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from ...config.adapters import adapter_name
 from ...engine import Engine
@@ -21,7 +21,7 @@ from ..protocol.errors import ApiError, Unavailable
 from ..requests.loop import EngineLoop
 from ..requests.metrics import Histogram, ServerMetrics
 from .exposition import speed_features
-from .service import server_sent
+from .service import EventStream, server_sent
 
 INTERVAL_SECONDS = 0.25
 MAX_WAITING = 40
@@ -172,11 +172,7 @@ def add_page(app: FastAPI, loop: EngineLoop) -> None:
     @app.get("/engine/state", include_in_schema=False)
     async def state() -> Response:
         """Engine snapshots as server-sent events, four per second."""
-        return StreamingResponse(
-            feed.events(),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return EventStream(feed.events(), lambda: None, "text/event-stream")
 
 
 def _file(name: str, content: bytes) -> Response:

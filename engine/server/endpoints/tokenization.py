@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from ....quant.base.errors import BadInput
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
 from ..protocol.chat_protocol import ChatMessage, Tool
@@ -318,13 +320,5 @@ def _raw_bytes(token: str) -> bytes | None:
     return None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable bytes map to themselves, others to characters from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+"""GPT-2's byte alphabet."""
