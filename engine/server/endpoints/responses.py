@@ -20,7 +20,7 @@ from ..protocol.chat_protocol import chat_call
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
 from ..requests.request_record import Tenant, record_of, tenant_of
-from .choices import chat_logprobs
+from .completions import chat_logprobs
 from .conversation import ConversationResponse, converse
 from .service import ResponseContext, Service, server_sent
 from .tokenization import Tokenization

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from llmopt.engine.server import launch
-from llmopt.engine.server.endpoints import capabilities, choices
+from llmopt.engine.server.endpoints import capabilities, completions
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base import build
@@ -250,7 +250,7 @@ def test_long_lists_are_refused_before_they_cost(server: RunningServer) -> None:
 def test_log_probabilities_that_are_held_are_bounded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "MAX_LOGPROBS", 200)
+    monkeypatch.setattr(completions, "MAX_LOGPROBS", 200)
     body = {**LONG, "n": 4, "logprobs": 5, "max_tokens": 20}
     with server.http() as http:
         refused = http.post("/v1/completions", json=body)
