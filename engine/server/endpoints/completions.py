@@ -150,11 +150,6 @@ def completion_logprobs(
     }
 
 
-def token_id_name(token_id: int) -> str:
-    """The name of a token under vLLM's `return_tokens_as_token_ids`."""
-    return f"token_id:{token_id}"
-
-
 def prompt_logprobs(
     text: Tokenization, scored: Sequence[TokenLogprobs | None], num_top: int
 ) -> list[dict[str, Any] | None]:
@@ -196,7 +191,9 @@ class CompletionResponse(ChoicesResponse):
     ) -> None:
         super().__init__(context, text)
         self._body = body
-        self._name = token_id_name if body.return_tokens_as_token_ids else self._text_name
+        self._name: Callable[[int], str] = lambda token_id: text.token(token_id).name
+        if body.return_tokens_as_token_ids:
+            self._name = lambda token_id: f"token_id:{token_id}"
         self._echoed: Sequence[str] | None = None
         if body.echo:
             self._echoed = [
@@ -243,9 +240,6 @@ class CompletionResponse(ChoicesResponse):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-
-    def _text_name(self, token_id: int) -> str:
-        return self._text.token(token_id).name
 
     def _length(self, token_ids: Sequence[int]) -> int:
         return sum(self._text.token(token_id).length for token_id in token_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -41,11 +40,6 @@ def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
     if len(content) > MAX_PARTS:
         raise ValueError(f"{len(content)} content parts: at most {MAX_PARTS}")
     return tuple(map(_part, content))
-
-
-def joined_text(parts: Sequence[ContentPart]) -> str:
-    """The texts of the parts."""
-    return "".join(part.text or "" for part in parts)
 
 
 def image_part(url: Any) -> dict[str, Any]:
@@ -121,7 +115,7 @@ class ChatMessage(BaseModel):
         content = value.get("content")
         parts = read_parts(content)
         if parts is not None:
-            content = joined_text(parts)
+            content = "".join(part.text or "" for part in parts)
         if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")
         has_image = any(part.image_url for part in parts or ())

@@ -165,7 +165,8 @@ class EngineLoop:
         Raises:
             Unavailable: the engine has failed or is stopping.
         """
-        self._check_available()
+        if self.unavailable is not None:
+            raise Unavailable(self.unavailable)
         future: asyncio.Future[T] = self._event_loop.create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -233,10 +234,6 @@ class EngineLoop:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
-
-    def _check_available(self) -> None:
-        if self.unavailable is not None:
-            raise Unavailable(self.unavailable)
 
     def _drive(self) -> None:
         """Thread main loop: run calls, step the engine, deliver outputs, until stopped or failed."""
