@@ -138,7 +138,7 @@ def create_app(
     app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
     for add in (add_completions, add_responses, add_messages, add_pooling):
         add(app, service)
-    add_tokens(app, service, engine.vocab_size, engine.max_model_len)
+    add_tokens(app, service, engine.vocab_size)
     if options.lora_folders:
         add_adapters(app, service, engine, options)
     app.include_router(ollama_router(service, engine))

@@ -270,81 +270,76 @@ class JsonRoute(APIRoute):
         return read_as_json
 
 
-class OllamaService:
-    """Ollama's requests over the endpoints' `Service`."""
+def check(service: Service, body: OllamaRequest) -> None:
+    """Check model and fields; a tag of `:latest` is dropped from the name."""
+    body.model = known(service, body.model)
+    body.refuse_unsupported()
+    if body.think and service.text.reasoning_format is None:
+        raise ApiError(400, f"{body.model!r} does not support thinking", param="think")
 
-    def __init__(self, service: Service, max_model_len: int) -> None:
-        self._service = service
-        self._max_model_len = max_model_len
 
-    def check(self, body: OllamaRequest) -> None:
-        """Check model and fields; a tag of `:latest` is dropped from the name."""
-        body.model = self.known(body.model)
-        body.refuse_unsupported()
-        if body.think and self._service.text.reasoning_format is None:
-            raise ApiError(400, f"{body.model!r} does not support thinking", param="think")
+def known(service: Service, name: str | None) -> str:
+    """The name of a served model, with or without a tag."""
+    name = (name or "").removesuffix(":latest")
+    service.check_model(name)
+    return name
 
-    def known(self, name: str | None) -> str:
-        """The name of a served model, with or without a tag."""
-        name = (name or "").removesuffix(":latest")
-        self._service.check_model(name)
-        return name
 
-    async def answer(self, body: OllamaChat | OllamaGenerate, request: Request) -> Response:
-        """Generate the next message of a chat, or the answer to a prompt."""
-        if isinstance(body, OllamaGenerate) and self._is_plain(body):
-            arrival_seconds = time.perf_counter()
-            plain = body.raw_request(self._max_model_len)
-            self._service.check(plain)
-            params = await self._service.params(request, plain)
-            prompts = await self._service.text.encode([body.prompt])
-            asked = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
-            form = OutputFormat()
-        else:
-            chat = body.chat_request(self._max_model_len)
-            asked, form = await prepare(self._service, request, chat, ID_PREFIX)
-        contents, gives_context = message_of, False
-        if isinstance(body, OllamaGenerate):
-            contents, gives_context = response_of, not body.raw
-            asked.prompts[0][:0] = body.context or []
-        return await self._service.respond(
-            asked,
-            lambda context: OllamaResponse(
-                context,
-                form,
-                contents,
-                has_reasoning=body.think is not False,
-                gives_context=gives_context,
-            ),
-            MEDIA_TYPE,
-        )
+async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: Request) -> Response:
+    """Generate the next message of a chat, or the answer to a prompt."""
+    if isinstance(body, OllamaGenerate) and _is_plain(service, body):
+        arrival_seconds = time.perf_counter()
+        plain = body.raw_request(service.max_model_len)
+        service.check(plain)
+        params = await service.params(request, plain)
+        prompts = await service.text.encode([body.prompt])
+        asked = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
+        form = OutputFormat()
+    else:
+        chat = body.chat_request(service.max_model_len)
+        asked, form = await prepare(service, request, chat, ID_PREFIX)
+    contents, gives_context = message_of, False
+    if isinstance(body, OllamaGenerate):
+        contents, gives_context = response_of, not body.raw
+        asked.prompts[0][:0] = body.context or []
+    return await service.respond(
+        asked,
+        lambda context: OllamaResponse(
+            context,
+            form,
+            contents,
+            has_reasoning=body.think is not False,
+            gives_context=gives_context,
+        ),
+        MEDIA_TYPE,
+    )
 
-    def _is_plain(self, body: OllamaGenerate) -> bool:
-        """Whether the prompt stands as it is: raw, or because the model has no template to put it in."""
-        has_no_template = self._service.text.template_source == "plain"
-        return body.raw or (has_no_template and not (body.system or body.images))
+
+def _is_plain(service: Service, body: OllamaGenerate) -> bool:
+    """Whether the prompt stands as it is: raw, or because the model has no template to put it in."""
+    has_no_template = service.text.template_source == "plain"
+    return body.raw or (has_no_template and not (body.system or body.images))
 
 
 def ollama_router(service: Service, engine: Engine) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
-    ollama = OllamaService(service, engine.max_model_len)
     facts = ModelFacts(service, engine)
 
     @router.post("/api/chat", response_model=None)
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        ollama.check(body)
+        check(service, body)
         if not body.messages:
             return _loaded(body, {"message": {"role": "assistant", "content": ""}})
-        return await ollama.answer(body, request)
+        return await answer(service, body, request)
 
     @router.post("/api/generate", response_model=None)
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Answer a prompt."""
-        ollama.check(body)
+        check(service, body)
         if not (body.prompt or body.context or body.images):
             return _loaded(body, {"response": ""})
-        return await ollama.answer(body, request)
+        return await answer(service, body, request)
 
     @router.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
@@ -359,7 +354,7 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
     @router.post("/api/show")
     async def ollama_show(body: ShowRequest) -> dict[str, Any]:
         """Facts of a model."""
-        ollama.known(body.model or body.name)
+        known(service, body.model or body.name)
         return facts.shown()
 
     @router.get("/api/version")

@@ -207,7 +207,9 @@ class DetokenizeRequest(BaseModel):
     tokens: list[TokenId]
 
 
-def add_tokens(app: FastAPI, service: Service, vocab_size: int, max_model_len: int) -> None:
+def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
+    max_model_len = service.max_model_len
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Tokenize a text or a conversation."""
