@@ -32,7 +32,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     except BadInput:
         raise
     except Exception as error:  # transformers and tokenizers raise many types for a broken file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
     # Callers check lengths; silence the tokenizer's warning.
     tokenizer.model_max_length = int(1e30)

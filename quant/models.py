@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..recipes import DEFAULT_MODEL, MODELS
-from .base.errors import BadInput
+from .base.errors import BadInput, first_line
 from .base.names import offer
 from .gguf.architecture import stored_config
 from .gguf.container import GgufFile
@@ -95,7 +95,7 @@ def _from_hub(hub_id: str) -> Path:
             )
         )
     except Exception as error:  # the hub raises a dozen types; the user needs one line
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(
             f"model {hub_id!r} is no folder here and {where} did not give it: {reason}"

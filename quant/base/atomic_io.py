@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -47,8 +48,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
         flush_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise no_space_or(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -129,14 +131,7 @@ def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
 
 def entry_bytes(entry: Entry) -> int:
     """Bytes of a tensor of this dtype and shape."""
-    return _SIZES[entry[0]] * _count(entry[1])
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for width in shape:
-        count *= width
-    return count
+    return _SIZES[entry[0]] * prod(entry[1])
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

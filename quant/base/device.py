@@ -12,13 +12,14 @@ import ctypes
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .errors import BadInput
 from .names import device_names
@@ -103,6 +104,17 @@ def spread(
         for done in [pool.submit(work, device) for device in devices]:
             done.result()
     return [results[index] for index in range(len(tasks))]
+
+
+@contextlib.contextmanager
+def hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """A context at whose end the hooks of modules are removed."""
+    held = list(handles)
+    try:
+        yield
+    finally:
+        for handle in held:
+            handle.remove()
 
 
 class PeakMemory:

@@ -15,13 +15,14 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..base.atomic_io import TEMPORARY_SUFFIX, flush_folder, no_space_or
+from ..base.atomic_io import atomic_file
 from ..base.errors import BadInput
 from ..kinds.ggml.scheme import BLOCK_NUMBERS, GGUF_BLOCKS
 from ..model.checkpoint import GGUF_MAGIC
@@ -61,10 +62,7 @@ class TensorInfo:
 def data_bytes(type_name: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor of this type; rows are whole blocks."""
     per_block, block_bytes = TYPE_SIZES[type_name]
-    count = 1
-    for size in shape:
-        count *= size
-    return count // per_block * block_bytes
+    return prod(shape) // per_block * block_bytes
 
 
 class GgufFile:
@@ -237,18 +235,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
     Raises:
         BadInput: the disk is full. An existing file is untouched.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        with temporary.open("wb") as file:
-            _write(file, metadata, tensors)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        flush_folder(path.parent)
-    except OSError as error:
-        raise no_space_or(error, path) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        _write(file, metadata, tensors)
 
 
 def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:

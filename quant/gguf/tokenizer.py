@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import BadInput
+from ..base.errors import BadInput, first_line
 from ..model.checkpoint import read_json
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -299,8 +299,7 @@ def _special_keys(folder: Path) -> dict[str, Any]:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a missing or broken file fails in many ways in there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{folder} has no usable tokenizer: {reason}") from error
+        raise BadInput(f"{folder} has no usable tokenizer: {first_line(error)}") from error
     ids = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..base.errors import BadInput
+from ..base.errors import BadInput, first_line
 from .auto import read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts
@@ -191,7 +191,7 @@ class MetaModel:
             self.layers: list[Any] = list(stack)[:num_layers]  # behind them: MTP layers
             self.weight_map = WeightMap(checkpoint.names, self.model)
         except Exception as error:  # a wrong config fails in many places in transformers
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             path = checkpoint.path
             where = path / "config.json" if path.is_dir() else path
             raise BadInput(f"{where} is not usable: {reason}") from error

@@ -94,19 +94,14 @@ class StatisticsFolder:
         make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
         write_atomically(self.folder / _BEGUN, header)
-        stream.prepare(calibration.token_ids, calibration.images)
+        stream.prepare(*calibration.samples)
         found = [int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.fullmatch(p.name))]
         first = max(found, default=0)
-        ids = (
-            (calibration.token_ids, calibration.images),
-            (calibration.held_out, calibration.held_out_images),
-        )
+        ids = calibration.samples, calibration.held_out_samples
         if first:
             stored = load_file(self._hidden(first))
             splits = zip(_SPLITS, ids, strict=True)
-            states = [
-                States.restored(name, tokens, stored, images) for name, (tokens, images) in splits
-            ]
+            states = [States.restored(name, samples, stored) for name, samples in splits]
         else:
             states = [stream.embed(*samples) for samples in ids]
         progress.start("measuring", stream.num_layers, "layers")

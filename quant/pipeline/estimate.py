@@ -66,23 +66,22 @@ def estimate_memory(
     tokens: int,
     *,
     held_out: bool,
-    sequential: bool,
-    staged: bool,
+    measured_now: bool,
 ) -> MemoryEstimate:
     """Peak memory of a run: the maximum over layers and moments.
 
     Args:
         tokens: of calibration and held-out samples.
         held_out: whether there are held-out samples.
-        sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
-        staged: the same, also where a method measures the whole layer first.
+        measured_now: whether statistics are measured while layers are quantized, and not cached.
     """
     blockwise = plan.blockwise
     # The float model's states are carried too where they are compared, and those behind the layer where it is
     # tuned towards them.
     hidden = (1 + bool(plan.options.asymmetric) + blockwise) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
-    of_layers = _sequential_moments if sequential else _moments
+    of_layers = _sequential_moments if measured_now and plan.sequential else _moments
+    staged = measured_now and plan.feeds_back and plan.options.true_sequential
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
     if plan.lm_head:
         parts.append((_head(plan), _moments))
@@ -276,7 +275,6 @@ def _distinct_layers(plan: QuantizePlan) -> list[int]:
 
 def estimate_operations(plan: QuantizePlan, tokens: int) -> float:
     """Multiplications and additions of the whole run, at the rate of large GEMMs."""
-    feeds_back = plan.method.sequential or plan.options.solver == "gptq"
     # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
     passes = 2.0 + bool(plan.options.asymmetric)
     total = searches = 0.0
@@ -286,7 +284,7 @@ def estimate_operations(plan: QuantizePlan, tokens: int) -> float:
         total += passes * 2 * tokens * out_features * in_features  # the layer itself
         total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
         total += 4 * out_features * square  # the errors in the report
-        if feeds_back:
+        if plan.feeds_back:
             total += 2 * out_features * square + 2 * square * in_features
         if plan.blockwise:
             seen = min(plan.options.batch_size * plan.seq_len, tokens)

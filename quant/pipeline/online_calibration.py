@@ -109,8 +109,7 @@ class OnlineCalibration:
         carries_floats = asymmetric or tuning is not None
         self._sequential, self._kv = sequential, kv
         self._stream = stream
-        samples = calibration.token_ids, calibration.images
-        held_out = calibration.held_out, calibration.held_out_images
+        samples, held_out = calibration.samples, calibration.held_out_samples
         stream.prepare(*samples)
         if saved is None:
             self._states = stream.embed(*samples)
@@ -118,9 +117,9 @@ class OnlineCalibration:
             self._floats = stream.embed(*samples) if carries_floats else None
         else:
             stored = load_file(saved)
-            self._states = States.restored(_CALIBRATION, samples[0], stored, samples[1])
-            self._held_out = States.restored(_HELD_OUT, held_out[0], stored, held_out[1])
-            floats = States.restored(_FLOAT, samples[0], stored, samples[1])
+            self._states = States.restored(_CALIBRATION, samples, stored)
+            self._held_out = States.restored(_HELD_OUT, held_out, stored)
+            floats = States.restored(_FLOAT, samples, stored)
             self._floats = floats if carries_floats else None
         self._finals = Finals()
 

@@ -35,9 +35,9 @@ from ..stream.layer_stream import LayerStream
 from .online_calibration import CalibrationSource
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
-from .publish import layer_folder, shard_folder, write_final_files
+from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
-from .stages import Session, source_of, stage_of, stages_of
+from .stages import Session, layer_folder, shard_folder, source_of, stage_of, stages_of
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
@@ -105,9 +105,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
             _check_space(session, journal)
             with _threads(journal.threads):
                 _quantize_layers(session, journal, progress, memory)
-            write_final_files(
-                journal, session.plan, session.calibration, request, session.source_hashes
-            )
+            write_final_files(journal, session)
             seconds = tuple(record["seconds"] for record in journal.layers)
             journal.publish(output)
             if request.stats is None and (left := statistics_path(request)) is not None:
@@ -134,8 +132,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
 def _check_space(session: Session, journal: Journal) -> None:
     """Raises BadInput when the disk cannot hold the results and the hidden states of two layers."""
     plan, calibration = session.plan, session.calibration
-    tokens = calibration.token_ids.numel() + calibration.held_out.numel()
-    hidden_bytes = 2 * 4 * tokens * session.stream.hidden_size
+    hidden_bytes = 2 * 4 * calibration.num_tokens * session.stream.hidden_size
     rest = plan.checkpoint.weight_bytes - plan.plain_bytes
     needed = len(plan.formats) * (plan.quantized_bytes + rest + _SLACK_BYTES) + hidden_bytes
     needed -= sum(

@@ -100,7 +100,7 @@ class Preflight:
 def preflight(session: Session) -> Preflight:
     """Predict the run of a prepared session; writes nothing."""
     plan, calibration = session.plan, session.calibration
-    tokens = calibration.token_ids.numel() + calibration.held_out.numel()
+    tokens = calibration.num_tokens
     sizes = [module_sizes(plan, weight_format) for weight_format in plan.formats]
     others = unquantized_bytes(plan)
     extra = others + plan.kv_scale_bytes
@@ -117,12 +117,7 @@ def preflight(session: Session) -> Preflight:
                 session.stream.hidden_size,
                 tokens,
                 held_out=bool(len(calibration.held_out)),
-                sequential=session.statistics is None
-                and plan.method.sequential
-                and plan.options.true_sequential,
-                staged=session.statistics is None
-                and (plan.method.sequential or plan.options.solver == "gptq")
-                and plan.options.true_sequential,
+                measured_now=session.statistics is None,
             ),
             images=_image_bytes(plan, calibration),
         ),

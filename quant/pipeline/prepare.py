@@ -36,8 +36,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     plan = make_plan(_planned(request))
     if not request.errors:
         _check_data_free(plan)
-    feeds_back = plan.method.sequential or plan.options.solver == "gptq"
-    staged = feeds_back and plan.options.true_sequential
+    staged = plan.feeds_back and plan.options.true_sequential
     if plan.options.asymmetric and (request.stats is not None or not staged):
         raise BadInput(
             "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
@@ -135,9 +134,8 @@ def _searched(
     if not folder.complete:
         kv = plan.kv_cache is not None
         folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
-    checked = calibration.token_ids, calibration.images
-    if len(calibration.held_out):
-        checked = calibration.held_out, calibration.held_out_images
+    held_out = bool(len(calibration.held_out))
+    checked = calibration.held_out_samples if held_out else calibration.samples
     return mixed_plan(search, folder, stream, *checked, progress)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomica
 from ..base.errors import BadInput
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
+from ..methods.options import MethodOptions
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..plan.journal import Journal, sha256_of_file
 from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
-    build_manifest,
+    Summary,
     describe_files,
     model_card,
     summarise,
@@ -27,30 +29,13 @@ from ..plan.parts import part_reports, with_parts
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest
 from ..plan.selection import HEAD
-from ..stream.calibration import Calibration
+from .stages import Session, layer_folder, shard_folder
 
 OTHER_SHARD = "model-other.safetensors"
+_ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
-def shard_folder(checkpoint: Path, plan: QuantizePlan, number: int) -> Path:
-    """The folder of format `number`: a subfolder where there are several formats."""
-    return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
-
-
-def layer_folder(journal: Journal, plan: QuantizePlan, number: int) -> Path:
-    """The folder of a format's layer shards; for GGUF a temporary one, merged into one file at the end."""
-    if plan.formats[number].name == "gguf":
-        return journal.folder / "layers-gguf"
-    return shard_folder(journal.checkpoint, plan, number)
-
-
-def write_final_files(
-    journal: Journal,
-    plan: QuantizePlan,
-    calibration: Calibration,
-    request: QuantizeRequest,
-    source_hashes: dict[str, str],
-) -> None:
+def write_final_files(journal: Journal, session: Session) -> None:
     """Write everything but the layer shards into the work folder's checkpoint.
 
     Idempotent: a second run after a kill writes the same bytes.
@@ -58,18 +43,12 @@ def write_final_files(
     Raises:
         BadInput: a finished shard was changed since, or the disk is full.
     """
-    for number in range(len(plan.formats)):
-        _write_format(journal, plan, number, calibration, request, source_hashes)
+    for number in range(len(session.plan.formats)):
+        _write_format(journal, session, number)
 
 
-def _write_format(
-    journal: Journal,
-    plan: QuantizePlan,
-    number: int,
-    calibration: Calibration,
-    request: QuantizeRequest,
-    source_hashes: dict[str, str],
-) -> None:
+def _write_format(journal: Journal, session: Session, number: int) -> None:
+    plan, request = session.plan, session.request
     weight_format = plan.formats[number]
     folder = shard_folder(journal.checkpoint, plan, number)
     layers = layer_folder(journal, plan, number)
@@ -102,13 +81,9 @@ def _write_format(
     modules = with_parts(plan, [module for written in shards for module in written["modules"]])
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
     parts = part_reports(plan, modules, stored)
-    manifest = build_manifest(
-        plan,
+    manifest = _manifest(
+        session,
         number,
-        calibration,
-        request=request,
-        signature=journal.signature,
-        source_hashes=source_hashes,
         modules=modules,
         parts=[asdict(part) for part in parts],
         files=describe_files(folder),
@@ -130,6 +105,99 @@ def _write_format(
     )
     write_atomically(folder / MANIFEST_NAME, to_json(manifest))
     write_atomically(folder / CARD_NAME, model_card(plan, number, manifest))
+
+
+def _manifest(
+    session: Session,
+    number: int,
+    *,
+    modules: list[dict[str, Any]],
+    parts: list[dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+    summary: Summary,
+) -> dict[str, Any]:
+    """The manifest of format `number`.
+
+    It holds no time and no path, so that equal runs write identical bytes.
+    """
+    plan, calibration, request = session.plan, session.calibration, session.request
+    samples, length = calibration.token_ids.shape
+    source_type = plan.checkpoint.source_type
+    return {
+        "llmopt": version("llmopt"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "model": request.model_name or request.model.resolve().name,
+        "signature": session.signature,
+        "source_sha256": session.source_hashes,
+        **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
+        "method": plan.method.name,
+        "solver": plan.method.solver_name(plan.options.solver),
+        "format": plan.formats[number].name,
+        "scheme": plan.label,
+        "options": _options(plan, request),
+        "ignored": list(plan.ignored),
+        **({} if plan.search is None else {"search": plan.search}),
+        "calibration": {
+            "source": calibration.source,
+            "samples": samples,
+            "tokens_per_sample": length,
+            "held_out_samples": calibration.held_out.shape[0],
+            "chat_template": calibration.chat_template,
+            "conversations": calibration.conversations,
+            "conversations_refused": calibration.refused,
+            "documents": calibration.documents,
+            "documents_with_bos": calibration.with_bos,
+            "duplicates_dropped": calibration.duplicates,
+            "tokens_by_document": calibration.lengths,
+            **({"images": calibration.num_images} if calibration.num_images else {}),
+            "seed": request.seed,
+            "sha256": calibration.sha256,
+            "compute": str(plan.compute).removeprefix("torch."),
+            "device": plan.device.type,
+        },
+        "error": _error_formula(plan, request),
+        "summary": asdict(summary),
+        **({"parts": parts} if parts else {}),
+        "modules": modules,
+        "files": files,
+    }
+
+
+def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
+    """Options beyond method and scheme that differ from their defaults."""
+    asked = asdict(request.options) | {
+        "asymmetric": plan.options.asymmetric,
+        "overrides": list(request.overrides),
+        "revert_worse": request.revert_worse,
+        "stored_statistics": request.stats is not None,
+        "target_bpw": request.target_bpw,
+        "target_bytes": request.target_bytes,
+        "kv_cache": request.kv_cache,
+        "kv_cache_strategy": request.kv_cache_strategy,
+        "vision": request.vision,
+        "rotations": list(plan.rotations),
+    }
+    usual = {"kv_cache_strategy": "tensor", **asdict(MethodOptions())}
+    return {
+        name: value
+        for name, value in asked.items()
+        if (value != usual[name] if name in usual else value not in (None, False, []))
+    }
+
+
+def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
+    """How the errors are defined: X is what the method was calibrated on."""
+    if not request.errors:
+        return "not measured"
+    if request.stats is not None:
+        return f"{_ERROR_FORMULA}, X from the float model"
+    if plan.sequential:
+        return (
+            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
+            "on held-out tokens from the float layer behind the quantized layers before it"
+        )
+    return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 
 
 def _write_index(folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]]) -> None:

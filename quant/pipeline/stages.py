@@ -18,7 +18,6 @@ from ..stream.calibration import Calibration, with_images
 from ..stream.layer_stream import LayerStream
 from .cached_calibration import CachedCalibration, StatisticsFolder
 from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
-from .publish import layer_folder
 from .quantized_layer import WrittenWeights
 
 
@@ -42,6 +41,18 @@ class Session:
     statistics: StatisticsFolder | None
     notes: tuple[str, ...]
     vision: LayerStream | None = None
+
+
+def shard_folder(checkpoint: Path, plan: QuantizePlan, number: int) -> Path:
+    """The folder of format `number`: a subfolder where there are several formats."""
+    return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
+
+
+def layer_folder(journal: Journal, plan: QuantizePlan, number: int) -> Path:
+    """The folder of a format's layer shards; for GGUF a temporary one, merged into one file at the end."""
+    if plan.formats[number].name == "gguf":
+        return journal.folder / "layers-gguf"
+    return shard_folder(journal.checkpoint, plan, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +104,11 @@ def source_of(
     elif stage.start:
         stage.stream.read_instead(_written(session, stage.start, journal))
     if folder is None:
-        sequential = plan.method.sequential and plan.options.true_sequential
         return OnlineCalibration(
             stage.stream,
             calibration,
             saved,
-            sequential=sequential,
+            sequential=plan.sequential,
             kv=kv,
             asymmetric=bool(plan.options.asymmetric),
             tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
@@ -114,8 +124,8 @@ def of_images(calibration: Calibration) -> Calibration:
     Raises:
         BadInput: there are none.
     """
-    token_ids, images = with_images(calibration.token_ids, calibration.images)
-    held_out, held_out_images = with_images(calibration.held_out, calibration.held_out_images)
+    token_ids, images = with_images(*calibration.samples)
+    held_out, held_out_images = with_images(*calibration.held_out_samples)
     if not images:
         raise BadInput(
             f"--quantize-vision: calibration data {calibration.source} has no images: give image-text "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import torch
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..methods.base import ModuleReport
-from ..methods.options import MethodOptions
 from ..model.parameters import by_kind
-from ..stream.calibration import Calibration
 from .journal import sha256_of, sha256_of_file
 from .loaders import loaders, loads_in, stored
 from .plan import QuantizePlan
-from .request import QuantizeRequest
 
 MANIFEST_NAME = "llmopt_quantization.json"
 CARD_NAME = "README.md"
-_ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -101,66 +96,6 @@ def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
     return None if None in errors else sum(errors) / len(errors)
 
 
-def build_manifest(
-    plan: QuantizePlan,
-    number: int,
-    calibration: Calibration,
-    *,
-    request: QuantizeRequest,
-    signature: str,
-    source_hashes: dict[str, str],
-    modules: list[dict[str, Any]],
-    parts: list[dict[str, Any]],
-    files: dict[str, dict[str, Any]],
-    summary: Summary,
-) -> dict[str, Any]:
-    """The manifest of format `number`.
-
-    It holds no time and no path, so that equal runs write identical bytes.
-    """
-    samples, length = calibration.token_ids.shape
-    source_type = plan.checkpoint.source_type
-    return {
-        "llmopt": version("llmopt"),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "model": request.model_name or request.model.resolve().name,
-        "signature": signature,
-        "source_sha256": source_hashes,
-        **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
-        "method": plan.method.name,
-        "solver": plan.method.solver_name(plan.options.solver),
-        "format": plan.formats[number].name,
-        "scheme": plan.label,
-        "options": _options(plan, request),
-        "ignored": list(plan.ignored),
-        **({} if plan.search is None else {"search": plan.search}),
-        "calibration": {
-            "source": calibration.source,
-            "samples": samples,
-            "tokens_per_sample": length,
-            "held_out_samples": calibration.held_out.shape[0],
-            "chat_template": calibration.chat_template,
-            "conversations": calibration.conversations,
-            "conversations_refused": calibration.refused,
-            "documents": calibration.documents,
-            "documents_with_bos": calibration.with_bos,
-            "duplicates_dropped": calibration.duplicates,
-            "tokens_by_document": calibration.lengths,
-            **({"images": calibration.num_images} if calibration.num_images else {}),
-            "seed": request.seed,
-            "sha256": calibration.sha256,
-            "compute": str(plan.compute).removeprefix("torch."),
-            "device": plan.device.type,
-        },
-        "error": _error_formula(plan, request),
-        "summary": asdict(summary),
-        **({"parts": parts} if parts else {}),
-        "modules": modules,
-        "files": files,
-    }
-
-
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file except the manifest and the card."""
     return {
@@ -173,46 +108,6 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 def to_json(value: dict[str, Any]) -> bytes:
     """JSON for a file: indented, and refusing NaN."""
     return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
-
-
-def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
-    """Options beyond method and scheme that differ from their defaults."""
-    asked = asdict(request.options) | {
-        "asymmetric": plan.options.asymmetric,
-        "overrides": list(request.overrides),
-        "revert_worse": request.revert_worse,
-        "stored_statistics": request.stats is not None,
-        "target_bpw": request.target_bpw,
-        "target_bytes": request.target_bytes,
-        "kv_cache": request.kv_cache,
-        "kv_cache_strategy": request.kv_cache_strategy,
-        "vision": request.vision,
-        "rotations": list(plan.rotations),
-    }
-    usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
-    usual |= {
-        "overrides": [],
-        "revert_worse": False,
-        "stored_statistics": False,
-        "kv_cache_strategy": "tensor",
-        "vision": False,
-        "rotations": [],
-    }
-    return {name: value for name, value in asked.items() if value != usual[name]}
-
-
-def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
-    """How the errors are defined: X is what the method was calibrated on."""
-    if not request.errors:
-        return "not measured"
-    if request.stats is not None:
-        return f"{_ERROR_FORMULA}, X from the float model"
-    if plan.method.sequential and plan.options.true_sequential:
-        return (
-            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
-            "on held-out tokens from the float layer behind the quantized layers before it"
-        )
-    return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 
 
 def _source_lines(manifest: dict[str, Any]) -> list[str]:

@@ -26,8 +26,7 @@ from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
 from ..open import open_plain
-from ..smoothing.rotate import rotated
-from ..smoothing.rotation_map import R2
+from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
@@ -64,7 +63,7 @@ class QuantizePlan:
         options: hyperparameters of the method.
         rotations: that the checkpoint is seen through.
         seq_len: tokens in a calibration sample.
-        device: where layers are run and solved.
+        devices: where layers are run (on the first) and solved.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
@@ -87,7 +86,6 @@ class QuantizePlan:
     options: MethodOptions
     rotations: tuple[str, ...]
     seq_len: int
-    device: torch.device
     devices: tuple[torch.device, ...]
     compute: torch.dtype
     gguf_type: str
@@ -104,9 +102,24 @@ class QuantizePlan:
         return self.method.blockwise or bool(self.options.finetune_steps)
 
     @property
+    def sequential(self) -> bool:
+        """Whether the method measures each stage of a layer behind the quantized ones (true-sequential)."""
+        return self.method.sequential and self.options.true_sequential
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether codes are chosen by error feedback."""
+        return self.method.sequential or self.options.solver == "gptq"
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.architecture.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that layers are run on."""
+        return self.devices[0]
 
     @property
     def lm_head(self) -> bool:
@@ -202,11 +215,11 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         options=request.options,
         rotations=source.rotations,
         seq_len=_seq_len(request, source.checkpoint),
-        device=devices_of(request.device)[0],
         devices=devices_of(request.device),
         compute=_compute(request, source.checkpoint, modules),
         gguf_type=made.gguf_type,
-        kv_cache=_stored_kv_cache(request),
+        # Those of int8 are measured by the server.
+        kv_cache=None if request.kv_cache == INT8_CACHE else request.kv_cache,
         kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
         importance=made.importance,
@@ -333,7 +346,7 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     read_config(
         checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
     )
-    checkpoint, rotations = with_rotations(request, checkpoint)
+    checkpoint, rotations = seen_rotated(checkpoint, request.rotations, request.seed)
     if not rotations and all(weight_format.name in APART_FORMATS for weight_format in formats):
         checkpoint = with_experts_apart(checkpoint)
     architecture = _with_maps(request, checkpoint, architecture_of(checkpoint))
@@ -347,26 +360,6 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
     return _Source(checkpoint, architecture, modules, ignored, tower, rotations)
-
-
-def with_rotations(
-    request: QuantizeRequest, checkpoint: Checkpoint
-) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint seen through the rotations, and these.
-
-    Where the request leaves them open, R2 if it keeps the model's logits, and nothing else takes its tensors
-    apart.
-    """
-    if request.rotations is not None:
-        turned = bool(request.rotations)
-        asked = rotated(checkpoint, request.rotations, request.seed) if turned else checkpoint
-        return asked, request.rotations
-    try:
-        if with_experts_apart(checkpoint) is checkpoint:
-            return rotated(checkpoint, (R2,), request.seed), (R2,)
-    except BadInput:  # what is wrong with the model itself is said later
-        pass
-    return checkpoint, ()
 
 
 def _with_maps(
@@ -456,11 +449,6 @@ def _base_options(
     if names & {"compressed-tensors", "gptq"}:
         return replace(options, symmetric=True)
     return options
-
-
-def _stored_kv_cache(request: QuantizeRequest) -> str | None:
-    """The dtype of the KV cache whose scales are stored; those of int8 are measured by the server."""
-    return None if request.kv_cache == INT8_CACHE else request.kv_cache
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..base.errors import BadInput
+from ..base.device import hooks
+from ..base.errors import BadInput, first_line
 from .small_model import RandomModel
 
 LARGEST_SCALE = 256.0  # far from 1, so that clamps and soft caps show
@@ -76,13 +77,10 @@ class Intervention:
             self.inputs.append(inputs)
             self.order.append(order)
         try:
-            logits = self.model.logits()
+            with hooks(handles):
+                logits = self.model.logits()
         except Exception as error:  # a module may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadInput(f"its random model does not run: {reason}") from error
-        finally:
-            for handle in handles:
-                handle.remove()
+            raise BadInput(f"its random model does not run: {first_line(error)}") from error
         for layer, order in zip(self.model.layers, self.order, strict=True):
             ran = {path: layer.get_submodule(path) for path in dict.fromkeys(order)}
             self.readers.append({p: m for p, m in ran.items() if _weight_dims(m) == 2})
@@ -112,36 +110,24 @@ class Intervention:
         module = self.model.layers[index].get_submodule(source)
         scales = spread(len(_parameter(module)[rows]))
         targets: dict[str, torch.Tensor] = {}
-        with _divided(module, scales, rows, offset), self._restoring(index, scales, targets):
-            handle = None
-            if not whole and len(self.outputs[index]) == 1:
-                hook = _ends_layer(self.outputs[index][0])
-                handle = self.model.layers[index].register_forward_hook(hook)
+        # Every reader gets its former input back where that was scaled, which is collected.
+        handles = [
+            reader.register_forward_pre_hook(
+                _restorer(path, self.inputs[index][path], scales, targets), with_kwargs=True
+            )
+            for path, reader in self.readers[index].items()
+        ]
+        if not whole and len(self.outputs[index]) == 1:
+            ends = _ends_layer(self.outputs[index][0])
+            handles.append(self.model.layers[index].register_forward_hook(ends))
+        with hooks(handles), _divided(module, scales, rows, offset):
             try:
                 same = _close(self.model.logits(), self.logits)
             except _NotFoldable:
                 return None
             except _LayerDone:
                 same = True
-            finally:
-                if handle is not None:
-                    handle.remove()
         return targets if same and targets else None
-
-    @contextmanager
-    def _restoring(
-        self, index: int, scales: torch.Tensor, targets: dict[str, torch.Tensor]
-    ) -> Iterator[None]:
-        """Give every reader of a layer its former input back where that was scaled; collect which were."""
-        handles = []
-        for path, module in self.readers[index].items():
-            hook = _restorer(path, self.inputs[index][path], scales, targets)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def spread(count: int) -> torch.Tensor:
@@ -399,11 +385,8 @@ def _tracked(layer: nn.Module, running: set[str]) -> Iterator[None]:
             module.register_forward_pre_hook(enter),
             module.register_forward_hook(leave),
         ]
-    try:
+    with hooks(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -417,11 +400,8 @@ def _scaled(scaled: tuple[nn.Module, Callable[[int], torch.Tensor]] | None) -> I
     def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         return output * factors(output.shape[-1])
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with hooks([module.register_forward_hook(hook)]):
         yield
-    finally:
-        handle.remove()
 
 
 def _same_scores(before: torch.Tensor, after: torch.Tensor) -> bool:

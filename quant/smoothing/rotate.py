@@ -26,6 +26,7 @@ from ..families.registry import type_of
 from ..model.architecture import architecture_of
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import SINGLE_NAME, Checkpoint
+from ..model.experts import with_experts_apart
 from .rotation_map import R1, R2, Head, RotationMap, rotation_map_of, value_candidates
 from .small_model import no_progress_bar, randomize, sample_token_ids
 from .smoothing_map import attempts_for, with_smoothing
@@ -97,7 +98,7 @@ def _base(order: int) -> torch.Tensor | None:
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     if order % 4 == 0 and _is_prime(order - 1) and (order - 1) % 4 == 3:
-        return _skew(order - 1) + torch.eye(order, dtype=torch.float64)
+        return _bordered(order - 1, -1.0) + torch.eye(order, dtype=torch.float64)
     half = order // 2
     if order % 4 == 0 and _is_prime(half - 1) and (half - 1) % 4 == 1:
         symmetric = _bordered(half - 1, 1.0)
@@ -105,10 +106,6 @@ def _base(order: int) -> torch.Tensor | None:
         off = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
         return torch.kron(symmetric, on) + torch.kron(torch.eye(half, dtype=torch.float64), off)
     return None
-
-
-def _skew(prime: int) -> torch.Tensor:
-    return _bordered(prime, -1.0)
 
 
 def _bordered(prime: int, sign: float) -> torch.Tensor:
@@ -147,9 +144,9 @@ class RotatedCheckpoint(Checkpoint):
         self._untied = bool(targets.hidden) and targets.tied
         if self._untied:
             self.shard_of = {**self.shard_of, targets.head: self.shard_of[targets.embedding]}
-            size = self.weight_bytes - plain.weight_bytes
+            size = self._embedding_bytes / 2**20
             self.notes += (
-                f"note: R1 parts the output projection from the embedding: {size / 2**20:.0f} MiB more",
+                f"note: R1 parts the output projection from the embedding: {size:.0f} MiB more",
             )
         if targets.hidden:
             self.config = {**self.config, "tie_word_embeddings": False}
@@ -169,13 +166,7 @@ class RotatedCheckpoint(Checkpoint):
 
     @property
     def weight_bytes(self) -> int:
-        if not self._untied:
-            return self._plain.weight_bytes
-        rows, width = self.shape(self._targets.head)
-        return (
-            self._plain.weight_bytes
-            + rows * width * self._plain.tensor(self._targets.embedding).itemsize
-        )
+        return self._plain.weight_bytes + self._untied * self._embedding_bytes
 
     def tensor(self, name: str) -> torch.Tensor:
         targets = self._targets
@@ -188,17 +179,16 @@ class RotatedCheckpoint(Checkpoint):
     @property
     def resident_bytes(self) -> int:
         """The turned embedding, which is in memory and not mapped."""
-        if not self._targets.hidden:
-            return 0
-        rows, width = self.shape(self._targets.embedding)
-        return rows * width * self._plain.tensor(self._targets.embedding).itemsize
+        return self._embedding_bytes if self._targets.hidden else 0
+
+    @property
+    def _embedding_bytes(self) -> int:
+        return self._plain.tensor(self._targets.embedding).nbytes
 
     def _origin(self, name: str) -> str:
         return self._targets.embedding if self._untied and name == self._targets.head else name
 
     def _turned(self, name: str) -> torch.Tensor:
-        import torch
-
         targets, stored = self._targets, self._plain.tensor(self._origin(name))
         if name in targets.norms:
             return torch.full_like(stored, 1 - targets.norms[name])
@@ -214,8 +204,6 @@ class RotatedCheckpoint(Checkpoint):
 
     def _turned_matrix(self, name: str, stored: torch.Tensor) -> torch.Tensor:
         """A tensor that is no norm on the stream, or rows of one that only reads it."""
-        import torch
-
         targets = self._targets
         written = name in targets.writers or _weight_of(name) in targets.writers
         heads = targets.values.get(_weight_of(name)), targets.outputs.get(name)
@@ -244,8 +232,6 @@ class RotatedCheckpoint(Checkpoint):
     @cached_property
     def _stream_turn(self) -> BlockRotation:
         """The rotation of the stream."""
-        import torch
-
         loudness = torch.zeros(self._targets.hidden, dtype=torch.float64)
         for norm, offset in self._targets.norms.items():
             scales = (self._plain.tensor(norm).to(torch.float64) + offset).abs()
@@ -254,7 +240,6 @@ class RotatedCheckpoint(Checkpoint):
 
     def _head_turn(self, head: Head) -> torch.Tensor:
         """The rotation of a layer's heads, float64; the last one is kept."""
-
         key = head.layer, head.width
         if key not in self._head_turns:
             seed = 2 * self._seed * _LAYERS + 2 * head.layer + 1
@@ -302,6 +287,23 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
             f"--rotate R2: model type {kind!r} has no values in whole heads: leave it out"
         )
     return RotatedCheckpoint(checkpoint, targets, seed)
+
+
+def seen_rotated(
+    checkpoint: Checkpoint, rotations: tuple[str, ...] | None, seed: int
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint seen through the rotations, and these.
+
+    Where they are open (None), R2 if it keeps the model's logits, and nothing else takes its tensors apart.
+    """
+    if rotations is not None:
+        return (rotated(checkpoint, rotations, seed) if rotations else checkpoint), rotations
+    try:
+        if with_experts_apart(checkpoint) is checkpoint:
+            return rotated(checkpoint, (R2,), seed), (R2,)
+    except BadInput:  # what is wrong with the model itself is said later
+        pass
+    return checkpoint, ()
 
 
 def _reader_of_media(model: nn.Module) -> str | None:

@@ -131,6 +131,21 @@ class Calibration:
     held_out_images: Images = ()
 
     @property
+    def samples(self) -> tuple[torch.Tensor, Images]:
+        """Token ids and images of the calibration samples."""
+        return self.token_ids, self.images
+
+    @property
+    def held_out_samples(self) -> tuple[torch.Tensor, Images]:
+        """Token ids and images of the held-out samples."""
+        return self.held_out, self.held_out_images
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.token_ids.numel() + self.held_out.numel()
+
+    @property
     def num_images(self) -> int:
         """Images of the calibration and held-out samples."""
         return sum(each.num_images for each in (*self.images, *self.held_out_images))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.device import hooks
 from ..model.meta_model import MetaModel
 from .calibration import Images
 
@@ -120,9 +121,10 @@ def forward(
         raise Reached
 
     # Before the hook that would load its weight.
-    handle = None if head is None else head.register_forward_pre_hook(at_head, prepend=True)
+    handles = [] if head is None else [head.register_forward_pre_hook(at_head, prepend=True)]
     try:
         with (
+            hooks(handles),
             _replaced(model.layers, stub),
             _replaced(model.ends, _end),
             model.around.lookup,
@@ -130,16 +132,13 @@ def forward(
             model.model(input_ids=input_ids, use_cache=False, **images)
     except Reached:
         return read[0] if read else None
-    finally:
-        if handle is not None:
-            handle.remove()
     raise ValueError("its output projection was not called")
 
 
 @contextmanager
 def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
     for index, layer in enumerate(layers):
-        layer.forward = _forward_of(index, stub)
+        layer.forward = lambda *given, _at=index, **named: stub(_at, Call(given, named))
     try:
         yield
     finally:
@@ -149,13 +148,6 @@ def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
 
 def _end(_: int, __: Call) -> Any:
     raise Reached
-
-
-def _forward_of(index: int, stub: Stub) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
-        return stub(index, Call(arguments, named))
-
-    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,23 +285,13 @@ class States:
 
     @classmethod
     def restored(
-        cls,
-        name: str,
-        token_ids: torch.Tensor,
-        stored: Mapping[str, torch.Tensor],
-        images: Images = (),
+        cls, name: str, samples: tuple[torch.Tensor, Images], stored: Mapping[str, torch.Tensor]
     ) -> States:
-        """Those that `stored` gave."""
-        start = f"{name}."
-        return cls(
-            token_ids,
-            {
-                key.removeprefix(start): tensor.clone()
-                for key, tensor in stored.items()
-                if key.startswith(start)
-            },
-            images,
-        )
+        """Those that `stored` gave, of these token ids and images."""
+        start, (token_ids, images) = f"{name}.", samples
+        held = {key: tensor.clone() for key, tensor in stored.items() if key.startswith(start)}
+        tensors = {key.removeprefix(start): tensor for key, tensor in held.items()}
+        return cls(token_ids, tensors, images)
 
     def put(self, rows: slice | torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what is carried for some samples, by name, samples first."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.device import hooks
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -109,11 +111,8 @@ class FinalSubmodules:
 
         children = list(self._layer.children())
         handles = [m.register_forward_hook(keep) for m in {*children, *self._linears.values()}]
-        try:
+        with hooks(handles):
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         for child in children:
             if len(outputs.get(child, ())) == 1 and child not in self._linears.values():
                 self._add(child, outputs, inputs)

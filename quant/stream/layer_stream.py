@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.device import HOST, temporaries_kept
-from ..base.errors import BadInput
+from ..base.device import HOST, hooks, temporaries_kept
+from ..base.errors import BadInput, first_line
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
@@ -104,7 +104,7 @@ class LayerStream:
         except BadInput:
             raise
         except Exception as error:  # a model's own code may raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise BadInput(
                 f"{self.checkpoint.path}: the layers of model type "
                 f"{self.architecture.family!r} cannot be run one by one: {reason}"
@@ -286,15 +286,11 @@ class LayerStream:
             )
         records = set(statistics.values())
         layer = self._layers[index]
-        try:
-            with temporaries_kept(), torch.no_grad():
-                for rows, call in self._calls(index, states) if self._walk.called(index) else ():
-                    unseen |= records
-                    with suppress(_EarlyExit), kept(rows), self._precision():
-                        layer(*call.arguments, **call.named)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooks(handles), temporaries_kept(), torch.no_grad():
+            for rows, call in self._calls(index, states) if self._walk.called(index) else ():
+                unseen |= records
+                with suppress(_EarlyExit), kept(rows), self._precision():
+                    layer(*call.arguments, **call.named)
         return statistics
 
     def _measure_pairs(
@@ -349,12 +345,8 @@ class LayerStream:
         ]
         with self._around():
             call = self._moved(self._walk.call(index, states, rows))
-        try:
-            with suppress(_EarlyExit), torch.no_grad(), self._precision():
-                self._layers[index](*call.arguments, **call.named)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooks(handles), suppress(_EarlyExit), torch.no_grad(), self._precision():
+            self._layers[index](*call.arguments, **call.named)
         return seen
 
     def _precision(self) -> AbstractContextManager[Any]:

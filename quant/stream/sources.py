@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipes import DATA, MODELS
-from ..base.errors import BadInput
+from ..base.errors import BadInput, first_line
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"
@@ -160,7 +160,7 @@ def _from_hub(dataset_id: str) -> Iterator[Document]:
     try:
         rows = list(islice(load_dataset(dataset_id, split="train", streaming=True), _HUB_ROWS))
     except Exception as error:  # the library raises many types; the user needs one line
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error
     for number, row in enumerate(rows, start=1):
         document = document_of(row, f"dataset {dataset_id} row {number}")

@@ -14,8 +14,8 @@ from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.open import open_plain
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.manifest import MANIFEST_NAME
-from llmopt.quant.plan.plan import with_rotations
 from llmopt.quant.plan.request import QuantizeRequest, with_defaults
+from llmopt.quant.smoothing.rotate import seen_rotated
 
 from ...support.model_families import save_model
 
@@ -35,7 +35,7 @@ def decided(model: Path, **given: Any) -> tuple[tuple[str, ...] | None, bool | N
     request = with_defaults(request)
     rotations = request.rotations
     if rotations is None:  # tried on the model
-        rotations = with_rotations(request, open_plain(model))[1]
+        rotations = seen_rotated(open_plain(model), request.rotations, request.seed)[1]
     return rotations, request.options.asymmetric
 
 
