@@ -70,6 +70,7 @@ def counted_by_length(traces: list[Any]) -> int:
     return hits
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("history", ["model", "dataset"])
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_hit_rate_equals_the_count_from_the_conversations(
