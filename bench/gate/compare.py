@@ -7,8 +7,7 @@ machine, is no verdict, never a pass.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -38,23 +37,15 @@ from .measured import (
     BUSY,
     NO_VALUE,
     background_error,
-    find_in_runs,
-    find_in_starts,
     is_paired,
-    operating_curve,
+    judge_in_runs,
+    judge_in_starts,
     other_load,
 )
 from .quality_checks import QualityGate, check_quality, quality_changes
 from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
-from .verdict import (
-    LimitFinding,
-    LimitVerdict,
-    MeasuredVerdict,
-    PairedExcess,
-    judge,
-    undecided_words,
-)
+from .verdict import LimitVerdict, MeasuredVerdict, undecided_words
 
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
@@ -135,10 +126,11 @@ def compare(
     if measured and (reason := unusable(base, new)):
         gaps.insert(0, reason)
         measured = []
-    deltas, unknown = _judged(
-        measured,
-        lambda limit: find_in_runs(limit, base, new, num_limits=len(measured), same=same),
-    )
+    found = [
+        judge_in_runs(limit, base, new, num_limits=len(measured), same=same) for limit in measured
+    ]
+    deltas = tuple(one for one in found if not isinstance(one, str))
+    unknown = [one for one in found if isinstance(one, str)]
     # By default a metric that the runs do not have, such as the TPOT of embeddings, is left out.
     gaps += unknown if limits else [why for why in unknown if not why.endswith(NO_VALUE)]
     notes = (*comparison.notes, *(design_notes(base, new) if deltas and not same else ()))
@@ -186,18 +178,12 @@ def judge_starts(
         (faults if failed[0] is GateOutcome.REGRESSION else gaps).append(failed[1])
     if measured and (reason := other_lengths(base, new)):
         gaps.append(reason)
-    curves: list[OperatingCurve] = []
-
-    def find(limit: Limit) -> LimitFinding | str:
-        found = find_in_starts(limit, base, new, plan)
-        if isinstance(found, LimitFinding) and isinstance(found.evidence, PairedExcess):
-            curve = operating_curve(limit, found.evidence)
-            curves.extend([curve] if curve else [])
-        return found
-
-    deltas, unknown = _judged(measured, find)
+    found = [judge_in_starts(limit, base, new, plan) for limit in measured]
+    judged = [one for one in found if not isinstance(one, str)]
+    unknown = [one for one in found if isinstance(one, str)]
+    deltas, curves = tuple(one for one, _ in judged), tuple(curve for _, curve in judged if curve)
     checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
-    comparison = replace(comparison, deltas=deltas, checks=checks, curves=tuple(curves))
+    comparison = replace(comparison, deltas=deltas, checks=checks, curves=curves)
     comparison = conclude(comparison, faults, [*gaps, *unknown], kept_words(len(limits)))
     waits = any(delta.outcome is GateOutcome.NO_VERDICT for delta in deltas)
     is_over = final or len(base) >= max_pairs
@@ -228,16 +214,6 @@ def _before_limits(
     before, after = scored_start(base), scored_start(new)
     memory = memory_changes(before.result, after.result)
     return replace(comparison, quality=quality_changes(before, after), memory=memory)
-
-
-def _judged(
-    limits: Sequence[Limit], find: Callable[[Limit], LimitFinding | str]
-) -> tuple[tuple[MeasuredVerdict, ...], list[str]]:
-    """The verdicts on limits of measured metrics, and why others have none."""
-    found = [(limit, find(limit)) for limit in limits]
-    verdicts = [judge(limit, one) for limit, one in found if isinstance(one, LimitFinding)]
-    unknown = [one for _, one in found if isinstance(one, str)]
-    return tuple(one for one in verdicts if isinstance(one, MeasuredVerdict)), unknown
 
 
 def checks_of(
@@ -369,28 +345,3 @@ def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str,
     if not {"weight_bytes", "checkpoint_bytes"} <= both:
         return changes
     return {"served_weight_bytes": [served_weight_bytes(base), served_weight_bytes(new)], **changes}
-
-
-def parse_share(text: str) -> float:
-    """`5%` or `0.05` as 0.05. A bare number of 1 and more is refused: 5 may mean 5 % and 500 %, which as a
-    limit passes everything. `150%` says what it means.
-
-    Raises:
-        BadInput: neither, negative, or a bare number of 1 and more.
-    """
-    word = text.strip()
-    number = word.removesuffix("%")
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise BadInput(f"{text!r} is no share: write 5% or 0.05")
-    if word != number:
-        return value / 100
-    if value >= 1:
-        raise BadInput(
-            f"{text!r} is no share: write {value:g}% for {value / 100:g}, or {100 * value:g}% for {value:g} "
-            "(a bare number has to be below 1, such as 0.05 for 5%)"
-        )
-    return value

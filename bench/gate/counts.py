@@ -17,7 +17,7 @@ from ..page.page import size
 from ..record.result import RunData
 from .limits import Counted, GateOutcome, Limit
 from .sequential import FALSE_REGRESSION
-from .verdict import Excess, LimitFinding, LimitVerdict, Tails, judge
+from .verdict import Excess, LimitVerdict, Tails
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
 PEAK_MEMORY_CV = 0.005
@@ -31,7 +31,7 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     if after is None or (limit.relative and before is None):
         side = "new" if after is None else "base"
         said = f"{counted.label} has a limit but no value in the {side} run"
-        return judge(limit, LimitFinding(said, base=before, new=after))
+        return LimitVerdict.of(limit, said, base=before, new=after)
     value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
     if limit.relative and before is not None:
         value = relative_change(before, after)
@@ -43,7 +43,7 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     elif not limit.at_most:
         evidence = Tails(evidence.as_low, evidence.as_high)
     undecided = f": too few to tell the limit {limit.text}"
-    return judge(limit, LimitFinding(said, evidence, undecided, before, after))
+    return LimitVerdict.of(limit, said, evidence, undecided, base=before, new=after)
 
 
 def shown(value: float, unit: str) -> str:

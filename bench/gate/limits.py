@@ -334,3 +334,28 @@ def speed_limits(threshold: float) -> tuple[Limit, ...]:
     slower = Limit(MEASURED["output_throughput"], False, 1 / (1 + threshold) - 1, relative=True)
     latencies = (f"median_{metric}_ms" for metric in ("ttft", "tpot", "e2el"))
     return slower, *(Limit(MEASURED[key], True, threshold, relative=True) for key in latencies)
+
+
+def parse_share(text: str) -> float:
+    """`5%` or `0.05` as 0.05. A bare number of 1 and more is refused: 5 may mean 5 % and 500 %, which as a
+    limit passes everything. `150%` says what it means.
+
+    Raises:
+        BadInput: neither, negative, or a bare number of 1 and more.
+    """
+    word = text.strip()
+    number = word.removesuffix("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise BadInput(f"{text!r} is no share: write 5% or 0.05")
+    if word != number:
+        return value / 100
+    if value >= 1:
+        raise BadInput(
+            f"{text!r} is no share: write {value:g}% for {value / 100:g}, or {100 * value:g}% for {value:g} "
+            "(a bare number has to be below 1, such as 0.05 for 5%)"
+        )
+    return value

@@ -39,7 +39,7 @@ from .sequential import (
     SequentialPlan,
     operating_points,
 )
-from .verdict import Change, Excess, LimitFinding, PairedExcess, pairs_to_settle
+from .verdict import Evidence, Excess, MeasuredVerdict, PairedExcess, pairs_to_settle
 
 WAITING = "waiting_seconds"
 TAILS = {"p90": 90.0, "p95": 95.0, "p99": 99.0}
@@ -48,10 +48,11 @@ ENERGY_KEYS = ("joules_per_token",)
 MIN_PAIRS_FOR_CURVE = 5
 
 
-def find_in_starts(
+def judge_in_starts(
     limit: Limit, base: Sequence[RunData], new: Sequence[RunData], plan: SequentialPlan
-) -> LimitFinding | str:
-    """The changes of a metric over pairs of starts; text where it cannot be judged."""
+) -> tuple[MeasuredVerdict, OperatingCurve | None] | str:
+    """The verdict on a limited metric over pairs of starts, with its operating curve; text where it cannot be
+    judged."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
     if why := unjudgeable(measured, base, new):
@@ -59,37 +60,67 @@ def find_in_starts(
     paired = paired_changes(limit, base, new)
     if paired is None:
         return f"{measured.label} has a limit but no value in every start"
-    sign, relative = 1 if limit.at_most else -1, paired.relative
-    allowed = limit.allowed(is_share=paired.is_share)
+    sign, allowed = 1 if limit.at_most else -1, limit.allowed(is_share=paired.is_share)
     centre = hodges_lehmann(paired.changes)
     low, high = centre_interval(paired.changes, FALSE_PASS)
-    said = f"{measured.label} {change_words(relative(centre), paired.is_share)}"
-    shown, lowest, highest = centre, low, high
+    shown = centre, low, high
     if not limit.relative:
         # The limit is on the value; the change from the base is shown beside it.
         moves = paired.new - paired.base if paired.is_share else np.log(paired.new / paired.base)
-        shown, (lowest, highest) = hodges_lehmann(moves), centre_interval(moves, FALSE_PASS)
-        said = f"{measured.label} is {float(np.median(paired.new)):,.4g} {measured.unit}"
+        shown = hodges_lehmann(moves), *centre_interval(moves, FALSE_PASS)
+    evidence = PairedExcess(sign * paired.changes - allowed, plan)
+    outcome, num_pairs = evidence.decided
     more, undecided = None, ""
     if np.isfinite(high - low):
         error = (high - low) / 2 / NormalDist().inv_cdf(1 - FALSE_PASS)
         levels = (FALSE_REGRESSION / max(plan.num_limits, 1), FALSE_PASS)
         more = pairs_to_settle(sign * centre - allowed, error, len(paired.changes), levels)
-        undecided = f" ± {(relative(high) - relative(low)) / 2:.1%}" if limit.relative else ""
-    return LimitFinding(
+        reach = (paired.relative(high) - paired.relative(low)) / 2
+        undecided = f" ± {reach:.1%}" if limit.relative else ""
+    undecided += f": {len(paired.changes)} pairs of starts do not tell the limit {limit.text}"
+    sides = float(np.median(paired.base)), float(np.median(paired.new))
+    verdict = _verdict(
+        limit,
+        evidence,
+        undecided,
+        sides,
+        shown,
+        num_pairs=num_pairs,
+        pairs_to_settle=more if outcome is GateOutcome.NO_VERDICT else None,
+    )
+    return verdict, operating_curve(limit, evidence)
+
+
+def _verdict(
+    limit: Limit,
+    evidence: Evidence,
+    undecided: str,
+    sides: tuple[float, float],
+    change: tuple[float, float, float],
+    **pairs: int | None,
+) -> MeasuredVerdict:
+    """The verdict on a metric between its values of both `sides`; its `change` (estimate, low, high) is a
+    logarithm, of waiting time a share."""
+    what, is_share = limit.quantity, limit.quantity.key == WAITING
+    relative = float if is_share else math.expm1
+    said = f"{what.label} {change_words(relative(change[0]), is_share)}"
+    if not limit.relative:
+        said = f"{what.label} is {sides[1]:,.4g} {what.unit}"
+    low, high = relative(change[1]), relative(change[2])
+    return MeasuredVerdict.of(
+        limit,
         said,
-        PairedExcess(sign * paired.changes - allowed, plan),
-        f"{undecided}: {len(paired.changes)} pairs of starts do not tell the limit {limit.text}",
-        change=Change(
-            float(np.median(paired.base)),
-            float(np.median(paired.new)),
-            value=relative(shown),
-            worse=relative(sign * shown),
-            low=relative(lowest),
-            high=relative(highest),
-            allowed=relative(allowed) if limit.relative else None,
-            pairs_to_settle=more,
-        ),
+        evidence,
+        undecided,
+        base=sides[0],
+        new=sides[1],
+        interval=(low, high),
+        change=relative(change[0]),
+        worse=relative(change[0] if limit.at_most else -change[0]),
+        low=low,
+        high=high,
+        allowed=relative(limit.allowed(is_share=is_share)) if limit.relative else None,
+        **pairs,
     )
 
 
@@ -270,10 +301,10 @@ BACKGROUND_SHARE = 0.16
 BUSY = 0.05
 
 
-def find_in_runs(
+def judge_in_runs(
     limit: Limit, base: RunData, new: RunData, *, num_limits: int, same: bool = False
-) -> LimitFinding | str:
-    """The change of a metric between two single runs; text where it cannot be judged.
+) -> MeasuredVerdict | str:
+    """The verdict on a limited metric between two single runs; text where it cannot be judged.
 
     A pass needs the 95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over
     `num_limits` limits, beyond it. `same`: base and new are the same run, so they differ by exactly nothing.
@@ -286,32 +317,18 @@ def find_in_runs(
     if not before or not after:
         return f"{measured.label} {NO_VALUE}"
     is_share = measured.key == WAITING
-    relative = float if is_share else math.expm1
     change = Effect(0.0, 0.0, math.inf) if same else effect_between(measured, base, new)
     effect = change if limit.relative else effect_of_bound(measured, limit, new)
-    sign = 1 if limit.at_most else -1
-    slower, allowed = sign * effect.log_ratio, limit.allowed(is_share=is_share)
-    reach = effect.half_width(1 - FALSE_PASS)
-    width = change.half_width(1 - FALSE_PASS)
-    sides = centre_of(measured, before), centre_of(measured, after)
-    said = f"{measured.label} {change_words(relative(change.log_ratio), is_share)}"
-    if not limit.relative:
-        said = f"{measured.label} is {sides[1]:,.4g} {measured.unit}"
-    return LimitFinding(
-        said,
-        Excess(
-            slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) - allowed,
-            slower + reach - allowed,
-        ),
-        f" ± {relative(reach):.1%}: too noisy to tell the limit {limit.text}",
-        change=Change(
-            *sides,
-            value=relative(change.log_ratio),
-            worse=relative(sign * change.log_ratio),
-            low=relative(change.log_ratio - width),
-            high=relative(change.log_ratio + width),
-            allowed=relative(allowed) if limit.relative else None,
-        ),
+    slower = effect.log_ratio if limit.at_most else -effect.log_ratio
+    excess = slower - limit.allowed(is_share=is_share)
+    reach, width = (each.half_width(1 - FALSE_PASS) for each in (effect, change))
+    shown = float(reach) if is_share else math.expm1(reach)
+    return _verdict(
+        limit,
+        Excess(excess - effect.half_width(1 - FALSE_REGRESSION / num_limits), excess + reach),
+        f" ± {shown:.1%}: too noisy to tell the limit {limit.text}",
+        (centre_of(measured, before), centre_of(measured, after)),
+        (change.log_ratio, change.log_ratio - width, change.log_ratio + width),
     )
 
 

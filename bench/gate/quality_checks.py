@@ -19,8 +19,8 @@ from ...quant.base.errors import BadInput
 from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
 from ..record.result import RunData
 from .counts import relative_change, shown
-from .limits import SCORED, Limit, Scored
-from .verdict import Excess, LimitFinding, LimitVerdict, judge
+from .limits import SCORED, Limit, Scored, parse_share
+from .verdict import Excess, LimitVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,21 @@ class QualityGate:
             raise BadInput(f"the highest KL divergence is {self.max_kl}: give nats, such as 0.02")
         if self.min_top1 is not None and self.min_top1 > 1:
             raise BadInput(f"the least top-1 agreement is {self.min_top1:.0%}: give at most 100%")
+
+    @classmethod
+    def parse(
+        cls, max_ppl_increase: Any = None, max_kl: float | None = None, min_top1: Any = None
+    ) -> QualityGate:
+        """The limits as options give them: shares as text or numbers.
+
+        Raises:
+            BadInput: an invalid share, or a limit out of range.
+        """
+        rise, agreement = (
+            None if share is None else parse_share(str(share))
+            for share in (max_ppl_increase, min_top1)
+        )
+        return cls(rise, max_kl, agreement)
 
     @property
     def limits(self) -> list[Limit]:
@@ -68,7 +83,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         said = f"{scored.label} has a limit but no value in the {side} run"
         if scored.column != "nll" and _quality(base if side == "base" else new):
             said += ": it needs a --reference"
-        return judge(limit, LimitFinding(said, base=before, new=after))
+        return LimitVerdict.of(limit, said, base=before, new=after)
     if not limit.relative:
         # Results of older versions have no intervals: their values are taken as they are.
         found = (_quality(new).get("intervals") or {}).get(scored.name)
@@ -79,7 +94,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         change = change_of(scored, base, new)
         if isinstance(change, str):
             said = f"{scored.label} has a limit, but {change}"
-            return judge(limit, LimitFinding(said, base=before, new=after))
+            return LimitVerdict.of(limit, said, base=before, new=after)
         value, interval = change
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
         said += f"{shown(after, scored.unit)}: {value * 100:+.2f} %"
@@ -88,7 +103,8 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
     )
     evidence = Excess.of(limit, interval)
-    return judge(limit, LimitFinding(said, evidence, undecided, before, after, interval))
+    sides = {"base": before, "new": after, "interval": interval}
+    return LimitVerdict.of(limit, said, evidence, undecided, **sides)
 
 
 def change_of(

@@ -20,7 +20,7 @@ from ..quality.task_items import Aggregation, ItemScores, aggregate
 from ..record.result import RunData
 from .counts import shown
 from .limits import PREFIX, Limit, TaskScored
-from .verdict import Excess, LimitFinding, LimitVerdict, judge
+from .verdict import Excess, LimitVerdict
 
 ITEM_CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -69,7 +69,7 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     before, after = (None if isinstance(row, str) else row["value"] for row in rows)
 
     def unknown(why: str) -> LimitVerdict:
-        return judge(limit, LimitFinding(f"{scored.key} has a limit{why}", base=before, new=after))
+        return LimitVerdict.of(limit, f"{scored.key} has a limit{why}", base=before, new=after)
 
     for side, row in zip(("base", "new"), rows, strict=True):
         if isinstance(row, str) and (side == "new" or limit.relative):
@@ -94,7 +94,8 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         said = f"{scored.label} is {shown(row['value'], '')} ({low} to {high})"
     undecided = f": the limit {limit.text} is within the interval, score more items (--tasks-limit)"
     evidence = Excess.of(limit, interval)
-    return judge(limit, LimitFinding(said, evidence, undecided, before, after, interval))
+    sides = {"base": before, "new": after, "interval": interval}
+    return LimitVerdict.of(limit, said, evidence, undecided, **sides)
 
 
 def task_changes(base: RunData, new: RunData) -> tuple[TaskChange, ...]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -92,49 +92,12 @@ Evidence = Excess | Tails | PairedExcess
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The change of a measured metric between its values of both sides.
-
-    Attributes:
-        value: relative to the base; `low` and `high` bound it with 90 % confidence (95 % on each side).
-        worse: the same as a slowdown: positive is worse.
-        allowed: the limit in terms of `worse`; None where it is on the value itself.
-        pairs_to_settle: about how many more pairs of starts would settle it; None: no reasonable number.
-    """
-
-    base: float
-    new: float
-    value: float
-    worse: float
-    low: float
-    high: float
-    allowed: float | None
-    pairs_to_settle: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LimitFinding:
-    """A limited quantity as measured, before it is judged.
-
-    Attributes:
-        said: the value or its change as a clause; without evidence, why there is none.
-        undecided: how the sentence goes on where the evidence does not tell.
-        interval: of a count or score, or of its change where the limit is relative, with 95 % confidence.
-        change: of a measured metric.
-    """
-
-    said: str
-    evidence: Evidence | None = None
-    undecided: str = ""
-    base: float | None = None
-    new: float | None = None
-    interval: Interval | None = None
-    change: Change | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LimitVerdict:
-    """The outcome of one limit, with what it is based on and its sentence; `limit` is in gate syntax."""
+    """The outcome of one limit, with what it is based on and its sentence; `limit` is in gate syntax.
+
+    Attributes:
+        interval: of a count or score, or of its change where the limit is relative, with 95 % confidence.
+    """
 
     key: str
     label: str
@@ -146,6 +109,31 @@ class LimitVerdict:
     reason: str
     interval: Interval | None = None
 
+    @classmethod
+    def of(
+        cls,
+        limit: Limit,
+        said: str,
+        evidence: Evidence | None = None,
+        undecided: str = "",
+        **found: Any,
+    ) -> Self:
+        """The verdict that the evidence gives on a limit, with its sentence; no evidence is no verdict.
+
+        Args:
+            said: the value or its change as a clause; without evidence, why there is none.
+            undecided: how the sentence goes on where the evidence does not tell.
+            found: the other fields.
+        """
+        outcome = GateOutcome.NO_VERDICT if evidence is None else evidence.outcome
+        if outcome is GateOutcome.REGRESSION:
+            said += f", beyond the limit {limit.text}"
+        elif outcome is GateOutcome.NO_VERDICT:
+            said += undecided
+        what = limit.quantity
+        names = {"key": what.key, "label": what.label, "unit": what.unit}
+        return cls(**names, limit=limit.text, outcome=outcome, reason=said, **found)
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -155,6 +143,9 @@ class MeasuredVerdict(LimitVerdict):
     """The outcome of a limit on a measured metric.
 
     Attributes:
+        change: relative to the base; `low` and `high` bound it with 90 % confidence (95 % on each side).
+        worse: the same as a slowdown: positive is worse.
+        allowed: the limit in terms of `worse`; None where it is on the value itself.
         num_pairs: pairs of starts that led to the outcome; 0 for single runs.
         pairs_to_settle: about how many more would settle an undecided one; None: no reasonable number.
     """
@@ -171,40 +162,6 @@ class MeasuredVerdict(LimitVerdict):
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "interval"}
-
-
-def judge(limit: Limit, found: LimitFinding) -> LimitVerdict:
-    """The verdict that the evidence gives on a limit, with its sentence; no evidence is no verdict."""
-    evidence, said, pairs = found.evidence, found.said, 0
-    outcome = GateOutcome.NO_VERDICT if evidence is None else evidence.outcome
-    if isinstance(evidence, PairedExcess):
-        pairs = evidence.decided[1]
-    if outcome is GateOutcome.REGRESSION:
-        said += f", beyond the limit {limit.text}"
-    elif outcome is GateOutcome.NO_VERDICT:
-        said += found.undecided
-    what, change = limit.quantity, found.change
-    words = (what.key, what.label, what.unit)
-    if change is None:
-        sides = (found.base, found.new)
-        return LimitVerdict(*words, *sides, limit.text, outcome, said, found.interval)
-    more = change.pairs_to_settle if outcome is GateOutcome.NO_VERDICT else None
-    return MeasuredVerdict(
-        *words,
-        base=change.base,
-        new=change.new,
-        limit=limit.text,
-        outcome=outcome,
-        reason=said,
-        interval=(change.low, change.high),
-        change=change.value,
-        worse=change.worse,
-        low=change.low,
-        high=change.high,
-        allowed=change.allowed,
-        num_pairs=pairs,
-        pairs_to_settle=more,
-    )
 
 
 def pairs_to_settle(

@@ -23,8 +23,8 @@ from ...quant.model.checkpoint import read_json
 from ...quant.plan.request import QuantizeRequest
 from ...quant.stream.sources import check_source
 from ...recipes import DEFAULT_MODEL, ROOT
-from ..gate.compare import Comparison, parse_share
-from ..gate.limits import GateOutcome
+from ..gate.compare import Comparison
+from ..gate.limits import GateOutcome, parse_share
 from ..gate.quality_checks import QualityGate
 from ..options.options import BenchOptions, checked, model_of
 from ..options.values import parse_loads
@@ -95,10 +95,7 @@ class CompareStep(_Strict):
 
     @property
     def quality_gate(self) -> QualityGate:
-        def share(value: str | float | None) -> float | None:
-            return None if value is None else parse_share(str(value))
-
-        return QualityGate(share(self.max_ppl_increase), self.max_kl, share(self.min_top1))
+        return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
 
 
 class CapacityStep(_Strict):

@@ -18,8 +18,8 @@ from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
-from ..gate.compare import QualityGate, parse_share
-from ..gate.limits import Limit, Scored, TaskScored, parse_gate, speed_limits
+from ..gate.compare import QualityGate
+from ..gate.limits import Limit, Scored, TaskScored, parse_gate, parse_share, speed_limits
 from ..load.presets import preset
 from ..record.result import to_json
 
@@ -209,12 +209,8 @@ class StartsPlan:
 
     def quality(self) -> QualityGate:
         """The limits on quality; raises `BadInput` for a malformed one."""
-        shares = {
-            "max_perplexity_increase": self.limits.get("max_ppl_increase"),
-            "min_top1": self.limits.get("min_top1"),
-        }
-        parsed = {key: parse_share(text) for key, text in shares.items() if text is not None}
-        return QualityGate(**parsed, max_kl=self.limits.get("max_kl"))
+        names = ("max_ppl_increase", "max_kl", "min_top1")
+        return QualityGate.parse(*map(self.limits.get, names))
 
     def scores_quality(self) -> bool:
         """Whether the first start of each build scores quality: if a limit or a reference asks for it."""

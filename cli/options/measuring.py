@@ -160,14 +160,9 @@ class LimitOptions:
 
     def quality_gate(self) -> QualityGate:
         """Raises `BadInput` for an invalid share."""
-        from ...bench.gate.compare import parse_share
         from ...bench.gate.quality_checks import QualityGate
 
-        return QualityGate(
-            None if self.max_ppl_increase is None else parse_share(self.max_ppl_increase),
-            self.max_kl,
-            None if self.min_top1 is None else parse_share(self.min_top1),
-        )
+        return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
 
 
 @dataclass(frozen=True, slots=True)

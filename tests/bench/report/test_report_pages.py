@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.compare import compare, parse_share
-from llmopt.bench.gate.limits import GateOutcome
+from llmopt.bench.gate.compare import compare
+from llmopt.bench.gate.limits import GateOutcome, parse_share
 from llmopt.bench.gate.quality_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
