@@ -19,8 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import coverage
-
 from tools.structure import FLOORS, ROOT, read_modules
 
 FOLDER = ROOT / "build/coverage"
@@ -73,6 +71,8 @@ class TestedLines:
     """The record, and the tests of today."""
 
     def __init__(self) -> None:
+        import coverage
+
         self.data = coverage.CoverageData(str(FOLDER / "data"))
         self.data.read()
         self.whole, self.tier = collected(WHOLE), collected(TIER)
@@ -100,6 +100,8 @@ def commit() -> str:
 
 def record(workers: int, paths: list[str]) -> None:
     """Run the suite under coverage."""
+    import coverage
+
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("data*"):
         old.unlink()
