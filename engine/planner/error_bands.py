@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 FEW, MANY = 8, 64
 """Clients up to which a batch is small, and beyond which it is large."""
@@ -19,28 +19,33 @@ FEWEST_ROWS = 20
 UNKNOWN = "no measurement near this: expect a factor of two"
 MEASURES = ("tpot", "ttft", "throughput")
 _KEYS = ("engine", "generation", "known", "kind", "regime")
-"""What makes rows alike, the most important first: the last ones are given up where rows are few."""
+"""Properties that make rows alike; where rows are few, the last ones are given up."""
+
+
+Known = Literal["model measured", "model not measured"]
 
 
 def batch_regime(clients: int) -> str:
-    """Small, medium or large, by the clients."""
-    return "small" if clients <= FEW else "medium" if clients <= MANY else "large"
+    """A small, medium or large batch, by the clients."""
+    size = "small" if clients <= FEW else "medium" if clients <= MANY else "large"
+    return f"{size} batch"
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What a deployment's error depends on: engine, GPU generation, whether its model was measured in that
+    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured in that
     engine, dense or mixture, and the batch regime."""
 
     engine: str
     generation: str
-    known: bool
+    known: Known
     kind: str
     regime: str
 
-    def keys(self) -> list[str]:
-        """Keys of the bands that cover it, the closest first. Engine, generation and `known` stay."""
-        parts = [str(getattr(self, name)) for name in _KEYS]
+    @property
+    def band_names(self) -> list[str]:
+        """Names of the bands that cover it, the closest first. Engine, generation and `known` stay."""
+        parts = [getattr(self, name) for name in _KEYS]
         return ["|".join(parts[:length]) for length in range(len(parts), 2, -1)]
 
 
@@ -59,7 +64,7 @@ class ErrorBand:
     def text(self) -> str:
         """The band of TPOT in words."""
         low, high = self.tpot
-        return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} % ({self.num_rows} rows: {self.alike})"
+        return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %, {self.num_rows} rows"
 
 
 @cache
@@ -73,7 +78,7 @@ def error_band(
 ) -> ErrorBand | None:
     """The band of the held-out rows most like a deployment; None where none is like it."""
     known = _file() if bands is None else bands
-    for key in likeness.keys():
+    for key in likeness.band_names:
         if entry := known.get(key):
             low_high = (tuple(entry[measure]) for measure in MEASURES)
             return ErrorBand(*low_high, entry["rows"], key.replace("|", ", "))  # type: ignore[arg-type]

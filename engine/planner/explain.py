@@ -10,6 +10,7 @@ from fractions import Fraction
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .engine_rules import RULES, CacheKnobs
+from .error_bands import UNKNOWN
 from .kv_dtypes import kv_dtype
 from .memory import SAMPLER_COPIES
 from .plan import DeploymentPlan, DevicePlan
@@ -222,32 +223,66 @@ def _images(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
 
 
 def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
-    hardware, efficiency, recipe = device.device, plan.efficiency, plan.recipe
+    hardware, recipe = device.device, plan.recipe
     peak = hardware.peak_flops(recipe.bits, recipe.name)
     for name, time in (("TPOT", device.decode), ("TTFT", device.prefill)):
         if time is None or hardware.bandwidth is None or peak is None:
             continue
+        ranks = device.deployment.tp
         yield Formula(
             f"{name}, memory",
             "bytes of a rank / (bandwidth x MBU)",
             f"{time.num_bytes / 1e9:,.4g} GB / ({hardware.bandwidth / 1e9:,.4g} GB/s x "
-            f"{efficiency.bandwidth:.3g})",
+            f"{time.num_bytes / hardware.bandwidth / time.moving:.3g})",
             _time(time.moving),
         )
         yield Formula(
             f"{name}, compute",
             "FLOP of all ranks / (tp x peak x MFU)",
-            f"{time.flops / 1e12:,.4g} TFLOP / ({device.deployment.tp} x {peak / 1e12:,.4g} TFLOP/s x "
-            f"{efficiency.compute:.3g})",
+            f"{time.flops / 1e12:,.4g} TFLOP / ({ranks} x {peak / 1e12:,.4g} TFLOP/s x "
+            f"{time.flops / (ranks * peak) / time.computing:.3g})",
             _time(time.computing),
         )
-        yield Formula(
+        yield _step(name, time)
+    yield from _loaded(plan, device)
+
+
+def _step(name: str, time: StepTime) -> Formula:
+    """The whole of a step: of its operators, or of its roofs where a run measured their shares."""
+    result = f"{_time(time.seconds)}, bound by {_bound(time)}"
+    if time.operators:
+        return Formula(
             name,
-            "max(memory, compute) + launches + communication",
-            f"max({_time(time.moving)}, {_time(time.computing)}) + {_time(time.fixed)} + "
-            f"{_time(time.communication)}",
-            f"{_time(time.seconds)}, bound by {_bound(time)}",
+            "sum of the operators, each the longer of memory and compute, messages and launches",
+            " + ".join(f"{operator} {_time(part)}" for operator, part, _ in time.operators),
+            result,
         )
+    return Formula(
+        name,
+        "max(memory, compute) + launches + communication",
+        f"max({_time(time.moving)}, {_time(time.computing)}) + {_time(time.fixed)} + "
+        f"{_time(time.communication)}",
+        result,
+    )
+
+
+def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
+    if (loaded := device.loaded) is None:
+        return
+    work = plan.workload
+    yield Formula(
+        f"under {work.sequences} clients",
+        "TPOT + prefills of the others / answer; TTFT + steps, prompts and places waited for",
+        f"prompts of {work.prompt_tokens:,}, answers of {work.answer_tokens:,} tokens",
+        f"TPOT {_time(loaded.tpot_seconds)}, TTFT {_time(loaded.ttft_seconds)}, "
+        f"{loaded.throughput:,.4g} tokens/s",
+    )
+    yield Formula(
+        "error of TPOT",
+        "measured / predicted - 1 of 90 % of the held-out deployments most like it",
+        device.band.alike if device.band else f"{plan.setup.engine} on {device.gpu}",
+        device.band.text if device.band else UNKNOWN,
+    )
 
 
 def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:

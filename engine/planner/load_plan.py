@@ -9,15 +9,14 @@ from math import ceil, floor
 from ..base.slo import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
+from .expected import step_model
 from .load import Load, LoadResult, PlannedLoad, Slo
 from .memory import Deployment
 from .setup import MILLION, SECONDS_PER_HOUR, Setup
 from .simulation import COUNTED, SimulatedServer, simulate
 from .solver import Solver
-from .speed import DEFAULT_EFFICIENCY
 from .steady_state import SteadyState, steady_state
 from .step_model import StepModel
-from .step_parameters import measured_parameters
 
 SIMULATED_ARRANGEMENTS = 2
 """Parallel sizes of a device that are simulated: those of the least GPU time per token in closed form."""
@@ -209,22 +208,3 @@ class LoadPlanner:
 def order_of(plan: LoadPlan) -> tuple[bool, float]:
     """Within the SLO first, then by the GPU time of a token."""
     return not plan.keeps_slo, plan.gpu_hours_per_million
-
-
-def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
-    """The step model of a deployment of a model of that name."""
-    parameters, share = None, setup.efficiency
-    if share != DEFAULT_EFFICIENCY:
-        parameters = measured_parameters(
-            share.bandwidth, share.compute, share.seconds_per_layer, share.source
-        )
-    return StepModel.build(
-        deployment.shape,
-        deployment.recipe,
-        device,
-        model=model,
-        engine=setup.engine,
-        parallel=deployment.parallel,
-        kv_bytes_per_element=float(deployment.kv_bytes_per_element),
-        parameters=parameters,
-    )

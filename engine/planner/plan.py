@@ -19,13 +19,15 @@ from .cache_size import (
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, resident_tokens
+from .error_bands import ErrorBand
+from .expected import Expectation, fitted_efficiency
 from .kv_dtypes import kv_dtype
-from .load_plan import LoadPlan, LoadPlanner, order_of, step_model
+from .load_plan import LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
 from .setup import Cost, PlannedWorkload, Setup, cost_of
 from .solver import Constraint, DtypeChoice, Relaxation, Solver
 from .speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
-from .steady_state import SteadyState, steady_state
+from .steady_state import SteadyState
 from .weights import WeightRecipe, weight_bytes
 
 
@@ -74,7 +76,9 @@ class DevicePlan:
     evicted: EvictedCache | None = None
     encode_seconds: float | None = None
     load: LoadPlan | None = None
+    expectation: Expectation | None = None
     loaded: SteadyState | None = None
+    band: ErrorBand | None = None
 
     @property
     def gpu(self) -> str:
@@ -127,8 +131,9 @@ class DeploymentPlan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The efficiencies that the expected times assume."""
-        return self.setup.efficiency
+        """The shares of the roofs that the first device's expected times assume."""
+        expected = next((d.expectation for d in self.devices if d.expectation), None)
+        return expected.efficiency if expected else self.setup.measured or fitted_efficiency()
 
 
 def make_plan(
@@ -188,22 +193,20 @@ def _on_device(
     max_sequences = solver.sequences(deployment, device)
     fits = max_sequences >= workload.sequences
     limit = max(model.shape.max_context, workload.context)
-    decode = decode_bound = prefill = prefill_bound = loaded = None
+    expected = loaded = band = None
+    decode = decode_bound = prefill = prefill_bound = None
     # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
         count, context = workload.sequences, workload.held_tokens
-        decode = decode_time(deployment, device, count, context, setup.efficiency)
+        expected = Expectation.of(deployment, device, model.name, setup)
+        decode = expected.decode(count, context)
         decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
-        loaded = steady_state(
-            step_model(deployment, device, setup, model.name),
-            workload.prompt_tokens,
-            workload.answer_tokens,
-            count,
-            resident=max(1, max_sequences),
-        )
         context = workload.context
-        prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
+        prefill = expected.prefill(context, reserve)
         prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
+        answer = workload.answer_tokens
+        loaded = expected.loaded(workload.prompt_tokens, answer, count, max_sequences)
+        band = expected.band(count)
     return DevicePlan(
         device=device,
         deployment=deployment,
@@ -223,14 +226,16 @@ def _on_device(
         decode_bound=decode_bound,
         prefill=prefill,
         prefill_bound=prefill_bound,
-        speculation=_speculation(deployment, device, workload, setup, decode),
-        cost=_cost(deployment, device, workload, setup, reserve, decode),
+        speculation=_speculation(expected, workload, setup, decode),
+        cost=_cost(expected, workload, setup, reserve, decode),
         evicted=solver.evicted(deployment, reserve),
         encode_seconds=None
-        if workload.images is None or not fits
-        else workload.images.encode_seconds(device, setup.efficiency),
+        if workload.images is None or expected is None
+        else workload.images.encode_seconds(device, expected.efficiency),
         load=load,
+        expectation=expected,
         loaded=loaded,
+        band=band,
     )
 
 
@@ -286,22 +291,16 @@ def _engine_cache(
 
 
 def _speculation(
-    deployment: Deployment,
-    device: Device,
+    expected: Expectation | None,
     workload: PlannedWorkload,
     setup: Setup,
     decode: StepTime | None,
 ) -> SpeculationGain | None:
     draft = setup.speculation
-    if draft is None or decode is None:
+    if draft is None or decode is None or expected is None:
         return None
-    verification = decode_time(
-        deployment,
-        device,
-        workload.sequences,
-        workload.held_tokens,
-        setup.efficiency,
-        tokens_per_sequence=draft.draft_tokens + 1,
+    verification = expected.decode(
+        workload.sequences, workload.held_tokens, tokens_per_sequence=draft.draft_tokens + 1
     )
     steps = verification.seconds / decode.seconds
     speedup = draft.speedup(steps)
@@ -309,20 +308,19 @@ def _speculation(
 
 
 def _cost(
-    deployment: Deployment,
-    device: Device,
+    expected: Expectation | None,
     workload: PlannedWorkload,
     setup: Setup,
     reserve: Reserve,
     decode: StepTime | None,
 ) -> Cost | None:
-    if setup.prices is None or decode is None:
+    if setup.prices is None or expected is None or decode is None:
         return None
     prompt = workload.prompt_tokens
-    prefill = prefill_time(deployment, device, prompt, reserve, setup.efficiency)
+    prefill = expected.prefill(prompt, reserve)
     return cost_of(
         setup.prices,
-        gpus=deployment.gpus,
+        gpus=expected.deployment.gpus,
         input_tokens=prompt,
         output_tokens=workload.answer_tokens,
         input_tokens_per_second=prompt / prefill.seconds,

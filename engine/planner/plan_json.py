@@ -16,6 +16,8 @@ from ..probe.facts import PARTS
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs
+from .error_bands import MEASURES, UNKNOWN, ErrorBand
+from .expected import Expectation
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
@@ -23,7 +25,9 @@ from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
-from .speed import Efficiency, StepTime, decode_time, prefill_time
+from .setup import Setup
+from .speed import Efficiency, StepTime
+from .steady_state import SteadyState
 from .weights import checkpoint_file_bytes
 
 SCHEMA = 1
@@ -98,6 +102,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "kv_bytes_per_rank": count * max(stages),
         "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
         "efficiency": asdict(plan.efficiency),
+        "speed_from": "fit" if plan.setup.measured is None else "measured",
         "gpus": [_device_dict(device) for device in plan.devices],
     }
 
@@ -219,6 +224,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "throughput_tokens_per_s": None if speed is None else round(speed, 2),
         "throughput_bound_tokens_per_s": None if bound is None else round(bound, 2),
         "load": None if plan.load is None else _load_dict(plan.load),
+        "loaded": _loaded_dict(plan.loaded, plan.band),
+        "operators": _operators(plan),
         "speculation": None if plan.speculation is None else asdict(plan.speculation),
         "cost": None if plan.cost is None else asdict(plan.cost),
     }
@@ -265,6 +272,30 @@ def _load_dict(plan: LoadPlan) -> dict[str, Any]:
     }
 
 
+def _loaded_dict(loaded: SteadyState | None, band: ErrorBand | None) -> dict[str, Any] | None:
+    """Means under the workload's load, and the error that deployments like it had."""
+    if loaded is None:
+        return None
+    error: dict[str, Any] = {"note": UNKNOWN, "rows": 0}
+    if band is not None:
+        error = {"note": band.alike, "rows": band.num_rows}
+        error |= {name: list(getattr(band, name)) for name in MEASURES}
+    return {
+        "ttft_ms": round(1e3 * loaded.ttft_seconds, 3),
+        "tpot_ms": round(1e3 * loaded.tpot_seconds, 3),
+        "error": error,
+    }
+
+
+def _operators(plan: DevicePlan) -> list[dict[str, Any]]:
+    """Operators of the decode step, and where the time of each is from."""
+    parts = plan.decode.operators if plan.decode else ()
+    return [
+        {"operator": name, "ms": round(1e3 * seconds, 4), "source": source}
+        for name, seconds, source in parts
+    ]
+
+
 def _milliseconds(time: StepTime | None) -> float | None:
     return None if time is None else round(1e3 * time.seconds, 3)
 
@@ -309,10 +340,13 @@ class WrittenPlan:
             values["tp"],
             values["pp"],
         )
-        efficiency, reserve = Efficiency(**values["efficiency"]), Reserve(**values["reserve"])
-        prefill = prefill_time(deployment, device, prompt_tokens, reserve, efficiency)
-        decode = decode_time(deployment, device, batch, context, efficiency)
-        return prefill.seconds, decode.seconds
+        measured = None
+        if values.get("speed_from", "measured") == "measured":
+            measured = Efficiency(**values["efficiency"])
+        setup = Setup(engine=values["engine"], measured=measured)
+        expected = Expectation.of(deployment, device, values["model"], setup)
+        prefill = expected.prefill(prompt_tokens, Reserve(**values["reserve"]))
+        return prefill.seconds, expected.decode(batch, context).seconds
 
 
 def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:

@@ -20,6 +20,7 @@ from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .speed import Efficiency
+from .step_parameters import shared_value
 from .weights import WeightRecipe, recipe_for
 
 
@@ -30,7 +31,7 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         BadInput: an invalid option value, or one that contradicts the model.
     """
     model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
-    devices, efficiency = _devices(ask)
+    devices, measured = _devices(ask)
     on_cpu = all(device.kind == "cpu" for device in devices)
     block_size = ask.block_size
     if block_size is None:
@@ -58,7 +59,7 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         max_num_batched_tokens=ask.max_num_batched_tokens,
         max_num_seqs=ask.max_num_seqs,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
-        efficiency=efficiency,
+        measured=measured,
         prices=_prices(ask),
         speculation=None
         if ask.draft_tokens is None
@@ -141,6 +142,7 @@ def read_run(path: Path) -> MeasuredRun:
             bandwidth=points["decode"]["mbu"],
             compute=points["prefill"]["mfu"],
             seconds_per_layer=0.0,
+            seconds_per_all_reduce=shared_value("all_reduce.latency"),
             source=f"measured in {file}",
         )
         return MeasuredRun(
@@ -156,10 +158,10 @@ def read_run(path: Path) -> MeasuredRun:
         ) from error
 
 
-def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency]:
+def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency | None]:
     memory = None if ask.gpu_memory is None else parse_bytes(ask.gpu_memory)
     if ask.measured is None:
-        return choose_devices(ask.gpus, memory), Efficiency()
+        return choose_devices(ask.gpus, memory), None
     run = read_run(ask.measured)
     if not ask.gpus and memory is None:
         if not run.is_cpu:

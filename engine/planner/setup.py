@@ -16,7 +16,7 @@ from .images import ImageLoad
 from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
 from .memory import Reserve
-from .speed import DEFAULT_EFFICIENCY, Efficiency
+from .speed import Efficiency
 
 # Default fraction of the context that is output, the rest is prompt.
 OUTPUT_FRACTION = 0.25
@@ -209,7 +209,7 @@ class Setup:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     kv_cache_bytes: int | None = None
-    efficiency: Efficiency = DEFAULT_EFFICIENCY
+    measured: Efficiency | None = None
     prices: Prices | None = None
     speculation: Speculation | None = None
 

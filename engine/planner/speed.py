@@ -1,8 +1,8 @@
-"""Roofline model and step times: bytes and FLOP of prefill and decode steps, and their seconds on a device.
+"""Roofline model: bytes and FLOP of prefill and decode steps, and the seconds that they bound.
 
 A multiply-add counts as two FLOP. Bytes are those of the weights and the KV cache, read once per step. The
-roofline gives bounds, against which benchmarks plot their measured points; expected times add what a GPU
-reaches of its data sheet, which are the constants below.
+roofline gives bounds, against which benchmarks plot their measured points, and times at the shares of the
+roofs that one machine reached; `expected` has the times of a fitted step model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,6 @@ from .memory import Deployment, Reserve
 from .weights import UNQUANTIZED_BYTES, weight_bytes
 
 Bound = Literal["bandwidth", "compute"]
-STREAMED = 0.74
-"""Share of the data sheet's bandwidth that a step's traffic reaches (fits gpt-fast's published A100 runs)."""
-COPIED = 0.92
-"""Share of the data sheet's bandwidth that a large copy reaches, the roof of decode. Assumed."""
-MULTIPLIED = 0.6
-"""Share of the data sheet's peak that a prefill reaches. Assumed."""
-LAYER_SECONDS = 63e-6
-"""Seconds of a layer beside its traffic, at batch 1 (fits gpt-fast's published A100 runs)."""
-ALL_REDUCE_SECONDS = 25e-6
-"""Latency of an all-reduce: the mean of the same fit's residuals."""
 
 
 def attainable_flops(intensity: float, peak_flops: float, bandwidth: float) -> float:
@@ -133,21 +123,14 @@ def _matmul_parameters(shape: ModelShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Fractions of the data-sheet peaks that a step reaches (MBU, MFU), and its fixed overheads.
+    """Fractions of the data-sheet peaks that a step reaches (MBU, MFU), its fixed overheads, and where the
+    numbers come from."""
 
-    By default the bandwidth fraction and the time per layer fit gpt-fast's published A100 runs (8 rows,
-    mean error 9 % left out, 17 % at most); the all-reduce latency is the mean of its residuals. The
-    compute fraction is assumed, not measured. `source` says where the numbers come from.
-    """
-
-    bandwidth: float = STREAMED
-    compute: float = MULTIPLIED
-    seconds_per_layer: float = LAYER_SECONDS
-    seconds_per_all_reduce: float = ALL_REDUCE_SECONDS
-    source: str = "bandwidth and layers: gpt-fast's published A100 runs; compute: assumed"
-
-
-DEFAULT_EFFICIENCY = Efficiency()
+    bandwidth: float
+    compute: float
+    seconds_per_layer: float
+    seconds_per_all_reduce: float
+    source: str
 
 
 DATA_SHEET = Efficiency(1.0, 1.0, 0.0, 0.0, "the data sheet")
@@ -159,7 +142,7 @@ class StepTime:
 
     `moving` (memory traffic) and `computing` overlap, so the longer one counts; `fixed` (kernel launches)
     and `communication` (all-reduces, sends between pipeline stages) are added. `num_bytes` is per rank,
-    `flops` of all ranks.
+    `flops` of all ranks. `operators`, where a step model gives them, are names, seconds and sources.
     """
 
     seconds: float
@@ -170,6 +153,7 @@ class StepTime:
     communication: float
     num_bytes: float
     flops: float
+    operators: tuple[tuple[str, float, str], ...] = ()
 
 
 def decode_time(

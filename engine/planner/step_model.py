@@ -163,6 +163,7 @@ class StepModel:
     shape: ModelShape
     recipe: WeightRecipe
     device: Device
+    model: str
     engine: str
     parallel: Parallelism
     kv_bytes_per_element: float
@@ -195,6 +196,7 @@ class StepModel:
             shape,
             recipe,
             device,
+            model,
             engine,
             parallel,
             float(kv_bytes_per_element),
@@ -252,6 +254,7 @@ class StepModel:
                 exchange_bytes = 2 * mixture_layers * message * min(experts.per_token, parallel.ep)
         share = (parallel.tp - 1) / parallel.tp
         reduces = 2 * layers if parallel.tp > 1 else 0
+        sends = parallel.pp - 1
         exchanges = 2 * mixture_layers if parallel.attention_dp > 1 else 0
         cache_bytes, cache_flops = self._decode_attention(work)
         return Loads(
@@ -264,8 +267,8 @@ class StepModel:
             pair_flops=self._prefill_attention(work),
             state_bytes=2 * rows * shape.state_bytes / parallel.tp,
             activation_bytes=message * layers,
-            reduces=reduces,
-            reduce_bytes=2 * share * message * reduces,
+            reduces=reduces + sends,
+            reduce_bytes=message * (2 * share * reduces + sends),
             exchanges=exchanges,
             exchange_bytes=exchange_bytes,
             layers=layers,

@@ -53,6 +53,11 @@ def parameter_file() -> Mapping[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def shared_value(name: str) -> float:
+    """A parameter without any tag's factor."""
+    return parameter_file()["parameters"][name]["value"]
+
+
 def resolve(table: Table, tags: Iterable[str]) -> dict[str, float]:
     """Each parameter's value times the factors of the tags."""
     chosen = tuple(tags)

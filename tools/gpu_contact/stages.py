@@ -16,7 +16,8 @@ from llmopt.engine.doctor.kernel_table import measure, stored, table
 from llmopt.engine.doctor.self_test import tested
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
-from llmopt.engine.planner.speed import COPIED, LAYER_SECONDS, STREAMED, decode_step_bytes
+from llmopt.engine.planner.speed import decode_step_bytes
+from llmopt.engine.planner.step_parameters import shared_value
 
 from ..gpu_figures.ours import Ours
 from ..gpu_figures.sections import KV_BYTES, Model, World
@@ -25,6 +26,8 @@ from .fitting import MODELS, largest
 from .machine import machine
 from .tiles import tiles
 
+COPIED = 0.92
+"""Share of the data sheet's bandwidth that a large copy reaches. Assumed."""
 PROMPTS = ([1, 5, 9, 11], [1, 7, 7, 300, 4, 20, 9], [1, 40])
 PROFILED_STEPS, LISTED_KERNELS = 8, 12
 
@@ -221,5 +224,6 @@ def _answer(engine: Engine, num_tokens: int) -> dict[str, Sequence[int]]:
 
 def expected_share(read_bytes: float, copy_bandwidth: float, num_layers: int) -> float:
     """Share of the copy bandwidth that the planner expects of a decode step."""
-    seconds = read_bytes * COPIED / STREAMED / copy_bandwidth + num_layers * LAYER_SECONDS
+    moving = read_bytes * COPIED / shared_value("linear.bandwidth") / copy_bandwidth
+    seconds = moving + num_layers * shared_value("layer.seconds")
     return read_bytes / copy_bandwidth / seconds

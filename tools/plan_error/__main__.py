@@ -14,9 +14,8 @@ import hashlib
 import json
 from pathlib import Path
 
-import numpy as np
-
 import llmopt.engine.planner.error_bands as error_bands_module
+import numpy as np
 
 from .columns import Column, Columns, Predicted
 from .cross import left_out
@@ -43,7 +42,8 @@ def main() -> None:
     predicted = found.predict(held)
     without_model = left_out(columns, lambda row: row.model, ~fitted)
     without_gpu = left_out(columns, lambda row: row.device.name, ~fitted)
-    judged = judged_rows(held, predicted, True) + judged_rows(held, without_model, False)
+    judged = judged_rows(held, predicted, found.corrections["tpot"])
+    judged += judged_rows(held, without_model, ())
     if arguments.fit:
         _write("step_parameters.json", as_json(found))
         _write("error_bands.json", {"source": as_json(found)["source"], "bands": bands(judged)})

@@ -32,7 +32,6 @@ CORRECTION_ROWS = {"tpot": 1.0, "ttft": 2.0}
 SLOPE_ROWS = 20.0
 """Rows at one doubling that a slope is shrunk by."""
 
-SMALLEST_CORRECTION = 0.005
 SOURCE = (
     "python -m tools.plan_error --fit, on the fitting half of silicon_sample.csv "
     "(aiconfigurator-core 0.12.0, Apache-2.0)"
@@ -275,7 +274,6 @@ def as_json(found: Fit) -> dict[str, Any]:
             measure: {
                 key: {"value": _rounded(value), "standard_error": _rounded(error)}
                 for key, (value, error) in known.items()
-                if abs(value) >= SMALLEST_CORRECTION
             }
             for measure, known in found.corrections.items()
         },

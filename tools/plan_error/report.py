@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
-
 from llmopt.engine.planner.error_bands import FEWEST_ROWS, MEASURES, Likeness, error_band
 from llmopt.engine.planner.step_model import generation
 
 from .columns import Column, Columns, Predicted
+from .fit import correction_terms
 from .rows import Row
 
-HELD = (0.05, 0.95)
+HELD = (0.03, 0.97)
+"""Quantiles of the rows: the rows of a deployment err together, so that those of a new one fall outside of
+the band of the others more often than one in ten beyond 5 and 95 %."""
 HEADER = f"{'':34}{'rows':>6}" + "".join(f"{name:>28}" for name in MEASURES)
 LEGEND = f"{'':34}{'':6}" + f"{'median   mean   bias, %':>28}" * len(MEASURES)
 
@@ -49,20 +51,21 @@ def by(title: str, of: Callable[[Row], str], columns: Columns, found: Mapping[st
 
 
 def likeness(row: Row, known: bool) -> Likeness:
-    """What the error of a row depends on."""
+    """Properties that the error of a row depends on."""
     kind = "mixture" if row.planned.shape.experts else "dense"
-    return Likeness(row.engine, generation(row.device), known, kind, row.regime)
+    measured = "model measured" if known else "model not measured"
+    return Likeness(row.engine, generation(row.device), measured, kind, row.regime)
 
 
 Judged = tuple[Row, Likeness, tuple[float, float, float]]
 """A held-out row, and its measured values in parts of the predicted."""
 
 
-def judged_rows(columns: Columns, predicted: Predicted, known: bool) -> list[Judged]:
-    """The ratios of held-out rows; `known` says whether the fit had their models."""
+def judged_rows(columns: Columns, predicted: Predicted, corrected: Container[str]) -> list[Judged]:
+    """The ratios of held-out rows; a row's model is known where the fit has a correction of it."""
     ratios = [getattr(columns.measured, n) / getattr(predicted, n) for n in MEASURES]
     return [
-        (row, likeness(row, known), tuple(ratio))
+        (row, likeness(row, next(iter(correction_terms("tpot", row))) in corrected), tuple(ratio))
         for row, ratio in zip(columns.rows, np.array(ratios).T.tolist(), strict=True)
     ]
 
@@ -71,7 +74,7 @@ def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
     """Bands by key, of those with enough rows."""
     held: dict[str, list[tuple[float, float, float]]] = {}
     for _, like, ratios in judged:
-        for key in like.keys():
+        for key in like.band_names:
             held.setdefault(key, []).append(ratios)
     return {
         key: {"rows": len(ratios)}

@@ -146,7 +146,7 @@ def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
     ).devices[0]
     assert plain.decode and packed.decode and plain.prefill and packed.prefill
     assert packed.decode.seconds < plain.decode.seconds
-    assert packed.prefill.seconds == plain.prefill.seconds
+    assert packed.prefill.seconds == pytest.approx(plain.prefill.seconds, rel=0.2)
 
 
 def test_two_gpus_are_less_than_twice_as_fast() -> None:
