@@ -33,8 +33,8 @@ def batch_regime(clients: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured in that
-    engine, dense or mixture, and the batch regime."""
+    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured
+    in that engine, dense or mixture, and the batch regime."""
 
     engine: str
     generation: str
