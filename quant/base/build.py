@@ -17,9 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from .openmp_spins import OPENMP_SPINS_ARE_BOUNDED
 from .processor import choose_path, processor_flags
@@ -76,6 +78,11 @@ class Native:
     library: ctypes.CDLL | None
     reason: str | None
 
+    def function(self, name: str) -> Any:
+        """A function of the library, where there is one."""
+        assert self.library is not None, self.reason
+        return getattr(self.library, name)
+
 
 class BuildFailed(RuntimeError):
     """Compilation failed; the message is one line with the reason."""
@@ -97,6 +104,17 @@ def native(source: Path) -> Native:
     if isinstance(path, str):
         return Native(None, None, path)
     return _load(source, path.name, path.compiler_options(processor_flags()))
+
+
+def beside(module: str, source: str) -> Callable[[], Native]:
+    """`native` of a C file in the folder of a module, which is given by its `__file__`."""
+    return partial(native, Path(module).with_name(source))
+
+
+def fields(pointers: str = "", numbers: str = "") -> list[tuple[str, Any]]:
+    """Fields of a C struct from their names: pointers, then numbers of 64 bits."""
+    kinds = (pointers, ctypes.c_void_p), (numbers, ctypes.c_int64)
+    return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
 @lru_cache

@@ -10,12 +10,11 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import beside, fields
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
 from ..common.graphs import launch
@@ -39,47 +38,33 @@ class _Span(ctypes.Structure):
     """`Span` of `attention.c`."""
 
     _fields_ = [
-        *[
-            (name, ctypes.c_int64)
-            for name in ("begin", "end", "num_cached", "sink_length", "evicted_span")
-        ],
-        ("blocks", ctypes.c_void_p),
-        ("num_drafts", ctypes.c_int64),
-        ("depths", ctypes.c_void_p),
-        ("ancestors", ctypes.c_void_p),
+        *fields(numbers="begin end num_cached sink_length evicted_span"),
+        *fields("blocks", "num_drafts"),
+        *fields("depths ancestors"),
     ]
 
 
 class _DecodeGroup(ctypes.Structure):
     """`DecodeGroup` of `segment.h`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "lengths", "evicted_spans", "blocks")],
-        *[(name, ctypes.c_int64) for name in ("count", "width", "sink_length")],
-    ]
+    _fields_ = fields("rows lengths evicted_spans blocks", "count width sink_length")
 
 
 class _Paged(ctypes.Structure):
     """`Paged` of `paged.h`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("data", "scales")],
-        *[(n, ctypes.c_int64) for n in ("type", "dim", "heads", "slot_bytes", "head_bytes")],
-    ]
+    _fields_ = fields("data scales", "type dim heads slot_bytes head_bytes")
 
 
 class _NativeCall(ctypes.Structure):
     """`Call` of `attention.c`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("queries", "sink_queries", "out", "spans", "sinks")],
-        *[
-            (name, ctypes.c_int64)
-            for name in (
-                *("num_spans", "heads", "query_stride", "sink_query_stride", "is_bf16"),
-                *("block_size", "window", "num_sink_tokens", "chunk", "threads"),
-            )
-        ],
+        *fields(
+            "queries sink_queries out spans sinks",
+            "num_spans heads query_stride sink_query_stride is_bf16 "
+            "block_size window num_sink_tokens chunk threads",
+        ),
         ("decode", _DecodeGroup),
         ("keys", _Paged),
         ("values", _Paged),
@@ -95,9 +80,7 @@ class _Spans:
     """
 
     def __init__(self, batch: AttentionBatch) -> None:
-        library = native_attention().library
-        assert library is not None
-        self.attend = library.llmopt_attend
+        self.attend = native_attention().function("llmopt_attend")
         self._held = batch
         group = batch.decode
         self.decode = _DecodeGroup()
@@ -129,9 +112,8 @@ def _tree(tree: TreeMask | None) -> tuple[int, int | None, int | None]:
     return tree.depths.numel(), tree.depths.data_ptr(), tree.ancestors.data_ptr()
 
 
-def native_attention() -> Native:
-    """The compiled kernel, or the reason why there is none."""
-    return native(Path(__file__).with_name("attention.c"))
+native_attention = beside(__file__, "attention.c")
+"""The compiled kernel, or the reason why there is none."""
 
 
 @attention_kernel

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import beside, fields
 from ..attention.paged_tensor import PagedTensor
 from ..common.graphs import launch
 from .activations import ActivationQuant, QuantizedActivations
@@ -24,9 +23,7 @@ class _Quantized(ctypes.Structure):
     """`Quantized` of `layer.c`."""
 
     _fields_ = [
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("block", ctypes.c_int64),
+        *fields("codes scales", "block"),
         ("levels", ctypes.c_float),
     ]
 
@@ -38,15 +35,14 @@ class _Call(ctypes.Structure):
 def _struct(
     name: str, pointers: str, numbers: str, *others: tuple[str, type], is_quantized: bool = False
 ) -> type[_Call]:
-    fields = [
+    of_call = [
         *([("quantized", _Quantized)] if is_quantized else []),
-        *[(field, ctypes.c_void_p) for field in pointers.split()],
-        *[(field, ctypes.c_int64) for field in numbers.split()],
+        *fields(pointers, numbers),
         *others,
         ("next", ctypes.c_long),
         ("failed", ctypes.c_int),
     ]
-    return type(name, (_Call,), {"_fields_": fields})
+    return type(name, (_Call,), {"_fields_": of_call})
 
 
 _Norm = _struct(
@@ -66,9 +62,8 @@ _RopeAndCache = _struct(
 )
 
 
-def native_layer() -> Native:
-    """The compiled kernels, or the reason why there are none."""
-    return native(Path(__file__).with_name("layer.c"))
+native_layer = beside(__file__, "layer.c")
+"""The compiled kernels, or the reason why there are none."""
 
 
 def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
@@ -100,9 +95,8 @@ class NativeNorm:
     """RMSNorm over the last axis, of `x` or of `x + added`."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        library = native_layer().library
-        assert library is not None
-        self._function, self._weight, self._eps = library.llmopt_norm, weight.contiguous(), eps
+        self._function = native_layer().function("llmopt_norm")
+        self._weight, self._eps = weight.contiguous(), eps
 
     def __call__(
         self, x: torch.Tensor, added: torch.Tensor | None = None
@@ -154,9 +148,7 @@ class NativeGate:
     """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
 
     def __init__(self, activation: GatedActivation) -> None:
-        library = native_layer().library
-        assert library is not None
-        self._function = library.llmopt_gate
+        self._function = native_layer().function("llmopt_gate")
         self.activation = ACTIVATIONS.index(activation)
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -197,9 +189,7 @@ class NativeRopeAndCache:
     """RoPE of queries and keys in place, and the KV-cache write: fused unless in fp8 or wider."""
 
     def __init__(self) -> None:
-        library = native_layer().library
-        assert library is not None
-        self._function = library.llmopt_rope_and_cache
+        self._function = native_layer().function("llmopt_rope_and_cache")
 
     def __call__(
         self,

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import beside, fields
 from ..common.graphs import launch
 from .reference import expand_cos_sin
 
@@ -17,24 +16,17 @@ from .reference import expand_cos_sin
 class _EmbeddingCall(ctypes.Structure):
     """`EmbeddingCall` of `rows.c`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("table", "ids", "out")],
-        *[(name, ctypes.c_int64) for name in ("rows", "bytes", "threads")],
-    ]
+    _fields_ = fields("table ids out", "rows bytes threads")
 
 
 class _CosSinCall(ctypes.Structure):
     """`CosSinCall` of `rows.c`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "cos_out", "sin_out")],
-        *[(name, ctypes.c_int64) for name in ("rows", "half", "is_bf16")],
-    ]
+    _fields_ = fields("cos sin positions cos_out sin_out", "rows half is_bf16")
 
 
-def native_rows() -> Native:
-    """The compiled kernels, or the reason why there are none."""
-    return native(Path(__file__).with_name("rows.c"))
+native_rows = beside(__file__, "rows.c")
+"""The compiled kernels, or the reason why there are none."""
 
 
 def embedding_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -79,15 +71,11 @@ def _on_cpu(*tensors: torch.Tensor) -> bool:
 class _ArgmaxCall(ctypes.Structure):
     """`ArgmaxCall` of `argmax.c`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("logits", "tokens")],
-        *[(name, ctypes.c_int64) for name in ("rows", "vocab", "threads")],
-    ]
+    _fields_ = fields("logits tokens", "rows vocab threads")
 
 
-def native_argmax() -> Native:
-    """The compiled argmax, or the reason why there is none."""
-    return native(Path(__file__).with_name("argmax.c"))
+native_argmax = beside(__file__, "argmax.c")
+"""The compiled argmax, or the reason why there is none."""
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,15 +97,10 @@ def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 class AdvanceCall(ctypes.Structure):
     """`AdvanceCall` of `advance_step.c`; `follows` is set before each replay."""
 
-    _fields_ = [
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("token_ids", "positions", "slots", "lengths", "tables", "sampled")
-        ],
-        *[(name, ctypes.c_int64) for name in ("rows", "width", "block_size", "follows")],
-    ]
+    _fields_ = fields(
+        "token_ids positions slots lengths tables sampled", "rows width block_size follows"
+    )
 
 
-def native_advance() -> Native:
-    """The compiled kernel, or the reason why there is none."""
-    return native(Path(__file__).with_name("advance_step.c"))
+native_advance = beside(__file__, "advance_step.c")
+"""The compiled kernel, or the reason why there is none."""

@@ -13,12 +13,11 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import Native, beside, fields
 from ....quant.base.scheme import Scheme
 from ....quant.kinds.base.incoherence import hadamard_blocks
 from ....quant.kinds.base.tensor import QuantizedTensor
@@ -45,20 +44,11 @@ class HadamardCall(ctypes.Structure):
     """`HadamardCall` of `hadamard.h`."""
 
     _fields_ = [
-        *[
-            (name, ctypes.c_void_p)
-            for name in (
-                *("codes", "su", "sv", "x", "bias", "y"),
-                *("tables", "scales", "left", "right"),
-            )
-        ],
-        *[
-            (name, ctypes.c_int64)
-            for name in (
-                *("left_order", "right_order", "rows", "stride", "in_features", "out_features"),
-                *("bits", "codebook", "x_is_bf16", "y_is_bf16", "threads", "input_bits"),
-            )
-        ],
+        *fields(
+            "codes su sv x bias y tables scales left right",
+            "left_order right_order rows stride in_features out_features "
+            "bits codebook x_is_bf16 y_is_bf16 threads input_bits",
+        ),
         ("residual", ctypes.c_float),
     ]
 
@@ -87,8 +77,7 @@ class NativeHadamardLinear:
         self._fields = {name: _argument(value) for name, value in self._held.items()}
         self._bias: torch.Tensor | None = None
         self.weight_bytes = weight.nbytes
-        assert kernel.library is not None
-        self._run = getattr(kernel.library, function)
+        self._run = kernel.function(function)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, x.dtype)
@@ -160,9 +149,8 @@ class E8pLinear:
         return sides.turn_outputs.backward(torch.cat(tiles, dim=-1)) * sides.outputs
 
 
-def native_e8p() -> Native:
-    """The compiled GEMM, or the reason why there is none."""
-    return native(Path(__file__).with_name("e8p.c"))
+native_e8p = beside(__file__, "e8p.c")
+"""The compiled GEMM, or the reason why there is none."""
 
 
 class NativeE8pLinear(NativeHadamardLinear):
@@ -279,14 +267,12 @@ class TransformedLinear:
         return hadamard_blocks(torch.cat(tiles, dim=-1)) * weight.svh.float()
 
 
-def native_trellis() -> Native:
-    """The compiled GEMM in float32, or the reason why there is none."""
-    return native(Path(__file__).with_name("trellis.c"))
+native_trellis = beside(__file__, "trellis.c")
+"""The compiled GEMM in float32, or the reason why there is none."""
 
 
-def native_trellis_integer() -> Native:
-    """The compiled GEMM of quantized inputs, or the reason why there is none."""
-    return native(Path(__file__).with_name("trellis_integer.c"))
+native_trellis_integer = beside(__file__, "trellis_integer.c")
+"""The compiled GEMM of quantized inputs, or the reason why there is none."""
 
 
 class NativeTrellisLinear(NativeHadamardLinear):

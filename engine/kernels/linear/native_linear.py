@@ -4,13 +4,12 @@ rows of their packed weights in `lookup.c`."""
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import beside, fields
 from ....quant.base.scheme import Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
@@ -46,21 +45,15 @@ class LooksUpRows(Protocol):
 class _LookupCall(ctypes.Structure):
     """`LookupCall` of `lookup.c`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("weight", "ids", "y")],
-        *[(name, ctypes.c_int64) for name in ("rows", "is_bf16", "threads")],
-    ]
+    _fields_ = fields("weight ids y", "rows is_bf16 threads")
 
 
-def native_lookup() -> Native:
-    """The compiled lookup, or the reason why there is none."""
-    return native(Path(__file__).with_name("lookup.c"))
+native_lookup = beside(__file__, "lookup.c")
+"""The compiled lookup, or the reason why there is none."""
 
 
 def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of a packed weight (integer codes, or of a table), dequantized to bfloat16 or float32."""
-    library = native_lookup().library
-    assert library is not None
     y = torch.empty(len(ids), weight.struct.in_features, dtype=dtype)
     call = _LookupCall(
         ctypes.addressof(weight.struct),
@@ -70,7 +63,7 @@ def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> 
         dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
-    launch(library.llmopt_lookup, call)
+    launch(native_lookup().function("llmopt_lookup"), call)
     return y
 
 
@@ -84,27 +77,18 @@ class CallStruct(ctypes.Structure):
     """`Call` of `linear.c`."""
 
     _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("is_bf16", ctypes.c_int64),
-        ("gives_bf16", ctypes.c_int64),
-        ("input_dtype", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("input_block", ctypes.c_int64),
+        *fields(
+            "weight x scales y bias",
+            "rows x_stride is_bf16 gives_bf16 input_dtype threads input_block",
+        ),
         ("levels", ctypes.c_float),
         ("fixed_scale", ctypes.c_float),
         ("threshold", ctypes.c_float),
     ]
 
 
-def native_linear() -> Native:
-    """The compiled kernels, or the reason why there are none."""
-    return native(Path(__file__).with_name("linear.c"))
+native_linear = beside(__file__, "linear.c")
+"""The compiled kernels, or the reason why there are none."""
 
 
 def has_bf16() -> bool:
@@ -137,9 +121,7 @@ class PackedLinear:
         fixed_scale: float = 0.0,
         threshold: float = 0.0,
     ) -> None:
-        library = native_linear().library
-        assert library is not None
-        self._run = library.llmopt_linear
+        self._run = native_linear().function("llmopt_linear")
         if input_dtype == "bfloat16" and not has_bf16():
             input_dtype = "float32"
         self._out_features, self._in_features = grid.shape

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import native
+from ....quant.base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.blocks import Blocks, blocks_of
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.lookup.kind import LookupTensor
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
+native_pack = beside(__file__, "pack.c")
+"""The compiled packing, or the reason why there is none."""
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
 SCALE_TABLE, _SCALE_NIBBLE, SCALE_ODD = 3, 4, 5
 _OFFSET_KINDS = [None, torch.uint8, torch.float16, torch.int8]
@@ -63,7 +64,7 @@ def packed_scales(grid: CodeGrid) -> PackedScales:
 
 def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The values of scales, float32 `[256]`, and each scale's index, uint8; Nones: there are more."""
-    library = native(Path(__file__).with_name("pack.c")).library
+    library = native_pack().library
     if scales.dtype is torch.float16 and library is not None:
         indices = torch.empty(scales.shape, dtype=torch.uint8)
         values = torch.zeros(_MOST_INDEXED, dtype=torch.float16)
@@ -86,8 +87,8 @@ class _IndexCall(ctypes.Structure):
 
     _fields_ = [
         ("scales", ctypes.c_void_p),
-        *[(n, ctypes.c_int64) for n in ("rows", "columns", "row_stride", "column_stride")],
-        *[(name, ctypes.c_void_p) for name in ("indices", "values")],
+        *fields(numbers="rows columns row_stride column_stride"),
+        *fields(pointers="indices values"),
     ]
 
 
@@ -100,20 +101,13 @@ class WeightStruct(ctypes.Structure):
     """`Weight` of `weight.h`."""
 
     _fields_ = [
-        *[
-            (name, ctypes.c_int64)
-            for name in (
-                *("out_features", "in_features", "bits", "kind", "base", "group", "step"),
-                *("scale_kind", "offset_kind", "nested"),
-            )
-        ],
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("codes", "scales", "offsets", "outer_scales", "outer_offsets", "table")
-        ],
+        *fields(
+            numbers="out_features in_features bits kind base group step scale_kind offset_kind nested"
+        ),
+        *fields(pointers="codes scales offsets outer_scales outer_offsets table"),
         ("points", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("dim", "high_bits", "has_signs")],
-        *[(n, ctypes.c_void_p) for n in ("values", "sparse_rows", "sparse_columns", "sparse")],
+        *fields(numbers="dim high_bits has_signs"),
+        *fields(pointers="values sparse_rows sparse_columns sparse"),
         ("unit", ctypes.c_float),
     ]
 
@@ -246,9 +240,9 @@ class _PackCall(ctypes.Structure):
     """`PackCall` of `pack.c`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("codes", "packed")],
+        *fields(pointers="codes packed"),
         ("blocks", Blocks),
-        *[(n, ctypes.c_int64) for n in ("out_features", "in_features", "bits", "threads")],
+        *fields(numbers="out_features in_features bits threads"),
         ("next", ctypes.c_long),
     ]
 
@@ -260,7 +254,7 @@ def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
         uint8 `[panels, chunks, bits, 4 * PANEL]`.
     """
     is_blocks = isinstance(codes, GgufTensor)
-    library = native(Path(__file__).with_name("pack.c")).library
+    library = native_pack().library
     if library is None:
         return pack_codes_torch(bytes_of(codes), bits)
     out_features, in_features = codes.shape

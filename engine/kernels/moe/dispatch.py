@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
 
-from ....quant.base.build import Native, native
+from ....quant.base.build import beside, fields
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation
 from ..common.graphs import launch
@@ -39,8 +38,7 @@ class _Linear(ctypes.Structure):
     """`ExpertLinear` of `experts.c`."""
 
     _fields_ = [
-        ("weights", ctypes.c_void_p),
-        ("biases", ctypes.c_void_p),
+        *fields("weights biases"),
         ("like", CallStruct),
     ]
 
@@ -50,20 +48,15 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *[(name, _Linear) for name in ("gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("x", "routing_weights", "ids", "out")],
-        *[
-            (name, ctypes.c_int64)
-            for name in (
-                *("tokens", "top_k", "first", "count"),
-                *("on_inputs", "is_bf16", "activation", "threads"),
-            )
-        ],
+        *fields(
+            "x routing_weights ids out",
+            "tokens top_k first count on_inputs is_bf16 activation threads",
+        ),
     ]
 
 
-def native_experts() -> Native:
-    """The compiled kernel, or the reason why there is none."""
-    return native(Path(__file__).with_name("experts.c"))
+native_experts = beside(__file__, "experts.c")
+"""The compiled kernel, or the reason why there is none."""
 
 
 class _Stack:
@@ -95,9 +88,7 @@ class NativeExperts:
     def __init__(
         self, gate_up: _Stack, down: _Stack, activation: int, first: int, on_inputs: bool
     ) -> None:
-        library = native_experts().library
-        assert library is not None
-        self._run = library.llmopt_experts
+        self._run = native_experts().function("llmopt_experts")
         self._gate_up, self._down = gate_up, down
         self._activation, self._first, self._on_inputs = activation, first, on_inputs
         linears = (*gate_up.linears, *down.linears)

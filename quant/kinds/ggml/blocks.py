@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from ...base.build import Native, native
+from ...base.build import beside, fields
 from ...base.errors import BadInput
 from ..base.tensor import require_finite
 from .k_blocks import (
@@ -158,9 +157,9 @@ class _CodesCall(ctypes.Structure):
     """`CodesCall` of `codes.c`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("data", "codes")],
+        *fields(pointers="data codes"),
         ("blocks", Blocks),
-        *[(name, ctypes.c_int64) for name in ("count", "threads")],
+        *fields(numbers="count threads"),
         ("next", ctypes.c_long),
     ]
 
@@ -171,9 +170,8 @@ def blocks_of(kind: str) -> Blocks:
     return Blocks(size, width // RUN, *LAYOUTS[kind])
 
 
-def native_codes() -> Native:
-    """The compiled unpacking, or the reason why there is none."""
-    return native(Path(__file__).with_name("codes.c"))
+native_codes = beside(__file__, "codes.c")
+"""The compiled unpacking, or the reason why there is none."""
 
 
 def block_codes(data: torch.Tensor, kind: str) -> torch.Tensor:

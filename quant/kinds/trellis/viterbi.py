@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...base.build import Native, native
+from ...base.build import beside, fields
 
 STATE_BITS = 16
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
@@ -233,15 +232,11 @@ def _table(bits: int, name: str) -> torch.Tensor:
 class _ViterbiCall(ctypes.Structure):
     """`ViterbiCall` of `viterbi.c`."""
 
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("targets", "values", "first", "states")],
-        *[(name, ctypes.c_int64) for name in ("sequences", "length", "bits", "threads")],
-    ]
+    _fields_ = fields("targets values first states", "sequences length bits threads")
 
 
-def native_viterbi() -> Native:
-    """The compiled search, or the reason why there is none."""
-    return native(Path(__file__).with_name("viterbi.c"))
+native_viterbi = beside(__file__, "viterbi.c")
+"""The compiled search, or the reason why there is none."""
 
 
 @lru_cache
