@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.reference import HeadNorms
+from llmopt.engine.kernels.elementwise.reference import HeadNorms, RopeCall
 from llmopt.engine.kernels.moe.experts import RoutingRule
 
 from tools.triton_launches import E4M3, has_fp8
@@ -67,7 +67,7 @@ def wide_norms() -> None:
     cache = PagedTensor.zeros(4, 16, 8, 256, CPU, BF16)
     norms = HeadNorms(torch.zeros(256), torch.zeros(256), 1e-6)
     stacked = torch.zeros(4, 32, 256, dtype=BF16)
-    TritonRopeAndCache()(stacked, 16, turn, turn, cache, cache, torch.arange(4), norms)
+    TritonRopeAndCache()(RopeCall(stacked, 16, turn, turn, cache, cache, torch.arange(4), norms))
 
 
 def block_copies() -> None:

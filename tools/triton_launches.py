@@ -10,7 +10,7 @@ from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.devices import gpu_limits
 from llmopt.engine.kernels.elementwise.activations import ActivationQuant
-from llmopt.engine.kernels.elementwise.reference import HeadNorms
+from llmopt.engine.kernels.elementwise.reference import HeadNorms, RopeCall
 from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_float_weight,
     pack_weight,
@@ -83,7 +83,9 @@ def rows() -> None:
     stacked = torch.zeros(4, 48, 128, dtype=BF16)
     for stored in (BF16, torch.int8, *([E4M3] if has_fp8() else [])):
         cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
-        TritonRopeAndCache()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
+        TritonRopeAndCache()(
+            RopeCall(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
+        )
 
 
 def sampling() -> None:

@@ -13,6 +13,7 @@ from llmopt.engine.kernels.elementwise.activations import fake_quantize_inputs
 from llmopt.engine.kernels.elementwise.dispatch import GATE, RowKernelQuery
 from llmopt.engine.kernels.elementwise.reference import (
     HeadNorms,
+    RopeCall,
     TorchNorm,
     TorchRopeAndCache,
     torch_silu_gate,
@@ -104,9 +105,8 @@ def test_rope_and_cache(stored: torch.dtype) -> None:
     results = []
     for rope_and_cache in (TorchRopeAndCache(), TritonRopeAndCache()):
         keys, values = (PagedTensor.zeros(256, 16, 8, 128, slots.device, stored) for _ in range(2))
-        own = rope_and_cache(
-            stacked.clone(), 32, cos.to(BF16), sin.to(BF16), keys, values, slots, norms
-        )
+        turned = cos.to(BF16), sin.to(BF16)
+        own = rope_and_cache(RopeCall(stacked.clone(), 32, *turned, keys, values, slots, norms))
         blocks = torch.arange(256, device="cuda")
         results.append([own, keys.read(blocks, BF16), values.read(blocks, BF16)])
     for expected, got in zip(*results, strict=True):

@@ -16,7 +16,7 @@ import torch
 
 from ....quant.base.build import beside, fields
 from ..common.devices import refuses_native, refuses_rows, serves_all
-from ..common.dispatch import Candidate, Operation
+from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import launch
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .batch import AttentionBatch, AttentionRule, DecodeCounts, DecodeGroup, SequenceSpan, TreeMask
@@ -330,12 +330,7 @@ def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
     return refuses_rows(kernel_query)
 
 
-@attention_kernel
-def _attend_triton(call: AttentionCall) -> torch.Tensor:
-    """`attend_triton`; Triton is imported by the first call."""
-    from .triton_attention import attend_triton
-
-    return attend_triton(*call)
+_attend_triton: AttentionKernel = lazily("attention.triton_attention", "attend_triton")
 
 
 Refusal = Callable[[str, torch.dtype, int, int], str | None]

@@ -15,7 +15,7 @@ import torch
 
 from ...base.device import packed
 from ..common.devices import refuses_triton, serves_all
-from ..common.dispatch import Candidate, Operation
+from ..common.dispatch import Candidate, Operation, lazily
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The 8-bit dtypes, and the largest magnitude of each."""
@@ -215,19 +215,15 @@ def _refuses_triton(kernel_query: BlockCopiesKernelQuery) -> str | None:
     return refuses_triton(kernel_query.device)
 
 
-def _triton(parts: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> BlockCopier:
-    from .triton_block_copies import TritonBlockCopies
-
-    return TritonBlockCopies(parts, on_host)
-
-
 BLOCK_COPIES: Operation[
     BlockCopiesKernelQuery,
     Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], BlockCopier],
 ] = Operation(
     "block copies",
     [
-        Candidate("triton", _refuses_triton, _triton),
+        Candidate(
+            "triton", _refuses_triton, lazily("attention.triton_block_copies", "TritonBlockCopies")
+        ),
         Candidate("torch", serves_all, TorchBlockCopies),
     ],
 )

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from .verdicts import Trial, current_verdicts
 
@@ -93,6 +95,22 @@ class Operation(Generic[KernelQuery, Implementation]):
         )
         chosen = next((name for name, reason in reasons if reason is None), None)
         return KernelChoice(self.name, str(kernel_query), chosen, reasons)
+
+
+def lazily(module: str, name: str) -> Any:
+    """A function of a module of kernels, such as "moe.triton_routing", which its first call imports.
+
+    So Triton is imported where its kernels are used alone.
+    """
+
+    @cache
+    def found() -> Any:
+        return getattr(import_module(f"..{module}", __package__), name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return found()(*arguments, **named)
+
+    return call
 
 
 def is_tried(kernel_query: object) -> bool:

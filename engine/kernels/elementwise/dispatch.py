@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..attention.paged_tensor import PagedTensor
 from ..common.devices import refuses_native, refuses_rows, serves_all
-from ..common.dispatch import Candidate, Operation
+from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .native_layer import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
 from .reference import (
@@ -19,12 +19,15 @@ from .reference import (
     GatedActivation,
     GateKernel,
     HeadNorms,
-    LatentKernel,
     NormKernel,
     RopeAndCacheKernel,
+    RopeCall,
     TorchNorm,
     TorchRopeAndCache,
 )
+
+if TYPE_CHECKING:
+    from .triton_cache_write import TritonLatent
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class RowKernelQuery:
 COMPARED_ROWS = 33
 TIMED_ROWS = (1, 32, 2048)
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
+
+CACHE_WRITE = "elementwise.triton_cache_write"
+TRITON_GATE = lazily("elementwise.triton_rows", "TritonGate")
 
 Timed = Sequence[Callable[[], object]]
 
@@ -93,7 +99,7 @@ def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Tria
         kernel = make()
 
         def call() -> list[torch.Tensor]:
-            queries = kernel(stacked, HEADS, cos, sin, keys, values, slots, heads)
+            queries = kernel(RopeCall(stacked, HEADS, cos, sin, keys, values, slots, heads))
             return [queries, keys.codes, values.codes]
 
         return call
@@ -123,36 +129,12 @@ def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
     return refuses
 
 
-def _triton_norm(weight: torch.Tensor, eps: float) -> NormKernel:
-    from .triton_rows import TritonNorm
-
-    return TritonNorm(weight, eps)
-
-
-def _triton_gate(activation: GatedActivation) -> GateKernel:
-    from .triton_rows import TritonGate
-
-    return TritonGate(activation)
-
-
-def _triton_rope_and_cache() -> RopeAndCacheKernel:
-    from .triton_cache_write import TritonRopeAndCache
-
-    return TritonRopeAndCache()
-
-
-def _triton_latent() -> LatentKernel:
-    from .triton_cache_write import TritonLatent
-
-    return TritonLatent()
-
-
 def _gate_candidates(
     activation: Callable[..., GatedActivation],
 ) -> list[Candidate[RowKernelQuery, Callable[..., GateKernel]]]:
     """The kernels of the gated activation that `activation` names, from the candidates' arguments."""
     return [
-        Candidate("triton", refuses_rows, lambda *given: _triton_gate(activation(*given))),
+        Candidate("triton", refuses_rows, lambda *given: TRITON_GATE(activation(*given))),
         Candidate("native", _refuses_native(1), lambda *given: NativeGate(activation(*given))),
         Candidate("torch", serves_all, lambda *given: TORCH_GATES[activation(*given)]),
     ]
@@ -161,7 +143,7 @@ def _gate_candidates(
 NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = Operation(
     "norm",
     [
-        Candidate("triton", refuses_rows, _triton_norm),
+        Candidate("triton", refuses_rows, lazily("elementwise.triton_rows", "TritonNorm")),
         Candidate("native", _refuses_native(CHANNELS), NativeNorm),
         Candidate("torch", serves_all, TorchNorm),
     ],
@@ -182,16 +164,16 @@ CLAMPED_SWIGLU_GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Opera
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
     [
-        Candidate("triton", refuses_rows, _triton_rope_and_cache),
+        Candidate("triton", refuses_rows, lazily(CACHE_WRITE, "TritonRopeAndCache")),
         Candidate("native", _refuses_native(2 * CHANNELS), NativeRopeAndCache),
         Candidate("torch", serves_all, TorchRopeAndCache),
     ],
     rope_trial,
 )
-LATENT: Operation[RowKernelQuery, Callable[[], LatentKernel | None]] = Operation(
+LATENT: Operation[RowKernelQuery, Callable[[], TritonLatent | None]] = Operation(
     "latent attention's rotation and cache write",
     [
-        Candidate("triton", refuses_rows, _triton_latent),
+        Candidate("triton", refuses_rows, lazily(CACHE_WRITE, "TritonLatent")),
         Candidate("composed", serves_all, lambda: None),
     ],
 )

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ....quant.base.build import beside, fields
-from ..attention.paged_tensor import PagedTensor
 from ..common.graphs import launch
 from .activations import ActivationQuant, QuantizedActivations
-from .reference import GatedActivation, HeadNorms
+from .reference import GatedActivation, RopeCall
 
 CHANNELS = 16
 """Supported row sizes are multiples of this."""
@@ -191,17 +190,8 @@ class NativeRopeAndCache:
     def __init__(self) -> None:
         self._function = native_layer().function("llmopt_rope_and_cache")
 
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, call: RopeCall) -> torch.Tensor:
+        stacked, num_heads, cos, sin, keys, values, slots, norms = call
         if norms is not None:
             norms.apply(stacked, num_heads)
         rows, heads, dim = stacked.shape
@@ -211,7 +201,7 @@ class NativeRopeAndCache:
         is_fused = all(
             p.codes.dtype in written and p.codes[0, 0].is_contiguous() for p in (keys, values)
         )
-        call = _RopeAndCache(
+        launched = _RopeAndCache(
             stacked.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -232,7 +222,7 @@ class NativeRopeAndCache:
             keys.codes.dtype is torch.bfloat16,
             _threads(stacked.numel()),
         )
-        _run(self._function, call)
+        _run(self._function, launched)
         if not is_fused:
             keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
             values.write(stacked[:, num_heads + kv_heads :], slots)

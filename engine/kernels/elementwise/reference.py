@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -124,40 +124,34 @@ TORCH_GATES: dict[GatedActivation, GateKernel] = {
 }
 
 
-class RopeAndCacheKernel(Protocol):
-    """Fused RoPE + KV-cache write, optionally with QK-norm; returns the rotated queries.
+class RopeCall(NamedTuple):
+    """The arguments of fused RoPE + KV-cache write.
 
-    `stacked` [tokens, heads, dim] holds queries, keys and values, and may be overwritten; `cos` and `sin` are
-    as `apply_rotary_emb` takes them. `norms` are applied before the rotation.
+    Attributes:
+        stacked: [tokens, heads, dim], queries, keys and values; may be overwritten.
+        cos, sin: as `apply_rotary_emb` takes them.
+        norms: QK-norm, which is applied before the rotation.
     """
 
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor: ...
+    stacked: torch.Tensor
+    num_heads: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    keys: PagedTensor
+    values: PagedTensor
+    slots: torch.Tensor
+    norms: HeadNorms | None = None
+
+
+RopeAndCacheKernel = Callable[[RopeCall], torch.Tensor]
+"""Fused RoPE + KV-cache write, optionally with QK-norm; returns the rotated queries."""
 
 
 class TorchRopeAndCache:
     """RoPE and KV-cache write as separate torch operations: the reference."""
 
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, call: RopeCall) -> torch.Tensor:
+        stacked, num_heads, cos, sin, keys, values, slots, norms = call
         if norms is not None:
             norms.apply(stacked, num_heads)
         kv_heads = (stacked.shape[1] - num_heads) // 2
@@ -165,33 +159,3 @@ class TorchRopeAndCache:
         keys.write(apply_rotary_emb(new_keys, cos, sin), slots)
         values.write(new_values, slots)
         return apply_rotary_emb(queries, cos, sin)
-
-
-class LatentKernel(Protocol):
-    """Fused norms, RoPE and cache write of latents, and assembly of their queries."""
-
-    def write(
-        self,
-        latent: torch.Tensor,
-        latent_norm: tuple[torch.Tensor, float],
-        queries: torch.Tensor | None,
-        query_norm: tuple[torch.Tensor, float] | None,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        interleaved: bool,
-        keys: PagedTensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Norm and rotate `latent` [tokens, rank + rope] and write it to its slots; returns the normed
-        `queries` [tokens, query_rank], if any. A norm is its weight and epsilon."""
-        ...
-
-    def queries(
-        self,
-        absorbed: torch.Tensor,
-        rope_queries: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        interleaved: bool,
-    ) -> torch.Tensor:
-        """`absorbed` [heads, tokens, rank] beside the rotated `rope_queries` [tokens, heads, rope], as
-        [tokens, heads, rank + rope]."""
-        ...

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..attention.paged_tensor import LARGEST_CODE, PagedTensor
 from ..common.devices import power_of_two
-from .reference import HeadNorms
+from .reference import RopeCall
 
 HEADS = 8
 """Heads per program."""
@@ -111,17 +111,8 @@ class TritonRopeAndCache:
 
     takes_wide_weights: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        stacked: torch.Tensor,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, call: RopeCall) -> torch.Tensor:
+        stacked, num_heads, cos, sin, keys, values, slots, norms = call
         tokens, heads, dim = stacked.shape
         kv_heads = (heads - num_heads) // 2
         out = stacked.new_empty(tokens, num_heads, dim)
@@ -284,7 +275,7 @@ def _latent_queries(
 
 
 class TritonLatent:
-    """`LatentKernel` in Triton."""
+    """Fused norms, RoPE and cache write of latents, and assembly of their queries."""
 
     def write(
         self,
@@ -297,7 +288,10 @@ class TritonLatent:
         keys: PagedTensor,
         slots: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Run `LatentKernel`'s operation in one launch."""
+        """Norm and rotate `latent` [tokens, rank + rope] and write it to its slots, in one launch.
+
+        Returns the normed `queries` [tokens, query_rank], if any. A norm is its weight and epsilon.
+        """
         tokens, rank, rope = len(latent), len(latent_norm[0]), cos_sin[0].shape[-1]
         cos, sin = cos_sin
         out = latent if queries is None else queries.new_empty(queries.shape)
@@ -337,7 +331,10 @@ class TritonLatent:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         interleaved: bool,
     ) -> torch.Tensor:
-        """Run `LatentKernel`'s operation in one launch."""
+        """Put `absorbed` [heads, tokens, rank] beside the rotated `rope_queries` [tokens, heads, rope].
+
+        Returns [tokens, heads, rank + rope].
+        """
         tokens, heads, rope = rope_queries.shape
         rank = absorbed.shape[2]
         cos, sin = cos_sin

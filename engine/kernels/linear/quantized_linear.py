@@ -26,7 +26,7 @@ from ..common.devices import (
     refuses_rows,
     serves_all,
 )
-from ..common.dispatch import Candidate, NoKernel, Operation
+from ..common.dispatch import Candidate, NoKernel, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .grid import CodeGrid, has_whole_codes, native_grid_of, refuses_native_grid
 from .hadamard_linear import E8P, FLOAT_BITS, TRELLIS, E8pLinear, HadamardKernels, TransformedLinear
@@ -244,12 +244,6 @@ def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     return Packed16Linear(weight, grid, dtype)
 
 
-def _triton_codes(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    from .triton_hadamard import TritonTransformedLinear
-
-    return TritonTransformedLinear(weight, dtype)
-
-
 def _native_codes(name: str, codes: HadamardKernels, input_bits: int) -> LinearCandidate:
     """The C kernel of a kind's codes that quantizes inputs to `input_bits`."""
 
@@ -302,7 +296,7 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         Candidate(
             "triton-codes",
             _for_kinds(("trellis", "e8p"), "trellis and E8P codes", refuses_rows),
-            _triton_codes,
+            lazily("linear.triton_hadamard", "TritonTransformedLinear"),
         ),
         _native_codes("trellis-8bit-inputs", TRELLIS, 8),
         _native_codes("trellis-16bit-inputs", TRELLIS, 16),

@@ -14,7 +14,7 @@ import torch
 
 from ....quant.base.build import beside, fields
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
-from ..common.dispatch import Candidate, Operation
+from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import launch
 from ..elementwise.native_layer import CHANNELS, NativeGate
 from ..linear.library_linear import NAME as DEEP_GEMM
@@ -28,7 +28,6 @@ from .experts import (
     Route,
     RoutedExpert,
     RouterLogits,
-    RoutingRule,
     route_torch,
     router_logits_torch,
 )
@@ -185,40 +184,19 @@ class RoutingKernelQuery:
         return f"{self.count} experts on {self.device}"
 
 
-def _route_triton(
-    logits: torch.Tensor,
-    rule: RoutingRule,
-    correction: torch.Tensor | None = None,
-    expert_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route_triton`; Triton is imported by the first call."""
-    from .triton_routing import route_triton
-
-    return route_triton(logits, rule, correction, expert_scale)
-
-
 ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
     "routing",
     [
-        Candidate("triton", refuses_rows, _route_triton),
+        Candidate("triton", refuses_rows, lazily("moe.triton_routing", "route_triton")),
         Candidate("torch", serves_all, route_torch),
     ],
 )
 
 
-def _router_logits_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`router_logits`; Triton is imported by the first call."""
-    from .triton_routing import router_logits
-
-    return router_logits(x, weight, bias)
-
-
 ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
     "router logits",
     [
-        Candidate("triton", refuses_rows, _router_logits_triton),
+        Candidate("triton", refuses_rows, lazily("moe.triton_routing", "router_logits")),
         Candidate("torch", serves_all, router_logits_torch),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +16,8 @@ from ...kernels.elementwise.activations import ActivationQuant, Rows
 from ...kernels.elementwise.dispatch import LATENT, RowKernelQuery
 from ...kernels.elementwise.reference import (
     HeadNorms,
-    LatentKernel,
     RopeAndCacheKernel,
+    RopeCall,
     TakesWideWeights,
     TorchRopeAndCache,
     apply_rotary_emb,
@@ -27,6 +28,9 @@ from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection, Weights
 from .spec import KvLayout
 from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
+
+if TYPE_CHECKING:
+    from ...kernels.elementwise.triton_cache_write import TritonLatent
 
 KvScales = tuple[torch.Tensor, torch.Tensor]
 """Static scales of a layer's keys and values, float32 [kv_heads] or [1]."""
@@ -207,16 +211,10 @@ class HeadAttention:
         if is_fused and self._is_fusable_rope(norms):
             assert self.rotation is not None
             stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-            cos_sin = step.cos_sin[self.rotation.index]
-            queries = step.rope_and_cache(
-                stacked,
-                self.num_heads,
-                *cos_sin,
-                cache.keys,
-                cache.values,
-                step.inputs.slots,
-                norms,
-            )
+            cos, sin = step.cos_sin[self.rotation.index]
+            written = cache.keys, cache.values, step.inputs.slots
+            call = RopeCall(stacked, self.num_heads, cos, sin, *written, norms)
+            queries = step.rope_and_cache(call)
             self._score_keys(queries, step, cache)
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return mixed.flatten(1)
@@ -335,7 +333,7 @@ class LatentAttention:
     rule: AttentionRule
     rotation: Rotation
     kv_scales: KvScales | None = None
-    _kernel: LatentKernel | None = field(init=False, default=None, repr=False, compare=False)
+    _kernel: TritonLatent | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         up = self.key_up

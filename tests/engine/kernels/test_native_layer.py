@@ -19,6 +19,7 @@ from llmopt.engine.kernels.elementwise.native_layer import (
     native_layer,
 )
 from llmopt.engine.kernels.elementwise.reference import (
+    RopeCall,
     TorchNorm,
     TorchRopeAndCache,
     expand_cos_sin,
@@ -184,7 +185,7 @@ def test_rope_and_cache_write(path: str, stored: torch.dtype) -> None:
         for kernel in (NativeRopeAndCache(), TorchRopeAndCache()):
             caches = [PagedTensor.zeros(3, 8, kv_heads, dim, CPU, stored) for _ in range(2)]
             stacked = whole.clone().view(tokens, num_heads + 2 * kv_heads, dim)
-            queries = kernel(stacked, num_heads, cos, sin, caches[0], caches[1], slots)
+            queries = kernel(RopeCall(stacked, num_heads, cos, sin, caches[0], caches[1], slots))
             read = [cache.read(torch.arange(3), torch.float32) for cache in caches]
             found.append((queries, *read))
             of_values.append(caches[1].parts)

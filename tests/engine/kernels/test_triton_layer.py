@@ -17,6 +17,7 @@ from llmopt.engine.kernels.elementwise.dispatch import (
 )
 from llmopt.engine.kernels.elementwise.reference import (
     HeadNorms,
+    RopeCall,
     TorchNorm,
     TorchRopeAndCache,
     expand_cos_sin,
@@ -156,7 +157,7 @@ def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch
             PagedTensor.zeros(3, 4, kv_heads, dim, torch.device(DEVICE), stored) for _ in range(2)
         ]
         queries = rope_and_cache(
-            stacked.clone(), heads, cos, sin, caches[0], caches[1], slots, norms
+            RopeCall(stacked.clone(), heads, cos, sin, caches[0], caches[1], slots, norms)
         )
         blocks = torch.arange(3, device=DEVICE)
         results.append([queries, *(cache.read(blocks, torch.float32) for cache in caches)])
@@ -181,8 +182,8 @@ def test_values_are_stored_bit_for_bit() -> None:
             [PagedTensor.zeros(1, 4, 1, 8, torch.device(DEVICE), stored) for _ in range(2)]
             for _ in range(2)
         )
-        TritonRopeAndCache()(stacked.clone(), 1, ones, zeros, ours[0], ours[1], slots)
-        TorchRopeAndCache()(stacked.clone(), 1, ones, zeros, theirs[0], theirs[1], slots)
+        TritonRopeAndCache()(RopeCall(stacked.clone(), 1, ones, zeros, ours[0], ours[1], slots))
+        TorchRopeAndCache()(RopeCall(stacked.clone(), 1, ones, zeros, theirs[0], theirs[1], slots))
         for got, expected in zip(ours, theirs, strict=True):
             assert torch.equal(got.codes.float(), expected.codes.float())
             assert torch.equal(got.parts[1], expected.parts[1])
