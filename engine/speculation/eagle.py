@@ -100,8 +100,8 @@ class DraftVocabularyHead:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleWeights:
-    """The learned parameters.
+class EagleWeights(Weights):
+    """The learned parameters. A forward pass reads all but the embedding, of which it reads rows.
 
     Attributes:
         embedding: token embedding; the target's where the checkpoint has none.
@@ -119,19 +119,6 @@ class EagleWeights:
     mlp_norm: Norm
     mlp: FeedForward
     scores: DraftVocabularyHead | None
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights that a forward pass reads."""
-        parts = (
-            self.aux_fusion,
-            self.input_fusion,
-            self.attention,
-            self.mlp_norm,
-            self.mlp,
-            self.scores,
-        )
-        return sum(part.weight_bytes for part in parts if part is not None)
 
 
 class EagleHead:
@@ -177,13 +164,13 @@ class EagleHead:
     def bytes_held(self) -> int:
         """Bytes of weights."""
         shared = self._weights.embedding is self._target.weights.embedding
-        return self._weights.bytes_read + (0 if shared else self._weights.embedding.nbytes)
+        return self._weights.weight_bytes + (0 if shared else self._weights.embedding.nbytes)
 
     @property
     def bytes_per_position(self) -> int:
         """Bytes of weights read per draft position, an LM head included."""
         has_head = self._weights.scores is not None
-        return self._weights.bytes_read + (
+        return self._weights.weight_bytes + (
             0 if has_head else self._target.weights.head.weight_bytes
         )
 

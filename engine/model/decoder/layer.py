@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -16,20 +15,15 @@ from ..layers.attention import HeadAttention, LatentAttention, LayerCache, Share
 from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
 from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
-from ..layers.state import StateLayout
+from ..layers.projection import Weights
 
 Attention = HeadAttention | LatentAttention | SharedAttention
 StateMixer = ShortConvolution | GatedDeltaNet | Mamba2
 """They take no keys and values, and overwrite a constant state."""
 
 
-def state_layouts(mixer: Attention | StateMixer) -> tuple[StateLayout, ...]:
-    """The tensors of a sequence's constant state; () of attention."""
-    return mixer.state_layouts if isinstance(mixer, StateMixer) else ()
-
-
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class DecoderLayer(Weights):
     """A decoder layer: attention (or a recurrence) and MLP (or experts), each added to the residual.
 
     Attributes:
@@ -52,23 +46,6 @@ class DecoderLayer:
     residual_scale: float = 1.0
     per_layer_input: PerLayerInput | None = None
     output_scale: torch.Tensor | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
-        total = self.attention.weight_bytes + self.mlp.weight_bytes
-        total += 0 if self.per_layer_input is None else self.per_layer_input.weight_bytes
-        total += 0 if self.output_scale is None else self.output_scale.nbytes
-        return total + sum(norm.weight_bytes for norm in norms if norm is not None)
-
-    @property
-    def state_layouts(self) -> tuple[StateLayout, ...]:
-        return state_layouts(self.attention)
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether it can be captured into a graph: no data-dependent control flow."""
-        return self.mlp.is_capturable
 
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
@@ -108,57 +85,24 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class MixerLayer:
-    """A layer without a feed-forward block: `x + mixer(norm(x))` (Nemotron-H)."""
+class SingleLayer(Weights):
+    """A layer of one block, which mixes tokens or feeds forward: `x + block(norm(x))` (Nemotron-H)."""
 
     norm: Norm
-    mixer: Attention | StateMixer
-
-    is_capturable: ClassVar[bool] = True
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.norm.weight_bytes + self.mixer.weight_bytes
-
-    @property
-    def state_layouts(self) -> tuple[StateLayout, ...]:
-        return state_layouts(self.mixer)
+    block: Attention | StateMixer | FeedForward
 
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the layer, with the arguments of `DecoderLayer`."""
-        hidden, x = self.norm.of_sum(hidden, added, self.mixer.activation_quant)
-        return hidden, self.mixer(x, step, cache)
+        hidden, x = self.norm.of_sum(hidden, added, self.block.activation_quant)
+        if isinstance(self.block, FeedForward):
+            return hidden, self.block(x, step.inputs.adapters)
+        return hidden, self.block(x, step, cache)
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForwardLayer:
-    """A layer that mixes no tokens: `x + mlp(norm(x))` (Nemotron-H)."""
-
-    norm: Norm
-    mlp: FeedForward
-
-    state_layouts: ClassVar[tuple[StateLayout, ...]] = ()
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.norm.weight_bytes + self.mlp.weight_bytes
-
-    @property
-    def is_capturable(self) -> bool:
-        return self.mlp.is_capturable
-
-    def __call__(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the layer, with the arguments of `DecoderLayer`."""
-        hidden, x = self.norm.of_sum(hidden, added, self.mlp.activation_quant)
-        return hidden, self.mlp(x, step.inputs.adapters)
-
-
-@dataclass(frozen=True, slots=True)
-class AltUpLayer:
+class AltUpLayer(Weights):
     """A layer over residual streams [streams, tokens, hidden], of which it computes one.
 
     Attention and LAuReL read the same norm, and their sum is divided by the root of 2; the per-layer input is
@@ -174,18 +118,6 @@ class AltUpLayer:
     mlp: FeedForward
     post_mlp_norm: Norm
     per_layer_input: PerLayerInput
-
-    state_layouts: ClassVar[tuple[StateLayout, ...]] = ()
-
-    @property
-    def weight_bytes(self) -> int:
-        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
-        parts = (self.altup, self.laurel, self.attention, self.mlp, self.per_layer_input, *norms)
-        return sum(part.weight_bytes for part in parts)
-
-    @property
-    def is_capturable(self) -> bool:
-        return self.mlp.is_capturable
 
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
@@ -205,4 +137,4 @@ class AltUpLayer:
         return torch.cat([streams[:1], streams[1:] + own]), None
 
 
-Layer = DecoderLayer | MixerLayer | FeedForwardLayer | AltUpLayer
+Layer = DecoderLayer | SingleLayer | AltUpLayer

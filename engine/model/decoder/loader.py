@@ -30,9 +30,8 @@ from .layer import (
     AltUpLayer,
     Attention,
     DecoderLayer,
-    FeedForwardLayer,
     Layer,
-    MixerLayer,
+    SingleLayer,
     StateMixer,
 )
 from .part_loaders import (
@@ -215,7 +214,7 @@ class LayerLoader:
         layer = self.base + names.layer.format(index)
         if not parts.has_mixer:
             norm = self.norm(layer + names.input_norm, self.spec.shape.hidden_size)
-            return FeedForwardLayer(norm, self.block(layer, index))
+            return SingleLayer(norm, self.block(layer, index))
         mixer: Attention | StateMixer
         if parts.state is not None:
             first = self.spec.first_state(index)
@@ -225,7 +224,7 @@ class LayerLoader:
         if self.spec.altup is not None:
             return self._altup_layer(layer, index, mixer, self.spec.altup)
         if not parts.has_mlp:
-            return MixerLayer(
+            return SingleLayer(
                 self.norm(layer + names.input_norm, self.spec.shape.hidden_size), mixer
             )
         return DecoderLayer(

@@ -147,7 +147,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadAttention:
+class HeadAttention(Weights):
     """Grouped-query attention (Ainslie et al., 2023).
 
     Attributes:
@@ -305,11 +305,12 @@ class HeadAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Weights):
     """Multi-head latent attention (MLA) with absorbed up-projections: the cached latent is never expanded.
 
     A token caches its normed latent and one rotated key, shared by all heads. Queries are projected into the
-    latent space and outputs out of it, so that all heads attend to the latent as one KV head (MQA).
+    latent space and outputs out of it, so that all heads attend to the latent as one KV head (MQA). Two
+    linears with different scales read the input, and each quantizes it itself.
 
     Attributes:
         query: hidden → heads x (nope + rope), or → rank where `query_up` follows.
@@ -345,11 +346,6 @@ class LatentAttention:
         parts = (self.query, self.query_norm, self.query_up, self.latent, self.latent_norm)
         total = self.key_up.nbytes + self.value_up.nbytes + self.output.weight_bytes
         return total + sum(part.weight_bytes for part in parts if part is not None)
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Always None: two linears with different scales read the input, and each quantizes it itself."""
-        return None
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters

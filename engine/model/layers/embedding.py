@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -122,43 +121,24 @@ def _longrope(
     return frequencies / torch.tensor(factors), p.get("attention_factor", usual)
 
 
-class TokenEmbedding(Protocol):
-    """Maps token ids to vectors.
-
-    Attributes:
-        width: elements of a vector.
-        nbytes: bytes that it holds, but for a packed weight that is the LM head's too.
-    """
-
-    width: int
-    nbytes: int
-    device: torch.device
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Vectors [tokens, width] of token ids, int64 [tokens]."""
-        ...
-
-    def head(self, part: slice) -> Projection:
-        """The tied LM head of a part of the vocabulary, which of a packed weight is all of it."""
-        ...
-
-
 class EmbeddingTable:
-    """An embedding of floats [vocab, width]."""
+    """An embedding of floats [vocab, width]; `nbytes` are what it holds."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
         self.width, self.nbytes, self.device = table.shape[1], table.nbytes, table.device
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Vectors [tokens, width] of token ids, int64 [tokens]."""
         return embedding_rows(self._table, token_ids)
 
     def head(self, part: slice) -> Projection:
+        """The tied LM head of a part of the vocabulary."""
         return Projection([self._table[part]], None, self._table.dtype)
 
 
 class PackedEmbedding:
-    """The rows of a packed weight on a CPU; its vectors are in `dtype`."""
+    """The rows of a packed weight on a CPU, which may be the LM head's too; its vectors are in `dtype`."""
 
     def __init__(
         self, packed: Projection, rows: LooksUpRows, width: int, dtype: torch.dtype
@@ -172,6 +152,9 @@ class PackedEmbedding:
     def head(self, part: slice) -> Projection:
         self.nbytes = 0
         return self._packed
+
+
+TokenEmbedding = EmbeddingTable | PackedEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -22,27 +21,6 @@ from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
 from ...kernels.moe.experts import ExpertsKernel, Route, RouterLogits, RoutingRule
 from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection, Weights
-
-
-class FeedForward(Protocol):
-    """Interface of feed-forward blocks, MLP or mixture of experts: [tokens, hidden] to [tokens, hidden]."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a step may read."""
-        ...
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse; None: it needs unquantized input."""
-        ...
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether it can be captured into a graph: no data-dependent control flow."""
-        ...
-
-    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor: ...
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -103,10 +81,6 @@ class GatedMlp(Weights):
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
-    def is_capturable(self) -> bool:
-        return True
-
-    @property
     def activation_quant(self) -> ActivationQuant | None:
         return self.gate_up.activation_quant
 
@@ -127,10 +101,6 @@ class PlainMlp(Weights):
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     @property
-    def is_capturable(self) -> bool:
-        return True
-
-    @property
     def activation_quant(self) -> ActivationQuant | None:
         return self.up.activation_quant
 
@@ -139,7 +109,7 @@ class PlainMlp(Weights):
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class Router(Weights):
     """Top-k router: selects `per_token` experts for each token, with top-k weights.
 
     `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
@@ -176,11 +146,6 @@ class Router:
         object.__setattr__(self, "_route", ROUTING.select(query).run)
         object.__setattr__(self, "_rule", rule)
 
-    @property
-    def weight_bytes(self) -> int:
-        parts = (self.weight, self.bias, self.correction, self.expert_scale)
-        return sum(part.nbytes for part in parts if part is not None)
-
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Top-k weights, float32, and expert ids, int64, [tokens, per_token] each."""
         x = x if self.input_norm is None else self.input_norm(x.float())
@@ -190,7 +155,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts(Weights):
-    """Weighted sum of the routed experts' outputs, plus the shared expert's output.
+    """Weighted sum of the routed experts' outputs, plus the shared expert's; the router reads plain inputs.
 
     Attributes:
         experts: kernel of this rank's experts.
@@ -205,16 +170,6 @@ class MixtureOfExperts(Weights):
     shared_gate: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     latent: tuple[Projection, Projection] | None = None
-
-    @property
-    def is_capturable(self) -> bool:
-        shared = self.shared is None or self.shared.is_capturable
-        return self.experts.is_capturable and shared
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Always None: the router needs the unquantized input."""
-        return None
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -251,17 +206,12 @@ class MlpBesideExperts(Weights):
     mixture: MixtureOfExperts
     experts_output_norm: Norm
 
-    @property
-    def is_capturable(self) -> bool:
-        return self.mlp.is_capturable and self.mixture.is_capturable
-
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """Always None: it norms its input itself."""
-        return None
-
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         dense = self.mlp_output_norm(self.mlp(self.mlp_norm(x), adapters))
         routed = self.mixture.experts(self.experts_norm(x), *self.mixture.router(x))
         return dense + self.experts_output_norm(routed)
+
+
+FeedForward = GatedMlp | PlainMlp | MixtureOfExperts | MlpBesideExperts
+"""Feed-forward blocks: [tokens, hidden] to [tokens, hidden]."""

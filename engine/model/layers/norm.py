@@ -11,10 +11,11 @@ from torch.nn import functional
 from ...kernels.elementwise.activations import ActivationQuant, FusesNormQuant, Rows
 from ...kernels.elementwise.dispatch import NORM, RowKernelQuery
 from ...kernels.elementwise.reference import NormKernel, TakesWideWeights
+from .projection import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(Weights):
     """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm (Ba et al., 2016).
 
     `weight` and `bias` are [size] or None. With a weight of a wider dtype than the input the
@@ -33,11 +34,6 @@ class Norm:
             kernel_query = RowKernelQuery(self.weight.device.type, self.weight.dtype, self.size)
             kernel = NORM.select(kernel_query).run(self.weight, self.eps)
             object.__setattr__(self, "_kernel", kernel)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weight and bias."""
-        return sum(part.nbytes for part in (self.weight, self.bias) if part is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None and self._takes(x):
@@ -72,7 +68,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedNorm:
+class ShardedNorm(Weights):
     """RMS norm over the outputs of a column-parallel linear: the sum of squares is that of all ranks.
 
     Attributes:
@@ -86,11 +82,6 @@ class ShardedNorm:
     width: int
     copies: int
     total: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight."""
-        return self.weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

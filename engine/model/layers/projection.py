@@ -8,7 +8,7 @@ copied to a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -63,15 +63,34 @@ NO_ADAPTERS: AdapterRows = MappingProxyType({})
 
 
 class Weights:
-    """A dataclass of weights: a step may read those of all its fields."""
+    """A dataclass of weights, or of parts with weights: what it is as a whole follows from its fields."""
 
     __slots__ = ()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step may read."""
+        return sum(map(_weight_bytes, self._parts()))
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether it can be captured into a graph: no data-dependent control flow."""
+        return all(getattr(part, "is_capturable", True) for part in self._parts())
+
+    @property
+    def state_layouts(self) -> tuple[Any, ...]:
+        """The tensors of a sequence's constant state; () of what keeps none."""
+        states = (getattr(part, "state_layouts", ()) for part in self._parts())
+        return tuple(layout for of_part in states for layout in of_part)
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """Quantization of its input that a preceding kernel may fuse; None: it needs unquantized input."""
+        return None
+
+    def _parts(self) -> Iterator[Any]:
         parts: Any = self
-        return sum(_weight_bytes(getattr(parts, part.name)) for part in fields(parts))
+        return (getattr(parts, part.name) for part in fields(parts))
 
 
 def _weight_bytes(part: Any) -> int:
