@@ -45,7 +45,7 @@ from .kernels.linear.native_linear import native_linear
 from .model.adapter.open import CausalModel
 from .model.decoder.decoder import Decoder
 from .model.layers.projection import LEAST_RANK
-from .model.layers.spec import KvLayout
+from .model.layers.spec import KvLayout, LoadingOptions
 from .model.layers.state import StateCache, state_bytes_per_sequence
 from .multimodal.open import ImageRules, ImageSupport, open_images
 from .planner.cache_size import (
@@ -209,8 +209,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     stored = stored_dtype(config, device, dtype)
     draft = None
     if config.speculation is not None:
-        options = config.speculation
-        draft = open_draft(options, tokenizer, model, max_model_len, device, dtype, stored)
+        loading = LoadingOptions(device, dtype, max_model_len, cache_dtype=stored)
+        draft = open_draft(config.speculation, tokenizer, model, loading)
     with explaining_out_of_memory("the vision tower", device):
         images = open_images(
             checkpoint,

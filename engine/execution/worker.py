@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -27,10 +27,11 @@ from ...quant.open import open_checkpoint
 from ..base.host import Topology, place, read_topology, thread_limit
 from ..cache.kv_cache import KvCache
 from ..kernels.common.cpu_measurements import choose_threads
-from ..model.adapter.open import CausalModel, CheckedShard, open_model
+from ..model.adapter.open import CausalModel, open_model
+from ..model.decoder.decoder import Decoder
 from ..model.layers.attention import StepInputs
 from ..model.layers.parallel import Group, PeerLost, Shard
-from ..scheduling.block_pool import Window
+from ..model.layers.spec import LoadingOptions
 from ..scheduling.step_plan import BlockCopies
 from .decode_graphs import StepGraphs
 from .graph_setting import GraphName, GraphReplay, GraphSetting, capture_on
@@ -221,16 +222,9 @@ class ShardSetup:
     rank: int
     size: int
     folder: Path
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int | None
-    input_bits: int
-    loras: Mapping[str, Path]
-    stream: Window | None
+    options: LoadingOptions
     topology: Topology
     num_threads: int | None
-    max_loras: int | None = None
-    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,22 +239,13 @@ class LoadedShard:
 def work(channel: Channel) -> None:
     """Load the shard of a `ShardSetup`, then execute broadcast calls until the channel is closed."""
     setup: ShardSetup = channel.receive()
-    choose = bind_shard if setup.device.type == "cpu" else share_of
+    device = setup.options.device
+    choose = bind_shard if device.type == "cpu" else share_of
     torch.set_num_threads(choose(setup.topology, setup.rank, setup.size, setup.num_threads))
-    group = Group(setup.rank, setup.size, setup.device)
+    group = Group(setup.rank, setup.size, device)
     try:
-        model, _ = open_model(
-            open_checkpoint(setup.folder),
-            setup.max_model_len,
-            setup.device,
-            setup.dtype,
-            setup.input_bits,
-            setup.loras,
-            Shard(setup.rank, setup.size, group),
-            setup.stream,
-            setup.max_loras,
-            setup.cache_dtype,
-        )
+        shard = Shard(setup.rank, setup.size, group)
+        model, _ = open_model(open_checkpoint(setup.folder), setup.options, shard)
     except BadInput as error:
         channel.send(LoadedShard(refusal=str(error)))
         return
@@ -269,7 +254,7 @@ def work(channel: Channel) -> None:
     # The engine process that made the folder may be killed before it removes it.
     atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
     group.connect(rendezvous)
-    if isinstance(model, CheckedShard):
+    if not isinstance(model, Decoder):
         try:
             model.check_shards()
         except BadInput:  # which rank 0 finds too, and reports
@@ -294,7 +279,7 @@ class _Calls:
 
     def cache(self, sizes: tuple[int, int, torch.dtype, int]) -> None:
         num_blocks, block_size, dtype, on_host = sizes
-        given = block_size, self._setup.device, dtype, on_host
+        given = block_size, self._setup.options.device, dtype, on_host
         self._graphs = None
         self._cache = KvCache(self._model.kv_layouts, num_blocks, *given)
 
@@ -305,7 +290,7 @@ class _Calls:
         self._model.logits(hidden)
 
     def graphs(self, sizes: GraphSizes) -> None:
-        device, dtype = self._setup.device, self._setup.dtype
+        device, dtype = self._setup.options.device, self._setup.options.dtype
         cached = self._model, self._cache.layers, self._cache.block_size, sizes.max_blocks
         capture = capture_on(device, self._group.silent)
         setting = GraphSetting(*cached, device, dtype, capture, follows=True)

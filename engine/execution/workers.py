@@ -20,8 +20,10 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
 from ..config.config import EngineConfig
-from ..model.adapter.open import CausalModel, CheckedShard, open_model
+from ..model.adapter.open import CausalModel, open_model
+from ..model.decoder.decoder import Decoder
 from ..model.layers.parallel import Group, PeerLost, Shard
+from ..model.layers.spec import LoadingOptions
 from .worker import Channel, GraphSizes, LoadedShard, ShardSetup, machine, pack, warm_up
 
 GRACE_SECONDS = 5.0
@@ -37,7 +39,8 @@ class Workers:
     def __init__(self, setup: ShardSetup) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
         self._rendezvous_file = Path(self._home.name) / "meeting-point"
-        self.group = Group(0, setup.size, setup.device)
+        device = setup.options.device
+        self.group = Group(0, setup.size, device)
         self.group.explain = self._explanation
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -46,7 +49,8 @@ class Workers:
         self._model: CausalModel | None = None
         self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
         for rank in range(1, setup.size):
-            device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
+            device = torch.device("cuda", rank) if device.type == "cuda" else device
+            options = replace(setup.options, device=device)
             engine_end, worker_end = Pipe()
             call = f"from {__package__}.worker import main; main()"
             command = [sys.executable, "-c", call, str(worker_end.fileno())]
@@ -61,7 +65,7 @@ class Workers:
             worker_end.close()
             self.processes.append(process)
             self._channels.append(Channel(engine_end, torch.device("cpu")))
-            self._send(self._channels[-1:], replace(setup, rank=rank, device=device))
+            self._send(self._channels[-1:], replace(setup, rank=rank, options=options))
 
     def wait_until_loaded(self) -> None:
         """Wait until every worker has loaded its shard, then join the process group.
@@ -155,46 +159,28 @@ def open_shards(
     check_stored_dtype(stored, device)  # before kernels are tried with it
     bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
-    def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
-        return open_model(
-            checkpoint,
-            config.max_model_len,
-            device,
-            dtype,
-            bits,
-            config.loras,
-            shard,
-            config.stream,
-            config.max_loras,
-            stored,
-        )
-
+    options = LoadingOptions(
+        device,
+        dtype,
+        config.max_model_len,
+        bits,
+        config.loras,
+        config.max_loras,
+        config.stream,
+        stored,
+    )
     if size == 1:
-        return *load(), None
+        return *open_model(checkpoint, options), None
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise BadInput(
             f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    setup = ShardSetup(
-        rank=0,
-        size=size,
-        folder=folder,
-        device=device,
-        dtype=dtype,
-        max_model_len=config.max_model_len,
-        input_bits=bits,
-        loras=config.loras,
-        stream=config.stream,
-        topology=machine(),
-        num_threads=config.num_threads,
-        max_loras=config.max_loras,
-        cache_dtype=stored,
-    )
+    setup = ShardSetup(0, size, folder, options, machine(), config.num_threads)
     workers = Workers(setup)
     try:
-        model, longest = load(Shard(0, size, workers.group))
+        model, longest = open_model(checkpoint, options, Shard(0, size, workers.group))
         workers.wait_until_loaded()
-        if isinstance(model, CheckedShard):
+        if not isinstance(model, Decoder):
             model.check_shards()
     except BaseException:
         for process in workers.processes:  # still busy with loading

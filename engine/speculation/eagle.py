@@ -25,7 +25,7 @@ from ..model.layers.embedding import RotaryEmbedding, TokenEmbedding
 from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection, Weights
-from ..model.layers.spec import KvLayout, ModelSpec
+from ..model.layers.spec import KvLayout, LoadingOptions, ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
@@ -125,8 +125,7 @@ class EagleHead:
     """The EAGLE draft head of a target.
 
     Keys and values of the pair (hidden state at t, token t + 1) are in slot t of the head's KV cache,
-    which is addressed by the target's block ids. `cache_dtype` is that of stored keys and values; None: the
-    head's.
+    which is addressed by the target's block ids.
     """
 
     def __init__(
@@ -135,9 +134,7 @@ class EagleHead:
         rope: RopeSpec,
         weights: EagleWeights,
         target: Decoder,
-        max_model_len: int,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype | None = None,
+        loading: LoadingOptions,
     ) -> None:
         self.kv_layouts: tuple[KvLayout, ...] = spec.kv_layouts
         self.hidden_size = spec.shape.hidden_size
@@ -145,11 +142,12 @@ class EagleHead:
         self._weights = weights
         self._target = target
         device, layout = weights.embedding.device, spec.kv_layouts[0]
+        dtype, longest = loading.dtype, loading.max_model_len or spec.max_model_len
         self._rotary_embedding = RotaryEmbedding(
-            [rope], spec.rotary_width, max_model_len, device, dtype, None
+            [rope], spec.rotary_width, longest, device, dtype, None
         )
         self._attend = attention_kernels(
-            device, dtype, layout.key_dim, layout.value_dim, cache_dtype
+            device, dtype, layout.key_dim, layout.value_dim, loading.cache_dtype
         )
 
     @property

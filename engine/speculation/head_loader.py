@@ -17,7 +17,7 @@ from ..model.layers.attention import HeadAttention, Rotation
 from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
-from ..model.layers.spec import ModelSpec
+from ..model.layers.spec import LoadingOptions, ModelSpec
 from .eagle import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
 
 FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
@@ -76,12 +76,9 @@ _LAYERS = ("layers.0.", "midlayer.")
 def load_eagle(
     checkpoint: HeadsCheckpoint,
     target: Decoder,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
+    loading: LoadingOptions,
 ) -> EagleHead:
-    """Load the EAGLE head of a checkpoint for `target`; `cache_dtype` as for `open_model`.
+    """Load the EAGLE head of a checkpoint for `target`.
 
     Raises:
         BadInput: a tensor is missing, a size differs from the target's, or the config is no EAGLE head's.
@@ -107,12 +104,12 @@ def load_eagle(
         for field, linear in (("qkv_bias", "q_proj"), ("output_bias", "o_proj"))
     }
     spec = replace(spec, shape=replace(shape, **biases))
-    reader = CheckpointReader(checkpoint, device, dtype)
-    loader = LayerLoader(reader, spec, "", dtype, None)
+    reader = CheckpointReader(checkpoint, loading)
+    loader = LayerLoader(reader, spec, "", loading.dtype, None)
     load = _eagle3_weights if is_eagle3 else _eagle_weights
-    weights = load(_HeadSource(checkpoint, reader, loader, layer, spec, target, device))
+    weights = load(_HeadSource(checkpoint, reader, loader, layer, spec, target))
     reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
-    return EagleHead(spec, rope, weights, target, max_model_len, dtype, cache_dtype)
+    return EagleHead(spec, rope, weights, target, loading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,6 @@ class _HeadSource:
     layer: str
     spec: ModelSpec
     target: Decoder
-    device: torch.device
 
     def embedding(self) -> TokenEmbedding:
         """The head's embedding; the target's where the head has none and the widths agree."""
@@ -183,7 +179,7 @@ def _eagle3_weights(source: _HeadSource) -> EagleWeights:
     token_ids = None
     if "d2t" in source.checkpoint:
         offsets = source.reader.numbers("d2t", draft_vocab_size)
-        token_ids = torch.arange(draft_vocab_size, device=source.device) + offsets
+        token_ids = torch.arange(draft_vocab_size, device=source.reader.device) + offsets
         if not bool(((token_ids >= 0) & (token_ids < shape.vocab_size)).all()):
             raise BadInput(
                 f"{source.checkpoint.folder}: d2t maps to token ids outside the vocabulary"

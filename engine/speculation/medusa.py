@@ -15,7 +15,7 @@ from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..model.decoder.reader import CheckpointReader
 from ..model.layers.projection import Projection, Weights
-from ..model.layers.spec import KvLayout
+from ..model.layers.spec import KvLayout, LoadingOptions
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from .head_loader import HeadsCheckpoint
@@ -77,11 +77,7 @@ class MedusaHeads:
 
 
 def load_medusa(
-    checkpoint: HeadsCheckpoint,
-    hidden_size: int,
-    vocab_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    checkpoint: HeadsCheckpoint, hidden_size: int, vocab_size: int, loading: LoadingOptions
 ) -> MedusaHeads:
     """Load Medusa heads for a model of this hidden size and vocabulary.
 
@@ -109,7 +105,7 @@ def load_medusa(
             f"{checkpoint.folder}: heads for {checkpoint.shape(output)[0]} tokens; the model has "
             f"{vocab_size}"
         )
-    reader = CheckpointReader(checkpoint, device, dtype)
+    reader = CheckpointReader(checkpoint, loading)
     heads = []
     for head in range(num_heads):
         modules = [names.block.format(head=head, block=i) for i in range(num_blocks)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,7 @@ from ..config.compatibility import refuse
 from ..config.config import SpeculationConfig
 from ..model.adapter.open import CausalModel, open_model
 from ..model.decoder.decoder import Decoder
+from ..model.layers.spec import LoadingOptions
 from ..scheduling.draft_length import DraftLength
 from .draft_model import DraftModel
 from .eagle import EagleHead, EagleProposer
@@ -25,7 +26,7 @@ from .proposer import NgramProposer, Proposer
 
 _VERIFICATION_COST = 0.05  # of one more token in a memory-bound step, relative to the step
 
-Draft = CausalModel | MedusaHeads | EagleHead
+Draft: TypeAlias = "CausalModel | MedusaHeads | EagleHead"
 """Proposers that have weights: a draft model, Medusa heads or an EAGLE head."""
 
 
@@ -33,14 +34,9 @@ def open_draft(
     options: SpeculationConfig | None,
     tokenizer: Any,
     target: CausalModel,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
+    loading: LoadingOptions,
 ) -> Draft | None:
     """Load the draft model or heads that `options` name; None where they name none.
-
-    `cache_dtype` is that of stored keys and values, for which attention kernels are chosen.
 
     Raises:
         BadInput: they do not load, or their vocabulary, context or sizes are not the target's.
@@ -49,27 +45,18 @@ def open_draft(
         return None
     folder = resolve_model(str(options.draft_model))
     if options.method == "draft":
-        return _open_draft_model(
-            folder, tokenizer, target, max_model_len, device, dtype, cache_dtype
-        )
+        return _open_draft_model(folder, tokenizer, target, loading)
     if not isinstance(target, Decoder):
         refuse({options.method, "transformers"})
         raise AssertionError("the compatibility table allows heads for decoders only")
     checkpoint = HeadsCheckpoint(folder)
     if options.method == "eagle":
-        return load_eagle(checkpoint, target, max_model_len, device, dtype, cache_dtype)
-    sizes = target.spec.shape.hidden_size, target.vocab_size
-    return load_medusa(checkpoint, *sizes, device, dtype)
+        return load_eagle(checkpoint, target, loading)
+    return load_medusa(checkpoint, target.spec.shape.hidden_size, target.vocab_size, loading)
 
 
 def _open_draft_model(
-    folder: Path,
-    tokenizer: Any,
-    target: CausalModel,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
+    folder: Path, tokenizer: Any, target: CausalModel, loading: LoadingOptions
 ) -> CausalModel:
     try:
         draft_tokenizer = load_tokenizer(folder)
@@ -80,9 +67,7 @@ def _open_draft_model(
             f"draft model {folder}: its tokenizer is not that of the model, so its draft tokens mean "
             "nothing; choose a model of the same family"
         )
-    model, _ = open_model(
-        open_checkpoint(folder), max_model_len, device, dtype, cache_dtype=cache_dtype
-    )
+    model, _ = open_model(open_checkpoint(folder), loading)
     if model.state_layouts:
         refuse({"draft", "states"}, f"draft model {folder}")
     if model.vocab_size != target.vocab_size:

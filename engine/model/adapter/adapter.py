@@ -9,6 +9,7 @@ the model's own forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...kernels.attention.batch import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
-from ..layers.spec import ImageSpec, KvLayout
+from ..layers.spec import ImageSpec, KvLayout, LoadingOptions
 from ..layers.state import StateBatch, StateLayout
 from .linears import (
     CurrentAdapters,
@@ -40,7 +41,7 @@ _CHECKED_TOKENS = 7
 
 
 class TransformersModel:
-    """A causal LM of transformers behind the `CausalModel` interface.
+    """A causal LM of transformers, with the interface of `Decoder`.
 
     Raises:
         BadInput: transformers does not support the model, its cache is of no kind that can be paged, its
@@ -58,13 +59,8 @@ class TransformersModel:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        input_bits: int = 16,
-        loras: Mapping[str, Path] | None = None,
+        options: LoadingOptions,
         shard: Shard | None = None,
-        *,
-        may_add_loras: bool = False,
     ) -> None:
         self._name = described(checkpoint)
         self.image_spec = ImageSpec()
@@ -72,26 +68,26 @@ class TransformersModel:
         config = checked_config(checkpoint)
         self.max_context = _longest(config.get_text_config(decoder=True)) or _longest(config)
         self._adapters = CurrentAdapters()
-        self._device = device if shard is None else torch.device("cpu")
-        self._model = load_model(
-            checkpoint, config, self._device, dtype, input_bits, self._adapters
-        )
+        self._device = options.device if shard is None else torch.device("cpu")
+        whole = replace(options, device=self._device)
+        self._model = load_model(checkpoint, config, whole, self._adapters)
         self._decoder = text_decoder(self._model)
-        self._dtype = dtype
+        self._dtype = options.dtype
         self._forward: PackedForward | SequentialForward
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
         self._shard: ModelShard | None = None
         if shard is not None:
-            self._shard = self._divide(shard, device, input_bits)
+            self._shard = self._divide(shard, options)
         self.bytes_held = sum(weight.nbytes for weight in self._model.parameters())
         self.bytes_held += sum(projection.weight_bytes for projection in projections(self._model))
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         untied = getattr(head, "weight", None) is not table.weight
         self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
         self.lora_bank: AdapterBank | None = None
-        if loras or may_add_loras:
-            self.lora_bank = self._add_loras(loras or {})
-        if self.lora_bank is not None and may_add_loras:
+        may_add = options.max_loras is not None
+        if options.loras or may_add:
+            self.lora_bank = self._add_loras(options.loras)
+        if self.lora_bank is not None and may_add:
             self.lora_bank.prepare()
 
     @torch.inference_mode()
@@ -123,7 +119,7 @@ class TransformersModel:
             raise BadInput(f"{self._name}: divided by transformers' plan, its results differ")
 
     @torch.inference_mode()
-    def _divide(self, shard: Shard, device: torch.device, input_bits: int) -> ModelShard:
+    def _divide(self, shard: Shard, options: LoadingOptions) -> ModelShard:
         """Exchange the model for this rank's shard, on its device, and measure what that caches.
 
         Raises:
@@ -137,14 +133,12 @@ class TransformersModel:
                 "transformers, those with plain attention alone are divided"
             )
         try:
-            part = ModelShard(
-                self._model, self._decoder, shard, device, self._dtype, input_bits, self._adapters
-            )
+            part = ModelShard(self._model, self._decoder, shard, options, self._adapters)
         except BadInput as error:
             raise BadInput(f"{self._name}: {error}") from error
-        self._model.to(device)
-        self._device = device
-        self._checked = tuple(held.to(device) for held in self._checked)
+        self._device = options.device
+        self._model.to(self._device)
+        self._checked = tuple(held.to(self._device) for held in self._checked)
         try:
             self.kv_layouts, self.state_layouts = self._forward.layouts(self._checked[0])
         except Exception as error:  # modules may fail in any way here

@@ -19,6 +19,7 @@ from ....quant.model.checkpoint import Checkpoint
 from ....quant.model.experts import LEAVES, experts_of, fused
 from ....quant.model.parameters import ModelParameters
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection, SlotMask
+from ..layers.spec import LoadingOptions
 from .packed import latent_projections
 
 
@@ -246,12 +247,7 @@ def checked_config(checkpoint: Checkpoint) -> Any:
 
 
 def load_model(
-    checkpoint: Checkpoint,
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    input_bits: int,
-    adapters: CurrentAdapters,
+    checkpoint: Checkpoint, config: Any, options: LoadingOptions, adapters: CurrentAdapters
 ) -> Any:
     """The model with its weights. Quantized linears stay quantized; what transformers merges is dequantized.
 
@@ -259,6 +255,7 @@ def load_model(
         BadInput: weights that are broken, or do not match the config.
     """
     kind = model_class(config, checkpoint.trust_remote_code)
+    device, dtype = options.device, options.dtype
     if checkpoint.quantization_config is None:
         model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
         return model.to(device).eval()
@@ -267,7 +264,7 @@ def load_model(
     if merged := weights.not_placed(model):
         state_dict = weights.state_dict(merged)
         model = from_pretrained(kind, checkpoint, config, dtype, None, state_dict)
-    weights.place(model, device, input_bits, adapters)
+    weights.place(model, device, options.input_bits, adapters)
     return model.to(device).eval()
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from ....quant.base.errors import BadInput
 from ..layers.parallel import Group, Shard, take, take_rows
 from ..layers.projection import LinearSite, Projection
+from ..layers.spec import LoadingOptions
 from .linears import CurrentAdapters, ProjectedLinear
 
 _BY_OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -37,7 +38,7 @@ class ModelShard:
     Until `connect`, a rank computes alone: its sums are partial, and what it would gather is padded.
 
     Args:
-        whole: on the CPU; its exchanged weights go to `device`.
+        whole: on the CPU; its exchanged weights go to the device of `options`.
 
     Raises:
         BadInput: there is no plan, one of another kind than tensors split in columns and rows, or a width or
@@ -49,13 +50,11 @@ class ModelShard:
         whole: Any,
         decoder: Any,
         shard: Shard,
-        device: torch.device,
-        dtype: torch.dtype,
-        input_bits: int,
+        options: LoadingOptions,
         adapters: CurrentAdapters,
     ) -> None:
-        self._shard, self._device, self._dtype = shard, device, dtype
-        self._input_bits, self._adapters = input_bits, adapters
+        self._shard, self._device, self._dtype = shard, options.device, options.dtype
+        self._input_bits, self._adapters = options.input_bits, adapters
         self._ranks = _Ranks(shard.group)
         self._what = f"tensor_parallel_size = {shard.size}"
         self._check_heads(decoder.config)

@@ -23,7 +23,7 @@ from ..layers.mlp import (
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
-from ..layers.spec import ModelSpec
+from ..layers.spec import LoadingOptions, ModelSpec
 from .decoder import DecoderWeights
 from .expert_loader import load_mixture
 from .layer import (
@@ -47,27 +47,15 @@ from .reader import CheckpointReader, decoder_base, load_layers
 
 
 def load_weights(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    input_bits: int = 16,
-    shard: Shard | None = None,
-    *,
-    takes_adapters: bool = False,
+    checkpoint: Checkpoint, spec: ModelSpec, options: LoadingOptions, shard: Shard | None = None
 ) -> DecoderWeights:
-    """Load the weights of a decoder.
-
-    With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits; with `shard`
-    only that tensor-parallel shard is loaded; with `takes_adapters` no kernel swallows a linear that LoRA
-    changes.
+    """Load the weights of a decoder; with `shard` only that tensor-parallel shard.
 
     Raises:
         BadInput: a tensor is missing, of a wrong shape, or unexpected.
     """
-    reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
-    reader.takes_adapters = takes_adapters
-    return LayerLoader(reader, spec, decoder_base(checkpoint, spec), dtype, shard).load()
+    reader = CheckpointReader(checkpoint, options, shard)
+    return LayerLoader(reader, spec, decoder_base(checkpoint, spec), options.dtype, shard).load()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.mlp import ACTIVATIONS
 from ..layers.parallel import Shard, WeightSlice, take, take_rows
 from ..layers.projection import LinearSite, Projection
-from ..layers.spec import ModelSpec
+from ..layers.spec import LoadingOptions, ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -51,25 +51,19 @@ class CheckpointReader:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        input_bits: int = 16,
-        shard: Shard | None = None,
+        self, checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
     ) -> None:
         self._shard = shard
         self._checkpoint = checkpoint
-        self._device = device
-        self._dtype = dtype
-        self._input_bits = input_bits
+        self._device, self._dtype = options.device, options.dtype
+        self._input_bits = options.input_bits
         # MXFP4 checkpoints quantize fused expert tensors, not modules.
         self._has_mxfp4 = (checkpoint.quantization_config or {}).get("quant_method") == METHOD
         self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
         self.linears: dict[str, LinearSite] = {}
         """Location of each linear that was read as a projection."""
-        self.takes_adapters = False
+        self.takes_adapters = options.takes_adapters
         """Whether LoRA adapters may change the linears, so that none may lose its place."""
 
     def __contains__(self, name: str) -> bool:

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
 
 from ....quant.base.errors import BadInput
 from ....quant.families.shapes import ModelShape
@@ -20,6 +24,33 @@ from ....quant.families.spec_parts import (
 )
 from ...config.compatibility import refuse
 from ...scheduling.block_pool import Window
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingOptions:
+    """How weights are loaded.
+
+    Attributes:
+        max_model_len: of a sequence; None: the model's context.
+        input_bits: with 8 the kernels of quantized weights may quantize activations (W8A8, W4A8).
+        loras: PEFT folders by adapter name; with `max_loras` others may be loaded later.
+        stream: StreamingLLM, with which sequences may exceed the model's context.
+        cache_dtype: of stored keys and values, for which attention kernels are chosen; None: the model's.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int | None = None
+    input_bits: int = 16
+    loras: Mapping[str, Path] = field(default_factory=dict)
+    max_loras: int | None = None
+    stream: Window | None = None
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether LoRA may change linears, now or later."""
+        return bool(self.loras or self.max_loras)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.model.layers.state import state_bytes_per_sequence
 from llmopt.engine.planner.cache_size import size_states
 from llmopt.quant.base.errors import BadInput
@@ -20,7 +21,7 @@ from ...support.model_families import ADAPTED, SHAPE, VOCAB, save_model
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
-    return TransformersModel(Checkpoint(folder), torch.device("cpu"), dtype)
+    return TransformersModel(Checkpoint(folder), LoadingOptions(torch.device("cpu"), dtype))
 
 
 @pytest.mark.parametrize("family", ADAPTED)

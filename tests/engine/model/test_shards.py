@@ -17,6 +17,7 @@ from llmopt.engine.execution.worker import Channel
 from llmopt.engine.model.adapter.open import CausalModel, open_model
 from llmopt.engine.model.layers.lora import rows_by_adapter
 from llmopt.engine.model.layers.parallel import Shard, take
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
@@ -84,7 +85,8 @@ def logits_of(model: CausalModel, lora: str | None = None) -> torch.Tensor:
 
 def load(folder: Path, shard: Shard | None = None, adapter: Path | None = None) -> CausalModel:
     loras = {} if adapter is None else {"a": adapter}
-    return open_model(Checkpoint(folder), 64, CPU, torch.float32, loras=loras, shard=shard)[0]
+    options = LoadingOptions(CPU, torch.float32, 64, loras=loras)
+    return open_model(Checkpoint(folder), options, shard)[0]
 
 
 def assert_parts_are_the_whole(

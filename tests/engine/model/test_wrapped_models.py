@@ -11,6 +11,7 @@ import torch
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.open import open_model
 from llmopt.engine.model.adapter.packed import PAGED, LayerMask, layer_mask
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from transformers import LlamaConfig
@@ -24,6 +25,8 @@ from transformers.masking_utils import (
 from tools.survey.engine_column import EngineColumn, spread_weights
 
 from ...support.survey.case import Case, surveyed_types
+
+ON_CPU = LoadingOptions(torch.device("cpu"), torch.float32)
 
 
 def case(model_type: str, folder: Path, **changes: Any) -> Case:
@@ -65,7 +68,7 @@ def test_the_outer_tie_is_the_one_that_counts(model_type: str, outer: bool, tmp_
 
 def test_towers_that_text_does_not_reach_are_not_held(tmp_path: Path) -> None:
     built = case("qwen3_vl", tmp_path)
-    model = TransformersModel(saved(built), torch.device("cpu"), torch.float32)
+    model = TransformersModel(saved(built), ON_CPU)
     towers = sum(p.nbytes for p in built.model.model.visual.parameters())
     every = sum(p.nbytes for p in built.model.parameters())
     assert model.bytes_held == every - towers
@@ -73,15 +76,13 @@ def test_towers_that_text_does_not_reach_are_not_held(tmp_path: Path) -> None:
 
 
 def test_layers_that_share_keys_and_values_have_one_cache(tmp_path: Path) -> None:
-    model = TransformersModel(
-        saved(case("gemma3n_text", tmp_path)), torch.device("cpu"), torch.float32
-    )
+    model = TransformersModel(saved(case("gemma3n_text", tmp_path)), ON_CPU)
     assert len(model.kv_layouts) == 5  # of 10 layers
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="a token attends to the tokens after it") as refusal:
-        open_model(saved(case("paligemma", tmp_path)), None, torch.device("cpu"), torch.float32)
+        open_model(saved(case("paligemma", tmp_path)), ON_CPU)
     assert "\n" not in str(refusal.value)
 
 

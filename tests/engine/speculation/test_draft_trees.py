@@ -19,6 +19,7 @@ from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.adapter.open import open_model
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.block_pool import Window
@@ -108,7 +109,7 @@ def test_each_draft_token_scores_as_if_its_path_were_alone(
         save_model(folder, *FAMILIES["llama-2" if family == "stream" else family])
     stream = Window(5, 2) if family == "stream" else None
     checkpoint = open_checkpoint(folder)
-    model, _ = open_model(checkpoint, None, CPU, torch.float32, stream=stream)
+    model, _ = open_model(checkpoint, LoadingOptions(CPU, torch.float32, stream=stream))
     prompt = [1, 403, 407, 261, 300, 17, 29, 31, 402]
     blocks = [3, 1, 7, 4, 2, 6]
 

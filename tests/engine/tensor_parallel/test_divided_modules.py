@@ -15,6 +15,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
 from llmopt.engine.model.layers.parallel import Group, Shard
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
@@ -27,6 +28,7 @@ from ...support.model_families import VOCAB, save_model
 from ...support.survey.case import Case, surveyed_types
 
 CPU = torch.device("cpu")
+ON_CPU = LoadingOptions(CPU, torch.float32)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [
     torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -43,9 +45,7 @@ def saved(model_type: str, folder: Path, **changes: Any) -> Path:
 
 def shards(folder: Path, size: int = 2) -> list[TransformersModel]:
     return [
-        TransformersModel(
-            Checkpoint(folder), CPU, torch.float32, shard=Shard(rank, size, Group(rank, size, CPU))
-        )
+        TransformersModel(Checkpoint(folder), ON_CPU, Shard(rank, size, Group(rank, size, CPU)))
         for rank in range(size)
     ]
 
@@ -127,7 +127,7 @@ def test_two_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
 )
 def test_ranks_have_the_logits_of_the_whole(model_type: str, kv_heads: int, tmp_path: Path) -> None:
     folder = saved(model_type, tmp_path / "model")
-    whole = TransformersModel(Checkpoint(folder), CPU, torch.float32)
+    whole = TransformersModel(Checkpoint(folder), ON_CPU)
     ranks = shards(folder)
     assert all(rank.bytes_held < 0.65 * whole.bytes_held for rank in ranks)
     assert {layout.num_heads for rank in ranks for layout in rank.kv_layouts} == {kv_heads}
@@ -152,7 +152,7 @@ def test_quantized_linears_stay_quantized(tmp_path: Path) -> None:
     quantize(
         QuantizeRequest(folder, quantized, method="rtn", group_size=16, num_samples=2, seq_len=32)
     )
-    whole = TransformersModel(Checkpoint(quantized), CPU, torch.float32)
+    whole = TransformersModel(Checkpoint(quantized), ON_CPU)
     ranks = shards(quantized)
     part = projected(ranks[1])
     for name, linear in projected(whole).items():

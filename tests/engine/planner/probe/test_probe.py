@@ -11,6 +11,7 @@ import pytest
 import torch
 from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
+from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.planner.catalog import shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.kv_dtypes import kv_dtype
@@ -150,7 +151,9 @@ def test_positions_in_a_cache_are_no_keys(tmp_path: Path) -> None:
     assert nine["llmopt"] - eight["llmopt"] == in_floats
     assert nine["transformers"] - eight["transformers"] == in_floats + in_integers
     case.model.save_pretrained(tmp_path)
-    model = TransformersModel(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
+    model = TransformersModel(
+        open_checkpoint(tmp_path), LoadingOptions(torch.device("cpu"), torch.bfloat16)
+    )
     assert kv_block_bytes(model.kv_layouts, torch.bfloat16, 1) == in_floats
 
 
