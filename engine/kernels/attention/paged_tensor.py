@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from ...base.device import packed
 from ..common.devices import refuses_triton, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
+
+if TYPE_CHECKING:
+    from .triton_block_copies import TritonBlockCopies
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The 8-bit dtypes, and the largest magnitude of each."""
@@ -154,22 +157,6 @@ Pairs = Sequence[tuple[int, int]]
 """(source, destination) blocks."""
 
 
-class BlockCopier(Protocol):
-    """Copies blocks of all parts of a cache, in the order of the calls."""
-
-    def within(self, pairs: Pairs) -> None:
-        """Copy blocks of the cache; none may be both source and destination."""
-        ...
-
-    def to_host(self, pairs: Pairs) -> None:
-        """Copy blocks of the cache to the host."""
-        ...
-
-    def from_host(self, pairs: Pairs) -> None:
-        """Copy blocks of the host to the cache."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TorchBlockCopies:
     """Torch's copies: two operations a part within the cache, one a part and block to and from the host."""
@@ -178,19 +165,19 @@ class TorchBlockCopies:
     on_host: Sequence[torch.Tensor]
 
     def within(self, pairs: Pairs) -> None:
-        """Copy by torch, as `BlockCopier` has it."""
+        """Copy blocks of the cache; none may be both source and destination."""
         for part in self.parts:
             sources, destinations = packed([*zip(*pairs, strict=True)], part.device)
             part.index_copy_(0, destinations, part.index_select(0, sources))
 
     def to_host(self, pairs: Pairs) -> None:
-        """Copy by torch, as `BlockCopier` has it."""
+        """Copy blocks of the cache to the host."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 host[destination].copy_(part[source], non_blocking=True)
 
     def from_host(self, pairs: Pairs) -> None:
-        """Copy by torch, as `BlockCopier` has it."""
+        """Copy blocks of the host to the cache."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 part[destination].copy_(host[source], non_blocking=True)
@@ -217,7 +204,9 @@ def _refuses_triton(kernel_query: BlockCopiesKernelQuery) -> str | None:
 
 BLOCK_COPIES: Operation[
     BlockCopiesKernelQuery,
-    Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], BlockCopier],
+    Callable[
+        [Sequence[torch.Tensor], Sequence[torch.Tensor]], TorchBlockCopies | TritonBlockCopies
+    ],
 ] = Operation(
     "block copies",
     [

@@ -218,6 +218,13 @@ SPLIT_RUNS = 2
 """Cost of a program beside its runs, in runs: the first loads, and its part of the reduction."""
 
 
+def decode_slots(device: torch.device, own_bytes: int) -> int:
+    """Programs of a decode-sized batch, each with so much shared memory, that a GPU holds at once."""
+    limits = gpu_limits(device)
+    held = (limits.shared_bytes + RESERVED) // (own_bytes + RESERVED)
+    return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
+
+
 def split_runs(num_tiles: int, num_runs: int, slots: int) -> int:
     """Runs of a split: those with which the rounds of programs on the GPU's slots end first."""
 

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from ....quant.base.build import Native, beside, fields
 from ....quant.base.scheme import Scheme
-from ....quant.kinds.base.incoherence import hadamard_blocks
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.codebook import (
     CPU,
@@ -125,30 +124,6 @@ _SIGN_PLACES = (2, 1, 3, 0, 6, 5, 7)  # in the kernel, by channel
 _SHIFT_PLACE = 4
 
 
-class E8pLinear:
-    """The reference: transform inputs, decode `TILE_ROWS` rows of codes at a time, transform outputs."""
-
-    TILE_ROWS = 1024
-
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        assert isinstance(weight, E8pTensor)
-        self._weight, self._transforms = weight, weight.transforms
-        self.weight_bytes = weight.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.in_float32(x).to(x.dtype)
-
-    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
-        weight, sides = self._weight, self._transforms
-        inputs = sides.turn_inputs.forward(x.float() * sides.inputs)
-        tiles = [
-            functional.linear(inputs, weight.inner(slice(begin, begin + self.TILE_ROWS)))
-            for begin in range(0, weight.out_features, self.TILE_ROWS)
-        ]
-        return sides.turn_outputs.backward(torch.cat(tiles, dim=-1)) * sides.outputs
-
-
 native_e8p = beside(__file__, "e8p.c")
 """The compiled GEMM, or the reason why there is none."""
 
@@ -244,13 +219,13 @@ def tables() -> torch.Tensor:
 
 
 class TransformedLinear:
-    """The reference: transform inputs, dequantize `TILE_ROWS` outputs at a time, transform outputs."""
+    """The reference: transform inputs, decode `TILE_ROWS` rows of codes at a time, transform outputs."""
 
     TILE_ROWS = 1024
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        assert isinstance(weight, TrellisTensor)
-        self._weight = weight
+        assert isinstance(weight, TrellisTensor | E8pTensor)
+        self._weight, self._transforms = weight, weight.transforms
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -258,13 +233,15 @@ class TransformedLinear:
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         """The result before it is rounded to the inputs' dtype."""
-        weight = self._weight
-        inputs = hadamard_blocks(x.float() * weight.suh.float())
-        tiles = [
-            functional.linear(inputs, weight.rows(slice(begin, begin + self.TILE_ROWS)).inner())
-            for begin in range(0, weight.out_features, self.TILE_ROWS)
-        ]
-        return hadamard_blocks(torch.cat(tiles, dim=-1)) * weight.svh.float()
+        weight, sides = self._weight, self._transforms
+        inputs = sides.turn_inputs.forward(x.float() * sides.inputs)
+        tiles: list[torch.Tensor] = []
+        for begin in range(0, weight.out_features, self.TILE_ROWS):
+            rows = slice(begin, begin + self.TILE_ROWS)
+            is_e8p = isinstance(weight, E8pTensor)  # whose codes alone divide into rows
+            inner = weight.inner(rows) if is_e8p else weight.rows(rows).inner()
+            tiles.append(functional.linear(inputs, inner))
+        return sides.turn_outputs.backward(torch.cat(tiles, dim=-1)) * sides.outputs
 
 
 native_trellis = beside(__file__, "trellis.c")

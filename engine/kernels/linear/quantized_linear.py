@@ -29,7 +29,7 @@ from ..common.devices import (
 from ..common.dispatch import Candidate, NoKernel, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .grid import CodeGrid, has_whole_codes, native_grid_of, refuses_native_grid
-from .hadamard_linear import E8P, FLOAT_BITS, TRELLIS, E8pLinear, HadamardKernels, TransformedLinear
+from .hadamard_linear import E8P, FLOAT_BITS, TRELLIS, HadamardKernels, TransformedLinear
 from .library_linear import (
     DEEP_GEMM_WEIGHTS,
     MARLIN_GPUS,
@@ -307,7 +307,7 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         Candidate(
             "torch-trellis", _for_kinds(("trellis",), TRELLIS.codes, serves_all), TransformedLinear
         ),
-        Candidate("torch-e8p", _for_kinds(("e8p",), E8P.codes, serves_all), E8pLinear),
+        Candidate("torch-e8p", _for_kinds(("e8p",), E8P.codes, serves_all), TransformedLinear),
         Candidate(
             "torch-int4pack",
             _for_kinds(("int",), "plain integer weights", _refuses_int4pack, _refuses_cpu_bf16),

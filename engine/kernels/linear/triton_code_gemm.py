@@ -24,11 +24,10 @@ from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.viterbi import TILE
 from ..common.devices import (
-    DECODE_SLOTS,
     FEW_ROWS,
     FEW_TOKENS,
     MAGIC,
-    RESERVED,
+    decode_slots,
     gpu_limits,
     power_of_two,
     split_runs,
@@ -306,10 +305,7 @@ def _ring_bytes(x: torch.Tensor, weight: CodeTiles, rows: int, stages: int) -> i
 
 def _slots(x: torch.Tensor, weight: CodeTiles) -> int:
     """Programs of a decode-sized batch that the GPU holds: they follow from the weight alone."""
-    limits = gpu_limits(x.device)
-    own = _ring_bytes(x, weight, FEW_ROWS, _stages(x, weight, FEW_ROWS))
-    held = (limits.shared_bytes + RESERVED) // (own + RESERVED)
-    return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
+    return decode_slots(x.device, _ring_bytes(x, weight, FEW_ROWS, _stages(x, weight, FEW_ROWS)))
 
 
 def _stages(x: torch.Tensor, weight: CodeTiles, rows: int) -> int:

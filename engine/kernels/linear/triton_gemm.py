@@ -26,6 +26,7 @@ from ..common.devices import (
     FEW_TOKENS,
     MAGIC,
     RESERVED,
+    decode_slots,
     gpu_limits,
     power_of_two,
     split_runs,
@@ -403,10 +404,8 @@ def _ring_bytes(
 
 def _slots(x: torch.Tensor, weight: TritonPackedWeight) -> int:
     """Programs of a decode-sized batch that the GPU holds: they follow from the weight alone."""
-    limits = gpu_limits(x.device)
     own = _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, _stages(x, weight, -1, FEW_ROWS, OUTPUTS))
-    held = (limits.shared_bytes + RESERVED) // (own + RESERVED)
-    return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
+    return decode_slots(x.device, own)
 
 
 def _stages(

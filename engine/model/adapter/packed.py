@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -92,19 +92,18 @@ PAGED = "llmopt_paged"
 _ATTRIBUTE = "llmopt_paged_attention"
 
 
-class PagedAttention(Protocol):
-    """Interface of a layer's attention, with tensors [tokens, heads, head_dim]."""
+class LayerCall(NamedTuple):
+    """The arguments of a layer's attention, with tensors [tokens, heads, head_dim]."""
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
-        """Cache `keys` and `values` of the step's tokens, and attend over what is cached."""
-        ...
+    layer: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rule: AttentionRule
+
+
+PagedAttention = Callable[[LayerCall], torch.Tensor]
+"""Caches the keys and values of the step's tokens, and attends over what is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +125,8 @@ class _DryRun:
         self.layouts: list[KvLayout] = []
         self._keys: list[torch.Tensor] = []
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
+    def __call__(self, call: LayerCall) -> torch.Tensor:
+        layer, queries, keys, values, _ = call
         if layer in self.caches:
             raise ValueError("a layer attends more than once")
         shared = next((i for i, held in enumerate(self._keys) if _is_same(held, keys)), None)
@@ -159,14 +152,8 @@ class _Step:
     ) -> None:
         self._inputs, self._caches, self._of_layers = inputs, caches, of_layers
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
+    def __call__(self, call: LayerCall) -> torch.Tensor:
+        layer, queries, keys, values, rule = call
         place = self._of_layers[layer]
         cache = self._caches[place.index]
         if place.is_filled:
@@ -223,7 +210,7 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, mask.window, chunk=mask.chunk, softcap=softcap, sinks=s_aux)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention.run.attend(layer, queries, keys, values, rule)[None], None
+    return attention.run(LayerCall(layer, queries, keys, values, rule))[None], None
 
 
 AttentionInterface.register(PAGED, paged_attention)
@@ -347,32 +334,22 @@ class _AbsorbedAttention:
     paged: PagedAttention
     latents: Mapping[int, Any]
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
+    def __call__(self, call: LayerCall) -> torch.Tensor:
         """Attend with `queries` [tokens, heads, nope + rope]; in a latent layer `keys` are the latents
         [tokens, 1, rank] and `values` the shared keys [tokens, 1, rope]. Returns [tokens, heads, v_dim]."""
+        layer, queries, keys, values, rule = call
         module = self.latents.get(layer)
         if module is None:
-            return self.paged.attend(layer, queries, keys, values, rule)
+            return self.paged(call)
         nope = module.qk_nope_head_dim
         weight = _projection(module).weight.unflatten(
             0, (queries.shape[1], -1)
         )  # [heads, .., rank]
         absorbed = torch.einsum("thn,hnr->thr", queries[..., :nope], weight[:, :nope])
         joined = torch.cat([keys, values], dim=-1)
-        of_latents = self.paged.attend(
-            layer,
-            torch.cat([absorbed, queries[..., nope:]], dim=-1),
-            joined,
-            joined[..., : keys.shape[-1]],
-            rule,
-        )
+        joined_queries = torch.cat([absorbed, queries[..., nope:]], dim=-1)
+        latents = joined[..., : keys.shape[-1]]
+        of_latents = self.paged(LayerCall(layer, joined_queries, joined, latents, rule))
         return torch.einsum("thr,hvr->thv", of_latents, weight[:, nope:])
 
 

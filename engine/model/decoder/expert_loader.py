@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,20 +23,8 @@ from ..layers.projection import Projection
 from ..layers.spec import ModelSpec
 from .reader import CheckpointReader
 
-
-class LoadsMlp(Protocol):
-    """Loads an MLP of width `inner` below `prefix`; `whole`: unsharded; `hidden` defaults to the model's."""
-
-    def __call__(
-        self,
-        prefix: str,
-        gate_up: tuple[str, ...],
-        down: str,
-        inner: int,
-        *,
-        whole: bool = False,
-        hidden: int | None = None,
-    ) -> GatedMlp | PlainMlp: ...
+LoadsMlp = Callable[..., GatedMlp | PlainMlp]
+"""Loads an MLP: `LayerLoader.mlp`."""
 
 
 def load_mixture(

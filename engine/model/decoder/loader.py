@@ -378,12 +378,12 @@ class LayerLoader:
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            mixture = load_mixture(self.reader, self.spec, layer, self._mlp, self.shard)
+            mixture = load_mixture(self.reader, self.spec, layer, self.mlp, self.shard)
             return self._beside(layer, mixture) if self.spec.mlp_beside_experts else mixture
         inner, sparsity = shape.intermediate_size, 0.0
         if self.spec.layers:
             sparsity = self.spec.layers[index].sparsity
-        mlp = self._mlp(layer, names.gate_up, names.down, inner, bias=shape.mlp_bias)
+        mlp = self.mlp(layer, names.gate_up, names.down, inner, bias=shape.mlp_bias)
         if sparsity and isinstance(mlp, GatedMlp):
             return replace(mlp, combine=sparse_gating(self.spec.activation, sparsity))
         return mlp
@@ -395,14 +395,14 @@ class LayerLoader:
         inputs = f"{layer}pre_feedforward_layernorm"
         return MlpBesideExperts(
             self.norm(inputs, shape.hidden_size),
-            self._mlp(layer, names.gate_up, names.down, shape.intermediate_size),
+            self.mlp(layer, names.gate_up, names.down, shape.intermediate_size),
             self.norm(f"{outputs}_1", shape.hidden_size),
             self.norm(f"{inputs}_2", shape.hidden_size),
             mixture,
             self.norm(f"{outputs}_2", shape.hidden_size),
         )
 
-    def _mlp(
+    def mlp(
         self,
         prefix: str,
         gate_up: tuple[str, ...],
@@ -413,7 +413,10 @@ class LayerLoader:
         whole: bool = False,
         hidden: int | None = None,
     ) -> GatedMlp | PlainMlp:
-        """Load the MLP below `prefix`: this rank's shard, or unsharded if `whole`."""
+        """Load the MLP of width `inner` below `prefix`: this rank's shard, or unsharded if `whole`.
+
+        `hidden` defaults to the model's.
+        """
         shape, activation = self.spec.shape, self.spec.activation
         hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
         outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]

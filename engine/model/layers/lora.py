@@ -5,51 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ....quant.base.errors import BadInput
-from ....quant.convert.adapter import AdapterWeights, LoraPair
+from ....quant.convert.adapter import AdapterWeights
 from ...base.device import packed
 from ...config.adapters import servable_settings
 from .parallel import take_rows
 from .projection import NO_SLOT, AdapterRows, LinearSite, SlotMask, SlottedWeights
-
-
-class LinearShape(Protocol):
-    """Shape of a linear that an adapter targets."""
-
-    @property
-    def in_features(self) -> int: ...
-
-    @property
-    def out_features(self) -> int: ...
-
-
-def read_adapter(
-    folder: Path, linears: Mapping[str, LinearShape], bases: Sequence[str]
-) -> dict[str, LoraPair]:
-    """An adapter's LoRA pairs by target linear, a key of `linears`.
-
-    `bases` are prefixes that a checkpoint may put before those names.
-
-    Raises:
-        BadInput: naming the file, and the field or tensor that is missing, misshapen or not supported.
-    """
-    weights = AdapterWeights(folder, servable_settings(folder))
-    pairs: dict[str, LoraPair] = {}
-    for module in weights.modules:
-        candidates = [module.removeprefix(base) for base in bases if module.startswith(base)]
-        linear = next((name for name in candidates if name in linears), None)
-        if linear is None:
-            raise BadInput(
-                f"{weights.path}: {module} is no linear of this model that can take an adapter"
-            )
-        shape = linears[linear]
-        pairs[linear] = weights.pair(module, shape.out_features, shape.in_features)
-    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +174,18 @@ class AdapterBank:
         """Read an adapter onto the device; changes nothing, so any thread may.
 
         Raises:
-            BadInput: the folder is unreadable, does not match the model, or needs an unsupported feature.
+            BadInput: naming the file, and the field or tensor that is missing, misshapen or not supported.
         """
+        weights = AdapterWeights(Path(folder), servable_settings(Path(folder)))
         parts: AdapterParts = []
-        for module, pair in read_adapter(Path(folder), self._linears, self._bases).items():
-            site = self._linears[module]
+        for module in weights.modules:
+            names = [module.removeprefix(base) for base in self._bases if module.startswith(base)]
+            site = next((self._linears[name] for name in names if name in self._linears), None)
+            if site is None:
+                raise BadInput(
+                    f"{weights.path}: {module} is no linear of this model that can take an adapter"
+                )
+            pair = weights.pair(module, site.out_features, site.in_features)
             down = pair.down if site.columns is None else pair.down[:, site.columns]
             up = take_rows(pair.up, site.rows) if site.rows else pair.up
             part = _Part(down.to(**self._like).contiguous(), up.to(**self._like), site.outputs)

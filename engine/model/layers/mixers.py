@@ -31,11 +31,20 @@ class _Mixer(Weights):
     __slots__ = ()
 
     input: Projection
+    state: int
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
         """Quantization of its input that a preceding kernel may fuse."""
         return self.input.activation_quant
+
+    def _convolved(
+        self, x: torch.Tensor, step: Step, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` [tokens, channels] through the causal convolution, whose window is the first state."""
+        conv = {"weight": weight, "bias": bias}
+        runs = partial(causal_conv, **conv), partial(causal_conv_step, **conv)
+        return step.states.advance(self.state, (x,), *runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +85,7 @@ class Mamba2(_Mixer):
         spec, adapters = self.spec, step.inputs.adapters
         sizes = [spec.width, spec.conv_width, spec.num_heads]
         gate, mixed, length = self.input(x, adapters).split(sizes, dim=-1)
-        conv = {"weight": self.conv, "bias": self.conv_bias}
-        mixed = step.states.advance(
-            self.state, (mixed,), partial(causal_conv, **conv), partial(causal_conv_step, **conv)
-        )
+        mixed = self._convolved(mixed, step, self.conv, self.conv_bias)
         shared = spec.num_groups * spec.state_size
         mixed = functional.silu(mixed).float()
         inputs, into, out_of = mixed.split([spec.width, shared, shared], dim=-1)
@@ -137,10 +143,7 @@ class GatedDeltaNet(_Mixer):
         qkv, gate, rate, decay = (
             self._by_head(projected) if spec.by_head else self._split(projected)
         )
-        conv = {"weight": self.conv, "bias": None}
-        qkv = step.states.advance(
-            self.state, (qkv,), partial(causal_conv, **conv), partial(causal_conv_step, **conv)
-        )
+        qkv = self._convolved(qkv, step, self.conv)
         sizes = [spec.keys_width, spec.keys_width, spec.values_width]
         query, key, value = functional.silu(qkv).float().split(sizes, dim=-1)
         query = self._unit(query) * spec.key_dim**-0.5
@@ -202,12 +205,7 @@ class ShortConvolution(_Mixer):
         return (StateLayout(tuple(self.weight.shape), self.weight.dtype),)
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
-        adapters, conv = step.inputs.adapters, {"weight": self.weight, "bias": self.bias}
+        adapters = step.inputs.adapters
         before, after, x = self.input(x, adapters).chunk(3, dim=-1)
-        mixed = step.states.advance(
-            self.state,
-            (before * x,),
-            partial(causal_conv, **conv),
-            partial(causal_conv_step, **conv),
-        )
+        mixed = self._convolved(before * x, step, self.weight, self.bias)
         return self.output(after * mixed, adapters)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.engine.kernels.common import devices
-from llmopt.engine.kernels.linear.hadamard_linear import E8pLinear, NativeE8pLinear, native_e8p
+from llmopt.engine.kernels.linear.hadamard_linear import (
+    NativeE8pLinear,
+    TransformedLinear,
+    native_e8p,
+)
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
@@ -203,7 +207,7 @@ def test_torch_multiplies_where_there_is_no_compiler(
     monkeypatch.setenv(VARIABLE, "off")
     weight, x = weight_of(bits, 1088, 96), inputs_of(3, 96)  # more rows than a tile
     linear = prepare_quantized_linear(weight, torch.float32)
-    assert isinstance(linear, E8pLinear)
+    assert isinstance(linear, TransformedLinear)
     expected = x @ weight.dequantize().T
     assert distance(linear(x), expected) < 1e-5
     assert distance(linear.in_float32(x.bfloat16()), expected) < 0.01
