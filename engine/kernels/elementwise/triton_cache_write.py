@@ -158,8 +158,9 @@ def _rope_source(lane, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _rotated(place, lane, is_rope, cos_ptr, sin_ptr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The elements `lane` of rotated vectors that begin at `place`, float32."""
+def _rotated(place, lane, is_rope, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The elements `lane` of vectors that begin at `place`, rotated, in float32; `turns`: its cos and sin."""
+    cos_ptr, sin_ptr = turns
     partner = (lane + ROPE // 2) % ROPE
     x = tl.load(place + _rope_source(lane, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
     swapped = tl.load(place + _rope_source(partner, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
@@ -218,15 +219,8 @@ def _latent_and_cache(
         latent = _normed(row, latent_weight_ptr, lane, is_latent, latent_eps, RANK)
         turned = tl.maximum(lane - RANK, 0)
         is_rope = is_lane & (lane >= RANK)
-        key = _rotated(
-            row + RANK,
-            turned,
-            is_rope,
-            cos_ptr + token * ROPE,
-            sin_ptr + token * ROPE,
-            ROPE,
-            INTERLEAVED,
-        )
+        turns = cos_ptr + token * ROPE, sin_ptr + token * ROPE
+        key = _rotated(row + RANK, turned, is_rope, turns, ROPE, INTERLEAVED)
         both = tl.where(is_latent, latent, key.to(latent.dtype)).to(tl.float32)
         slot = tl.load(slot_ptr + token) + tl.arange(0, 1)
         at = slot[:, None] * key_slot + lane
@@ -260,15 +254,9 @@ def _latent_queries(
     is_rope = is_head & (lane >= RANK) & (lane < RANK + ROPE)
     place = absorbed_ptr + head * absorbed_head + token * absorbed_row + lane
     absorbed = tl.load(place, mask=is_latent, other=0.0)
-    rotated = _rotated(
-        rope_ptr + token * rope_row + head * rope_head,
-        tl.maximum(lane - RANK, 0),
-        is_rope,
-        cos_ptr + token * ROPE,
-        sin_ptr + token * ROPE,
-        ROPE,
-        INTERLEAVED,
-    )
+    place = rope_ptr + token * rope_row + head * rope_head
+    turns = cos_ptr + token * ROPE, sin_ptr + token * ROPE
+    rotated = _rotated(place, tl.maximum(lane - RANK, 0), is_rope, turns, ROPE, INTERLEAVED)
     out = tl.where(is_latent, absorbed, rotated.to(absorbed.dtype))
     place = out_ptr + (token * NUM_HEADS + head) * (RANK + ROPE) + lane
     tl.store(place, out, mask=is_latent | is_rope)

@@ -1,4 +1,5 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """Router logits and top-k routing in Triton.
 
 Logits are 16-bit rows times a float32 weight, without a float32 copy of the rows; scores, groups, selection
@@ -81,15 +82,11 @@ def router_logits(
 
 
 @triton.jit
-def _limited_to_top_groups(
-    scores,
-    lane,
-    EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    GROUP_TOP_K: tl.constexpr,
-):
+def _limited_to_top_groups(scores, lane, EXPERTS: tl.constexpr, RULE: tl.constexpr):
     """The scores, -inf outside the best groups; of equal groups the first ones are taken."""
+    GROUPS: tl.constexpr = RULE.num_groups
+    TOPK_GROUPS: tl.constexpr = RULE.topk_groups
+    GROUP_TOP_K: tl.constexpr = RULE.group_top_k
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group = lane // SIZE
     best = tl.full(scores.shape, 0.0, tl.float32)
@@ -121,23 +118,19 @@ def _route(
     scale,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
     SLOTS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    RULE: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    GROUP_TOP_K: tl.constexpr,
 ):
     """Grid: tokens. Of experts with equal scores the first is taken."""
+    TOP_K: tl.constexpr = RULE.top_k
+    SHARED: tl.constexpr = RULE.num_shared
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     is_expert = lane < EXPERTS
     logit = tl.load(logit_ptr + token * logit_row + lane, mask=is_expert, other=float("-inf"))
-    if SOFTMAX:
+    if RULE.softmax:
         score = tl.exp(logit - tl.max(logit, 0))
         score = score / tl.sum(score, 0)
     else:
@@ -145,8 +138,8 @@ def _route(
     left = tl.where(is_expert, score, float("-inf"))
     if HAS_CORRECTION:
         left += tl.load(correction_ptr + lane, mask=is_expert, other=0.0)
-    if GROUPS > 1:
-        left = _limited_to_top_groups(left, lane, EXPERTS, GROUPS, TOPK_GROUPS, GROUP_TOP_K)
+    if RULE.num_groups > 1:
+        left = _limited_to_top_groups(left, lane, EXPERTS, RULE)
     slot = tl.arange(0, SLOTS)
     weight = tl.full([SLOTS], 0.0, tl.float32)
     expert = EXPERTS - TOP_K + slot
@@ -155,7 +148,7 @@ def _route(
         weight = tl.where(slot == place, tl.sum(tl.where(lane == best, score, 0.0), 0), weight)
         expert = tl.where(slot == place, best, expert)
         left = tl.where(lane == best, float("-inf"), left)
-    if NORMALIZE:
+    if RULE.normalize:
         weight = weight / (tl.sum(weight, 0) + least_sum)
     is_routed = slot < TOP_K
     if HAS_EXPERT_SCALE:
@@ -190,16 +183,10 @@ def route_triton(
             float(rule.scale),
             EXPERTS=count,
             BLOCK=block,
-            TOP_K=rule.top_k,
-            SHARED=rule.num_shared,
             SLOTS=power_of_two(slots),
-            SOFTMAX=rule.softmax,
-            NORMALIZE=rule.normalize,
+            RULE=rule,
             HAS_CORRECTION=correction is not None,
             HAS_EXPERT_SCALE=expert_scale is not None,
-            GROUPS=rule.num_groups,
-            TOPK_GROUPS=rule.topk_groups,
-            GROUP_TOP_K=rule.group_top_k,
             num_warps=max(1, min(4, block // 64)),
         )
     return weights, experts

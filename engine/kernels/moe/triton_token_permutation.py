@@ -1,4 +1,5 @@
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """Token permutation for grouped GEMMs (vLLM: moe_align_block_size), on the device, without host sync.
 
 A counting sort: the rank of a routed row is the rows of smaller experts, plus those of its own before it. A
@@ -166,29 +167,14 @@ def permute_tokens(
     lanes = max(1, min(BLOCK, 8192 // width))
     tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
+    shape: dict[str, Any] = {"EXPERTS": width, "LANES": lanes, "num_warps": 4}
     if total <= MAX_COUNTED:
-        _permute_few[(max(1, -(-total // BLOCK)),)](
-            experts,
-            order,
-            tiles,
-            total,
-            count,
-            num_tiles,
-            ROWS=rows,
-            EXPERTS=width,
-            LANES=lanes,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        grid, sizes = (max(1, -(-total // BLOCK)),), (total, count, num_tiles)
+        _permute_few[grid](experts, order, tiles, *sizes, ROWS=rows, BLOCK=BLOCK, **shape)
         return TokenPermutation(tiles, order, rows, top_k)
     blocks = -(-total // COUNTED_BLOCK)
     counts = torch.empty(blocks, width, dtype=torch.int32, device=experts.device)
-    shape: dict[str, Any] = {
-        "EXPERTS": width,
-        "LANES": lanes,
-        "BLOCK": COUNTED_BLOCK,
-        "num_warps": 4,
-    }
+    shape["BLOCK"] = COUNTED_BLOCK
     _count_blocks[(blocks,)](experts, counts, total, **shape)
     shape["ROWS"] = rows
     _rank_blocks[(blocks,)](experts, counts, order, tiles, total, count, num_tiles, blocks, **shape)
