@@ -38,7 +38,7 @@ from .execution.start_up import (
     warm_up,
 )
 from .execution.step_loop import StepLoop, open_loop
-from .execution.token_graphs import TokenGraphs, replay_draft, replay_head, token_graph_sizes
+from .execution.token_graphs import TokenGraphs, replay_drafts, token_graph_sizes
 from .execution.worker import GraphSizes, bind_shard, machine
 from .execution.workers import Workers, open_shards
 from .kernels.linear.native_linear import native_linear
@@ -62,10 +62,8 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.state_pool import StatePool
 from .scheduling.swap_space import SwapSpace
-from .speculation.draft_model import DraftModel
-from .speculation.eagle import EagleProposer
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
-from .speculation.proposer import Proposer
+from .speculation.proposer import CachedProposer, Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +321,8 @@ def open_runner(
     token_sizes = token_graph_sizes(loaded.device, most)
     setting = _graph_setting(loaded, limits, cache, sizes, token_sizes)
     of_draft = sizes if loaded.device.type == "cuda" else ()
-    if isinstance(proposer, DraftModel):
-        replay_draft(proposer, setting, of_draft, token_sizes)
-    elif isinstance(proposer, EagleProposer):
-        replay_head(proposer, setting, of_draft, token_sizes)
+    if isinstance(proposer, CachedProposer):
+        replay_drafts(proposer, setting, of_draft, token_sizes)
     return ModelRunner(
         loaded.model,
         cache,

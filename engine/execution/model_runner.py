@@ -28,9 +28,7 @@ from ..scheduling.step_plan import (
     StepPlan,
     is_plain_decode,
 )
-from ..speculation.draft_model import DraftModel
-from ..speculation.eagle import EagleProposer
-from ..speculation.proposer import Proposer
+from ..speculation.proposer import CachedProposer, Proposer
 from .decode_graphs import StepGraphs
 from .graph_setting import Forward
 from .pooling import pooled_rows
@@ -115,7 +113,7 @@ class ModelRunner:
         """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
         capture_all(self._graphs, self._token_graphs, self._aux_hidden_state_layers)
         proposer = self._proposer
-        if isinstance(proposer, DraftModel | EagleProposer):
+        if isinstance(proposer, CachedProposer):
             proposer.capture_all()
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:

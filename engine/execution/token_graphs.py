@@ -19,8 +19,8 @@ from ..cache.step_inputs import Run, step_inputs
 from ..kernels.attention.batch import AttentionBatch
 from ..model.layers.attention import LayerCache, StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
-from ..speculation.draft_model import DraftForward, DraftModel
-from ..speculation.eagle import EagleHead, EagleProposer
+from ..speculation.eagle import EagleHead
+from ..speculation.proposer import CachedProposer, DraftForward
 from .decode_graphs import StepGraphs
 from .graph_setting import Forward, Graph, GraphName, GraphSetting, succeeds
 
@@ -200,6 +200,7 @@ class DraftGraphs:
     Args:
         eager: serves the steps that are not captured.
         sizes, token_sizes: as of `StepGraphs` and `TokenGraphs`.
+        before: of a head, the static hidden states that it starts from.
     """
 
     def __init__(
@@ -208,8 +209,9 @@ class DraftGraphs:
         eager: DraftForward,
         sizes: Sequence[int],
         token_sizes: Sequence[int],
+        before: torch.Tensor | None,
     ) -> None:
-        self._setting, self._eager = setting, eager
+        self._setting, self._eager, self._before = setting, eager, before
         self._decodes = StepGraphs(setting, sizes)
         self._steps = TokenGraphs(setting, token_sizes)
 
@@ -217,11 +219,17 @@ class DraftGraphs:
         """Capture all steps now."""
         capture_all(self._decodes, self._steps)
 
-    def __call__(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> torch.Tensor:
-        forward = self.prepare(runs, token_ids)
-        return self._eager(runs, token_ids) if forward is None else forward.run()
+    def __call__(
+        self, runs: Sequence[Run], token_ids: torch.Tensor | None, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        forward = self._prepare(runs, token_ids)
+        if forward is None:
+            return self._eager(runs, token_ids, before)
+        if before is not None and self._before is not None:
+            self._before[: len(before)].copy_(before)
+        return forward.run()
 
-    def prepare(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> Forward | None:
+    def _prepare(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> Forward | None:
         """Put the inputs of a pass in place; None: it is not captured."""
 
         def fill(to: torch.Tensor) -> None:
@@ -243,54 +251,27 @@ class _HeadSteps:
 
     lora_bank = None
 
-    def __init__(
-        self, head: EagleHead, vocab_size: int, rows: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._head, self.vocab_size = head, vocab_size
+    def __init__(self, head: EagleHead, vocab_size: int, before: torch.Tensor) -> None:
+        self._head, self.vocab_size, self._before = head, vocab_size, before
         self.is_capturable, self.captures_any_step = head.is_capturable, head.captures_any_step
-        self.before = torch.zeros(rows, head.hidden_size, dtype=dtype, device=device)
         self.logits = head.logits
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        return self._head.forward(inputs, self.before[: len(inputs.token_ids)], caches)
+        return self._head.forward(inputs, caches, self._before[: len(inputs.token_ids)])
 
 
-def replay_draft(
-    draft: DraftModel, setting: GraphSetting, sizes: Sequence[int], token_sizes: Sequence[int]
-) -> None:
-    """Have a draft model replay its steps; they are captured with the model's own, whose `setting` it is."""
-    (cache,) = draft.caches
-    own = replace(setting, model=draft.model, caches=cache.layers, ranks=None)
-    graphs = DraftGraphs(own, draft.forward, sizes, token_sizes)
-    draft.forward, draft.capture_all = graphs, graphs.capture_all
-
-
-def replay_head(
-    proposer: EagleProposer,
+def replay_drafts(
+    proposer: CachedProposer,
     setting: GraphSetting,
     sizes: Sequence[int],
     token_sizes: Sequence[int],
 ) -> None:
-    """Have an EAGLE head replay its steps, as `replay_draft` does."""
-    (cache,) = proposer.caches
-    rows = max((*sizes, *token_sizes), default=0)
-    vocab_size = setting.model.vocab_size
-    steps = _HeadSteps(proposer.head, vocab_size, rows, setting.device, setting.dtype)
-    own = replace(setting, model=steps, caches=cache.layers, ranks=None)
-    eager = proposer.forward
-
-    def never(*_: Any) -> torch.Tensor:
-        raise AssertionError("`prepare` tells which steps are eager")
-
-    graphs = DraftGraphs(own, never, sizes, token_sizes)
-
-    def forward(
-        runs: Sequence[Run], token_ids: torch.Tensor | None, before: torch.Tensor
-    ) -> torch.Tensor:
-        replayed = graphs.prepare(runs, token_ids)
-        if replayed is None:
-            return eager(runs, token_ids, before)
-        steps.before[: len(before)].copy_(before)
-        return replayed.run()
-
-    proposer.forward, proposer.capture_all = forward, graphs.capture_all
+    """Have a draft model or head replay its steps, captured with the model's own, whose `setting` it is."""
+    (cache,), model, before = proposer.caches, proposer.model, None
+    if isinstance(model, EagleHead):
+        rows = max((*sizes, *token_sizes), default=0)
+        before = torch.zeros(rows, model.hidden_size, dtype=setting.dtype, device=setting.device)
+        model = _HeadSteps(model, setting.model.vocab_size, before)
+    own = replace(setting, model=model, caches=cache.layers, ranks=None)
+    graphs = DraftGraphs(own, proposer.forward, sizes, token_sizes, before)
+    proposer.forward, proposer.capture_all = graphs, graphs.capture_all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,19 +10,21 @@ import torch
 
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
-from ..cache.step_inputs import Run, step_inputs
+from ..cache.step_inputs import Run
 from ..model.adapter.open import CausalModel
-from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
-from .proposer import DRAFT_STREAM, DraftTokens, SamplingRowOf, TargetStates, draft_chains
+from .proposer import (
+    DRAFT_STREAM,
+    CachedProposer,
+    DraftTokens,
+    SamplingRowOf,
+    TargetStates,
+    draft_chains,
+)
 
-DraftForward = Callable[[Sequence[Run], torch.Tensor | None], torch.Tensor]
-"""From runs, and token ids that only the device knows in place of theirs, int64 [tokens] or None, to final
-hidden states [tokens, hidden]."""
 
-
-class DraftModel:
+class DraftModel(CachedProposer):
     """A draft model with its own KV cache, addressed by the target's block ids.
 
     It computes the rows of every step, so blocks shared through the prefix cache hold its keys and values
@@ -37,8 +39,6 @@ class DraftModel:
     sampled with (coupled), so both agree where the distributions do.
     """
 
-    aux_hidden_state_layers: tuple[int, ...] = ()
-
     def __init__(
         self,
         model: CausalModel,
@@ -48,20 +48,8 @@ class DraftModel:
         *,
         independent: bool,
     ) -> None:
-        self.model = model
-        self._cache = cache
-        self.caches = (cache,)
-        self._device = device
-        self._dtype = dtype
+        super().__init__(model, cache, device, dtype)
         self._independent = independent
-        self._sampler = Sampler()
-        self.forward: DraftForward = self._eager
-        """May replay graphs instead, which `capture_all` captures."""
-        self.capture_all: Callable[[], None] = lambda: None
-
-    @property
-    def bytes_held(self) -> int:
-        return self.model.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
         """Nothing to keep: the draft model reads token ids only."""
@@ -73,10 +61,14 @@ class DraftModel:
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
         going = [row for row in rows if row.num_draft_tokens]
         at = [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
-        states = self.forward(runs, None)
+        states = self.forward(runs, None, None)
         if not going:
             return {}
-        last = states if len(at) == len(states) else states.index_select(0, self._indices(at))
+        last = (
+            states
+            if len(at) == len(states)
+            else states.index_select(0, packed([at], self._device)[0])
+        )
         probabilities: dict[str, list[torch.Tensor]] = {row.sequence_id: [] for row in going}
 
         def choose(
@@ -95,7 +87,7 @@ class DraftModel:
             rows: Sequence[ScheduledRow], chains: Sequence[list[int]], tokens: torch.Tensor, _: Any
         ) -> torch.Tensor:
             runs = [_last_run(row, chain) for row, chain in zip(rows, chains, strict=True)]
-            return self.model.logits(self.forward(runs, tokens))
+            return self.model.logits(self.forward(runs, tokens, None))
 
         drafts = draft_chains(going, self.model.logits(last), choose, follow)
         return {
@@ -106,15 +98,6 @@ class DraftModel:
             )
             for name, tokens in drafts.items()
         }
-
-    def _indices(self, values: Sequence[int]) -> torch.Tensor:
-        return packed([values], self._device)[0]
-
-    def _eager(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> torch.Tensor:
-        inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
-        if token_ids is not None:
-            inputs.token_ids.copy_(token_ids)
-        return self.model.forward(inputs, self._cache.layers)
 
 
 def _last_run(row: ScheduledRow, chain: Sequence[int]) -> Run:

@@ -8,7 +8,7 @@ own, and has an LM head over a reduced draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ import torch
 from ...quant.families.spec_parts import RopeSpec
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
-from ..cache.step_inputs import Run, step_inputs
+from ..cache.step_inputs import Run
 from ..kernels.attention.dispatch import attention_kernels, reads_in_place, takes_static_metadata
 from ..model.decoder.decoder import Decoder
 from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
@@ -26,10 +26,10 @@ from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection, Weights
 from ..model.layers.spec import KvLayout, LoadingOptions, ModelSpec
-from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
 from .proposer import (
+    CachedProposer,
     DraftTokens,
     SamplingRowOf,
     TargetStates,
@@ -187,7 +187,7 @@ class EagleHead:
 
     @torch.inference_mode()
     def forward(
-        self, inputs: StepInputs, before: torch.Tensor, caches: Sequence[LayerCache]
+        self, inputs: StepInputs, caches: Sequence[LayerCache], before: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states at the tokens, [tokens, hidden], from those `before` them; fills the KV cache."""
         weights, positions = self._weights, inputs.positions
@@ -203,11 +203,6 @@ class EagleHead:
         """Logits, float32 [rows, vocab], of hidden states of this head."""
         scores = self._weights.scores
         return self._target.logits(hidden) if scores is None else scores(hidden)
-
-
-HeadForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""From runs, token ids that only the device knows in place of theirs, int64 [tokens] or None, and the hidden
-states before the tokens to the head's hidden states [tokens, hidden]."""
 
 
 @dataclass(slots=True)
@@ -242,7 +237,7 @@ class _HeadTree:
         return [self.hidden[self.expansion.parents[index]] for index in self.expansion.frontier]
 
 
-class EagleProposer:
+class EagleProposer(CachedProposer):
     """Runs the EAGLE head over every token of every step; expands draft trees from its last hidden states.
 
     A chain (`width` 1) stays on the device, and the host waits once, after its last token; of a tree it
@@ -256,26 +251,14 @@ class EagleProposer:
     def __init__(
         self, head: EagleHead, cache: KvCache, width: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().__init__(head, cache, device, dtype)
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
-        self.head = head
-        self._cache = cache
-        self.caches = (cache,)
         self._width = width
-        self._device = device
-        self._dtype = dtype
-        self._sampler = Sampler()
         self._hidden: dict[tuple[str, int], torch.Tensor] = {}
-        self.forward: HeadForward = self._eager
-        """May replay graphs instead, which `capture_all` captures."""
-        self.capture_all: Callable[[], None] = lambda: None
-
-    @property
-    def bytes_held(self) -> int:
-        return self.head.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
         runs = [Run(step.row.start, step.next_ids, step.row.block_ids) for step in steps]
-        hidden = self.head.known(torch.cat([step.hidden for step in steps]))
+        hidden = self.model.known(torch.cat([step.hidden for step in steps]))
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
         # A copy: the next replay of a graph overwrites its result.
         last = self.forward(runs, None, hidden).index_select(0, packed([ends], self._device)[0])
@@ -310,7 +293,7 @@ class EagleProposer:
                 for tree, states in zip(trees, by_tree, strict=True):
                     tree.hidden |= zip(tree.expansion.frontier, states.unbind(), strict=True)
             hidden = [tree.hidden[index] for tree in trees for index in tree.expansion.frontier]
-            return self.head.logits(torch.stack(hidden))
+            return self.model.logits(torch.stack(hidden))
 
         expansions = [tree.expansion for tree in head_trees.values()]
         return expand_trees(expansions, self._sampler, draw, logits)
@@ -337,14 +320,6 @@ class EagleProposer:
                 for row, chain in zip(rows, chains, strict=True)
             ]
             hidden = self.forward(runs, tokens, before)
-            return self.head.logits(hidden)
+            return self.model.logits(hidden)
 
-        return coupled_chains(rows, self.head.logits(hidden), self._sampler, draw, follow)
-
-    def _eager(
-        self, runs: Sequence[Run], token_ids: torch.Tensor | None, before: torch.Tensor
-    ) -> torch.Tensor:
-        inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
-        if token_ids is not None:
-            inputs.token_ids.copy_(token_ids)
-        return self.head.forward(inputs, before, self._cache.layers)
+        return coupled_chains(rows, self.model.logits(hidden), self._sampler, draw, follow)

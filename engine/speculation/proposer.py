@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..base.device import HostCopy, packed
 from ..cache.kv_cache import KvCache
+from ..cache.step_inputs import Run, step_inputs
 from ..sampling.rowwise import SamplingRow
 from ..sampling.sampler import Sampler
 from ..scheduling.draft_length import Tree
@@ -88,6 +89,43 @@ class Proposer(Protocol):
     def observe(self, steps: Sequence[TargetStates]) -> None:
         """Take the target states of a step's rows, before the next `propose`."""
         ...
+
+
+DraftForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""From runs, token ids that only the device knows in place of theirs, int64 [tokens] or None, and of a head
+the hidden states before the tokens, to final hidden states [tokens, hidden]."""
+
+
+class CachedProposer:
+    """A draft model or head with its own KV cache, addressed by the target's block ids.
+
+    Attributes:
+        forward: may replay graphs instead of the model's own pass, which `capture_all` captures.
+    """
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self, model: Any, cache: KvCache, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.caches = model, (cache,)
+        self._cache, self._device, self._dtype = cache, device, dtype
+        self._sampler = Sampler()
+        self.forward: DraftForward = self._eager
+        self.capture_all: Callable[[], None] = lambda: None
+
+    @property
+    def bytes_held(self) -> int:
+        return self.model.bytes_held + self._cache.num_bytes
+
+    def _eager(
+        self, runs: Sequence[Run], token_ids: torch.Tensor | None, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
+        if token_ids is not None:
+            inputs.token_ids.copy_(token_ids)
+        given = () if before is None else (before,)
+        return self.model.forward(inputs, self._cache.layers, *given)
 
 
 class NgramProposer:

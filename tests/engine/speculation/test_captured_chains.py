@@ -10,7 +10,7 @@ import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.decode_graphs import StepGraphs
-from llmopt.engine.execution.token_graphs import replay_head
+from llmopt.engine.execution.token_graphs import replay_drafts
 from llmopt.engine.kernels.attention.dispatch import native_attention
 from llmopt.engine.speculation.proposer import DraftTokens
 
@@ -30,7 +30,7 @@ def served(folder: Path, captured: bool) -> tuple[list[dict[str, Any]], list[Any
     runner: Any = llm.engine.runner
     proposer = runner._proposer
     if captured:  # which the engine does on a GPU alone
-        replay_head(proposer, runner._graphs._setting, (1, 2, 4), ())
+        replay_drafts(proposer, runner._graphs._setting, (1, 2, 4), ())
         proposer.capture_all()
     drafted: list[dict[str, Any]] = []
     propose: Callable[..., Mapping[str, DraftTokens]] = proposer.propose
