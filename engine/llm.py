@@ -58,8 +58,8 @@ class LLM:
                 that the model does not take; all prompts are aborted then.
         """
         batch = _as_batch(prompts)
-        each = _as_params(params, len(batch))
-        adapters = _as_adapters(lora, len(batch))
+        each = _one_each(params or SamplingParams(), SamplingParams, len(batch), "sampling params")
+        adapters = _one_each(lora, str, len(batch), "adapters")
         results: dict[str, GenerationResult] = {}
         try:
             for prompt, prompt_params, adapter in zip(batch, each, adapters, strict=True):
@@ -139,22 +139,13 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise BadInput(f"{len(params)} sampling params for {count} prompts: give one, or one each")
-    return list(params)
-
-
-def _as_adapters(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
-    if lora is None or isinstance(lora, str):
-        return [lora] * count
-    if len(lora) != count:
-        raise BadInput(f"{len(lora)} adapters for {count} prompts: give one, or one each")
-    return list(lora)
+def _one_each(given: Any, single: type | tuple[type, ...], count: int, what: str) -> list[Any]:
+    """`given` for each prompt: one for all, or a sequence with one per prompt."""
+    if given is None or isinstance(given, single):
+        return [given] * count
+    if len(given) != count:
+        raise BadInput(f"{len(given)} {what} for {count} prompts: give one, or one each")
+    return list(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -55,17 +55,9 @@ class PagedTensor:
         return cls(torch.empty(*shape, dim, device=device, dtype=dtype), scales)
 
     @classmethod
-    def zeros(
-        cls,
-        num_blocks: int,
-        block_size: int,
-        num_heads: int,
-        dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Self:
-        """Blocks of zeros, all of them written."""
-        paged = cls.empty(num_blocks, block_size, num_heads, dim, device, dtype)
+    def zeros(cls, *given: Any) -> Self:
+        """Blocks of zeros, all of them written, of the sizes that `empty` takes."""
+        paged = cls.empty(*given)
         for part in paged.parts:
             part.zero_()
         return paged

@@ -87,12 +87,19 @@ class QuantizedLinearKernelQuery:
 
 
 Refusal = Callable[[QuantizedLinearKernelQuery], str | None]
+Prepare = Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+LinearCandidate = Candidate[QuantizedLinearKernelQuery, Prepare]
 
 
 def _for_kinds(
-    kinds: Collection[str], weights: str, rest: Refusal, first: Refusal = serves_all
-) -> Refusal:
-    """The refusal of a kernel that is registered for some kinds.
+    name: str,
+    prepare: Prepare,
+    kinds: Collection[str],
+    weights: str,
+    rest: Refusal = serves_all,
+    first: Refusal = serves_all,
+) -> LinearCandidate:
+    """The candidate of a kernel that is registered for some kinds.
 
     Args:
         kinds: by `Scheme.kind_name`.
@@ -107,7 +114,7 @@ def _for_kinds(
             return f"it is for {weights}, not {query.scheme.label}"
         return rest(query)
 
-    return refuses
+    return Candidate(name, refuses, prepare)
 
 
 def _refuses_device(query: QuantizedLinearKernelQuery) -> str | None:
@@ -251,89 +258,83 @@ def _native_codes(name: str, codes: HadamardKernels, input_bits: int) -> LinearC
         wants_8 = wants_8_bit_inputs(query.scheme, query.input_bits)
         return codes.refuses(input_bits, query.dtype, query.scheme, wants_8)
 
-    refuses = _for_kinds((codes.kind_name,), codes.codes, rest, _refuses_device)
-    return Candidate(name, refuses, lambda weight, dtype: codes.native(weight, input_bits))
+    kinds, prepare = (codes.kind_name,), lambda weight, _: codes.native(weight, input_bits)
+    return _for_kinds(name, prepare, kinds, codes.codes, rest, _refuses_device)
 
 
-Prepare = Callable[[QuantizedTensor, torch.dtype], LinearKernel]
-LinearCandidate = Candidate[QuantizedLinearKernelQuery, Prepare]
+CODED = ("trellis", "e8p")
+TRITON_CODES = lazily("linear.triton_hadamard", "TritonTransformedLinear")
 
 QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
     "quantized linear",
     [
-        Candidate(
+        _for_kinds(
             "deep-gemm",
-            _for_kinds(
-                ("float",),
-                DEEP_GEMM_WEIGHTS,
-                lambda q: refuses_deep_gemm(
-                    cast("FloatScheme", q.scheme), q.out_features, q.in_features
-                ),
-                lambda q: refuses_dtype(q.device, q.dtype),
-            ),
             DeepGemmLinear,
-        ),
-        Candidate(
-            "marlin",
-            _for_kinds(
-                ("int",),
-                MARLIN_WEIGHTS,
-                lambda q: refuses_marlin(
-                    cast("IntScheme", q.scheme), q.out_features, q.in_features
-                ),
-                lambda q: refuses_device(q.device, MARLIN_GPUS, q.dtype),
+            ("float",),
+            DEEP_GEMM_WEIGHTS,
+            lambda q: refuses_deep_gemm(
+                cast("FloatScheme", q.scheme), q.out_features, q.in_features
             ),
-            MarlinLinear,
+            lambda q: refuses_dtype(q.device, q.dtype),
         ),
-        Candidate(
+        _for_kinds(
+            "marlin",
+            MarlinLinear,
+            ("int",),
+            MARLIN_WEIGHTS,
+            lambda q: refuses_marlin(cast("IntScheme", q.scheme), q.out_features, q.in_features),
+            lambda q: refuses_device(q.device, MARLIN_GPUS, q.dtype),
+        ),
+        _for_kinds(
             "triton-8bit-inputs",
-            _for_kinds(QUANTIZED_INPUTS, _QUANTIZED_INPUTS, _refuses_triton_quantized_input),
             _triton_quantized_input,
+            QUANTIZED_INPUTS,
+            _QUANTIZED_INPUTS,
+            _refuses_triton_quantized_input,
         ),
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
-        Candidate(
-            "triton-codes",
-            _for_kinds(("trellis", "e8p"), "trellis and E8P codes", refuses_rows),
-            lazily("linear.triton_hadamard", "TritonTransformedLinear"),
-        ),
+        _for_kinds("triton-codes", TRITON_CODES, CODED, "trellis and E8P codes", refuses_rows),
         _native_codes("trellis-8bit-inputs", TRELLIS, 8),
         _native_codes("trellis-16bit-inputs", TRELLIS, 16),
         _native_codes("native-trellis", TRELLIS, FLOAT_BITS),
         _native_codes("e8p-8bit-inputs", E8P, 8),
         _native_codes("e8p-16bit-inputs", E8P, 16),
         _native_codes("native-e8p", E8P, FLOAT_BITS),
-        Candidate(
-            "torch-trellis", _for_kinds(("trellis",), TRELLIS.codes, serves_all), TransformedLinear
-        ),
-        Candidate("torch-e8p", _for_kinds(("e8p",), E8P.codes, serves_all), TransformedLinear),
-        Candidate(
+        _for_kinds("torch-trellis", TransformedLinear, ("trellis",), TRELLIS.codes),
+        _for_kinds("torch-e8p", TransformedLinear, ("e8p",), E8P.codes),
+        _for_kinds(
             "torch-int4pack",
-            _for_kinds(("int",), "plain integer weights", _refuses_int4pack, _refuses_cpu_bf16),
             Int4PackLinear,
+            ("int",),
+            "plain integer weights",
+            _refuses_int4pack,
+            _refuses_cpu_bf16,
         ),
-        Candidate(
+        _for_kinds(
             "torch-int8pack",
-            _for_kinds(
-                ("int",),
-                "symmetric int8 with one scale per channel",
-                _refuses_int8pack,
-                _refuses_cpu_bf16,
-            ),
             Int8PackLinear,
+            ("int",),
+            "symmetric int8 with one scale per channel",
+            _refuses_int8pack,
+            _refuses_cpu_bf16,
         ),
-        Candidate(
+        _for_kinds(
             "torch-int8-product",
-            _for_kinds(
-                ("int",), "int8 weights and int8 inputs", _refuses_int8_matmul, _refuses_device
-            ),
             Int8MatmulLinear,
+            ("int",),
+            "int8 weights and int8 inputs",
+            _refuses_int8_matmul,
+            _refuses_device,
         ),
-        Candidate(
+        _for_kinds(
             "torch-int8-outliers",
-            _for_kinds(("vectorwise",), "LLM.int8()", serves_all, _refuses_device),
             VectorwiseLinear,
+            ("vectorwise",),
+            "LLM.int8()",
+            first=_refuses_device,
         ),
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],

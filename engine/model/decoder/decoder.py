@@ -94,6 +94,10 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.weights = weights
+        self.hidden_size: int | None = spec.shape.hidden_size
+        """Width of the final hidden states, with which the rows of `forward` begin."""
+        self.vocab_size, self.kv_layouts = spec.vocab_size, spec.kv_layouts
+        self.image_spec: ImageSpec = spec.image_spec
         self.broadcast: Callable[[str, Any], None] | None = None
         self.lora_bank = adapters
         self._dtype, self._cache_dtype = dtype, cache_dtype
@@ -109,7 +113,7 @@ class Decoder:
         # Gemma rounds the factor to the model's dtype.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self._cache_indices = spec.cache_indices
-        layouts = spec.kv_layouts
+        layouts = self.kv_layouts
         self._kernels = {
             layout: self._layer_kernels(layout, device, dtype)
             for layout in dict.fromkeys(layouts or [spec.usual_layout])
@@ -130,28 +134,9 @@ class Decoder:
         return LayerKernels(attend, rope_and_cache.run())
 
     @property
-    def hidden_size(self) -> int | None:
-        """Width of the final hidden states, with which the rows of `forward` begin."""
-        return self.spec.shape.hidden_size
-
-    @property
-    def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """Each layer's KV-cache layout."""
-        return self.spec.kv_layouts
-
-    @property
-    def image_spec(self) -> ImageSpec:
-        """How it treats the tokens of images."""
-        return self.spec.image_spec
-
-    @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """The tensors of a sequence's constant state, over all layers; () without."""
         return tuple(layout for layer in self.weights.layers for layout in layer.state_layouts)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
 
     @property
     def window(self) -> Window | None:

@@ -14,7 +14,7 @@ from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
 from ...kernels.common.dispatch import Candidate
 from ...kernels.linear.library_linear import DeepGemmLinear
-from ...kernels.moe.dispatch import EXPERTS, LOOP
+from ...kernels.moe.dispatch import EXPERTS, LOOP, ExpertsKernelQuery
 from ...kernels.moe.experts import ExpertsKernel, RoutedExpert, experts_trial
 from ..layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp, Router, gating
 from ..layers.norm import Norm
@@ -42,7 +42,7 @@ def load_mixture(
     assert experts is not None
     *into, down = names.expert
     prefix, fused = f"{layer}{names.experts}.", names.fused_experts is not None
-    if fused and reader.has_linear(f"{layer}{names.experts_apart}.0.{into[-1]}"):
+    if fused and reader.has_weight(f"{layer}{names.experts_apart}.0.{into[-1]}"):
         prefix, fused = f"{layer}{names.experts_apart}.", False
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: Sequence[GatedMlp | PlainMlp]
@@ -93,11 +93,9 @@ def _choice(
     """The kernel of the routed experts; on a GPU it is tried on them."""
     experts = spec.shape.experts
     assert experts is not None
-    query = reader.experts_kernel_query(
-        is_whole=len(routed) == experts.count,
-        is_gated=spec.shape.gated_mlp,
-        is_block_fp8=_is_block_fp8(routed),
-    )
+    rows, is_whole = reader.rows(experts.width), len(routed) == experts.count
+    kind = is_whole, spec.shape.gated_mlp, _is_block_fp8(routed)
+    query = ExpertsKernelQuery(rows.device, rows.dtype, *kind)
     inputs = spec.expert_latent or spec.shape.hidden_size
     trial = partial(
         experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype

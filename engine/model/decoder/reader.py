@@ -25,7 +25,6 @@ from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.elementwise.dispatch import RowKernelQuery
 from ...kernels.linear.native_linear import LooksUpRows, native_lookup
-from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.mlp import ACTIVATIONS
 from ..layers.parallel import Shard, WeightSlice, take, take_rows
 from ..layers.projection import LinearSite, Projection
@@ -126,12 +125,6 @@ class CheckpointReader:
         """Kernel query for elementwise operations on rows of `size`."""
         return RowKernelQuery(self._device.type, self._dtype, size)
 
-    def experts_kernel_query(
-        self, *, is_whole: bool, is_gated: bool, is_block_fp8: bool
-    ) -> ExpertsKernelQuery:
-        """Kernel query for mixtures of experts; `is_whole`: this rank has all experts."""
-        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole, is_gated, is_block_fp8)
-
     def drop_linears(self, prefix: str) -> None:
         """Drop the linears below `prefix`, which then support no LoRA."""
         for name in list(self.linears):  # other threads add theirs meanwhile
@@ -156,10 +149,6 @@ class CheckpointReader:
     def is_quantized(self, module: str) -> bool:
         """Whether the weight of a module is quantized in the checkpoint."""
         return module in self._quantized
-
-    def has_linear(self, module: str) -> bool:
-        """Whether the checkpoint has the weight of a module, plain or quantized."""
-        return module in self._quantized or f"{module}.weight" in self._checkpoint
 
     def projection(
         self,
