@@ -1,0 +1,144 @@
+"""The command that fits and judges the plan's speed: rows, split, fit, bands."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmopt.engine.planner.steady_state import throughput
+from llmopt.engine.planner.step_model import Parallelism
+
+from tools.plan_error.columns import Columns, Predicted
+from tools.plan_error.fit import PRIORS, as_json, fit, levenberg_marquardt
+from tools.plan_error.report import bands, coverage, judged_rows
+from tools.plan_error.rivals import nearest_rows
+from tools.plan_error.rows import parallelism, read_rows, split_group
+
+ROW = {
+    "id": "a",
+    "silicon_data_source": "source_file=dated.csv; silicon_concurrency=8",
+    "backend": "vllm",
+    "backend_version": "0.19.0",
+    "model_path": "meta-llama/Llama-3.1-8B-Instruct",
+    "system": "h100_sxm",
+    "mode": "agg",
+    "isl": "1024",
+    "osl": "512",
+    "gemm_quant_mode": "fp8",
+    "moe_quant_mode": "fp8",
+    "batch_size": "8",
+    "tp_size": "1",
+    "pp_size": "1",
+    "attention_dp_size": "1",
+    "moe_tp_size": "1",
+    "moe_ep_size": "1",
+    "silicon_ttft_ms": "40",
+    "silicon_tpot_ms": "6",
+}
+
+
+def written(folder: Path, rows: list[dict[str, str]]) -> Path:
+    path = folder / "rows.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, list(ROW))
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def test_equal_configurations_count_once_with_their_medians(tmp_path: Path) -> None:
+    measured = ["6", "7", "20"]
+    rows = [ROW | {"id": str(i), "silicon_tpot_ms": m} for i, m in enumerate(measured)]
+    apart = ROW | {"mode": "disagg"}
+    (row,) = read_rows(written(tmp_path, [*rows, apart]))
+    assert (row.tpot_seconds, row.count, row.model) == (0.007, 3, "llama-3.1-8b")
+    assert (row.prompt, row.output, row.concurrency) == (1024, 512, 8)
+
+
+def test_the_split_is_by_deployment() -> None:
+    assert split_group(ROW) == "llama|h100_sxm|1|1|1"
+    r1 = ROW | {"model_path": "deepseek-ai/DeepSeek-R1", "attention_dp_size": "", "tp_size": "8"}
+    assert split_group(r1) == "deepseek|h100_sxm|8|1|1"
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "width", "ep", "meant"),
+    [
+        ("8", "1", "8", "1", Parallelism(8)),
+        ("8", "1", "1", "8", Parallelism(8, ep=8)),
+        ("64", "1", "8", "8", Parallelism(8, ep=8)),
+        ("16", "1", "4", "4", Parallelism(4, ep=4)),
+        ("1", "64", "8", "8", Parallelism(1, ep=8, attention_dp=8)),
+        ("4", "4", "1", "16", Parallelism(1, ep=4, attention_dp=4)),
+        ("72", "1", "72", "1", Parallelism(1, ep=72, attention_dp=72)),
+    ],
+)
+def test_multiplied_sizes_are_divided_again(
+    tp: str, dp: str, width: str, ep: str, meant: Parallelism
+) -> None:
+    sizes = {"tp": tp, "attention_dp": dp, "moe_tp": width, "moe_ep": ep}
+    assert parallelism({f"{name}_size": size for name, size in sizes.items()}) == meant
+
+
+def loads() -> list[dict[str, str]]:
+    """Rows of two models on two GPUs under several loads, with times of a plain law."""
+    rows = []
+    for model in ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B"):
+        for system in ("h100_sxm", "b200_sxm"):
+            for tp in (1, 2, 4):
+                for batch, prompt in itertools.product((1, 8, 32), (512, 4096)):
+                    large = 4 if "32B" in model else 1
+                    tpot = 5 * large / tp + 0.05 * batch
+                    rows.append(
+                        ROW
+                        | {"model_path": model, "system": system, "tp_size": str(tp)}
+                        | {
+                            "batch_size": str(batch),
+                            "isl": str(prompt),
+                            "silicon_tpot_ms": str(tpot),
+                        }
+                        | {"silicon_ttft_ms": str(30 * large / tp + batch)}
+                        | {"silicon_data_source": f"dated; silicon_concurrency={batch}"}
+                    )
+    return rows
+
+
+def test_a_fit_lowers_the_error_and_is_written_with_units(tmp_path: Path) -> None:
+    columns = Columns.of(read_rows(written(tmp_path, loads())))
+    priors = {name: np.full(len(columns.rows), prior.value) for name, prior in PRIORS.items()}
+    ttft, tpot = columns.predict(priors | {"layer.seconds": 4 * priors["layer.seconds"]})
+    measured = Predicted(ttft, tpot, throughput(columns.loop, ttft, tpot))
+    found = fit(replace(columns, measured=measured))
+    errors = np.abs(found.predict(columns).tpot / tpot - 1)
+    before = np.abs(columns.predict(priors)[1] / tpot - 1)
+    assert np.median(errors) < 0.2 * np.median(before)
+    content = as_json(found)
+    assert set(content["parameters"]) == set(PRIORS)
+    assert all(entry["unit"] for entry in content["parameters"].values())
+    assert content["fitted_configurations"] == len(columns.rows)
+
+
+def test_levenberg_marquardt_finds_a_line() -> None:
+    x = np.linspace(0, 1, 20)
+
+    def residuals(p: np.ndarray) -> np.ndarray:
+        return p[0] + p[1] * x - (2 + 3 * x)
+
+    jacobian = np.column_stack([np.ones(20), x])
+    found = levenberg_marquardt(residuals, lambda p: jacobian, np.zeros(2))
+    assert found == pytest.approx([2, 3], abs=1e-2)
+
+
+def test_interpolation_returns_what_it_knows_and_bands_hold_their_rows(tmp_path: Path) -> None:
+    columns = Columns.of(read_rows(written(tmp_path, loads())))
+    near = nearest_rows(columns, columns)
+    assert np.median(np.abs(near.tpot / columns.measured.tpot - 1)) < 0.1
+    judged = judged_rows(columns, near, ())
+    found = bands(judged)
+    assert found["vllm|hopper|model not measured"]["rows"] == len(judged) // 2 == 36
+    share, count = coverage(judged)["tpot"]
+    assert 0 <= share <= 1 and count <= len(judged)
