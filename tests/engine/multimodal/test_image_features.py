@@ -103,6 +103,7 @@ def test_a_feature_goes_with_images(checkpoints, name):
         assert found == tokens(opened(checkpoints))
 
 
+@pytest.mark.whole
 def test_a_divided_model_takes_images(checkpoints):
     llm = opened(checkpoints, "tensor-parallel")
     try:

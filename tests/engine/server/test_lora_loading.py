@@ -242,6 +242,7 @@ def test_an_engine_without_room_for_adapters_says_so(root: Path) -> None:
         make_engine("stories260K").load_lora("poet", root / "red")
 
 
+@pytest.mark.whole
 def test_every_tensor_parallel_worker_loads_it(root: Path, texts: dict[str, str]) -> None:
     config = EngineConfig(
         "stories260K", dtype="float32", num_threads=1, max_loras=1, tensor_parallel_size=2

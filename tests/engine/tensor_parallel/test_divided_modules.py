@@ -91,6 +91,7 @@ def run(engine: Engine, lora: str | None = None) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.whole
 def test_two_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
     """Chunks, preemption, biases, a sliding window, and an adapter on row- and column-parallel linears."""
     model = save_model(tmp_path / "model", "Starcoder2Config", {"sliding_window": 9})

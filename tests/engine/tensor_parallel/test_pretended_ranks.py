@@ -61,6 +61,7 @@ def served(
     return card, other, wire, begun
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_both_ranks_replay_without_a_fault(mode: str, llama: Path) -> None:
     card, other, wire, begun = served(llama, **MODES[mode])

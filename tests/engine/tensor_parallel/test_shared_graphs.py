@@ -115,6 +115,7 @@ CpuGraph.__init__ = refuse
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rows", [3, 5], ids=["at the start", "within a step"])
 def test_a_capture_that_fails_on_one_rank_leaves_all_eager(
     rows: int,
@@ -142,6 +143,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_eager(
         assert calls.count("capture") == (rows == 5) and "replay" not in calls
 
 
+@pytest.mark.whole
 def test_a_capture_that_fails_on_rank_0_leaves_all_eager(
     expected: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -165,6 +167,7 @@ def test_a_capture_that_fails_on_rank_0_leaves_all_eager(
     assert replies == [[None]]
 
 
+@pytest.mark.whole
 def test_replayed_steps_of_several_tokens_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("model_type", MECHANISMS)
 def test_the_plan_is_that_of_a_real_cache(model_type: str, tmp_path: Path) -> None:
     case = Case(model_type, surveyed_types()[model_type], tmp_path)
@@ -62,7 +62,7 @@ def test_the_plan_is_that_of_a_real_cache(model_type: str, tmp_path: Path) -> No
     assert (verdict.outcome, verdict.detail) == ("exact", "probe")
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", ORACLE_OF)
 def test_probe_and_table_agree(name: str) -> None:
     raw = current_names(table_configs()[name])
