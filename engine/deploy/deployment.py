@@ -17,7 +17,7 @@ from ...quant.base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DeploymentPlan, DevicePlan
 from ..server.requests.metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric
-from .engine_commands import ENGINES, ServerCommand, shown
+from .engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, shown
 from .stored_quantization import StoredQuantization, quantization_words
 
 PORT = 8000
@@ -28,28 +28,41 @@ class ServedEngine:
     """A server in a container. `/health` is each one's liveness.
 
     Attributes:
-        name: as `--engine` takes it.
-        image: of the version whose options are written; None: the user's own.
+        repository: of images, up to the version whose options are written; None: the user's own image.
         ready_path: answers 200 while the server takes new requests.
-        key_variable: the environment variable of its API key; None: it takes none from there.
         metric: its name of a metric of llmopt, None for one that it has not.
-        metrics_need_key: whether `/metrics` asks for the API key.
         command: None for llmopt's own server.
+        metrics_need_key: whether `/metrics` asks for the API key.
         words: arguments that a deployment adds.
         kv_dtypes: its names of the planner's dtypes of the KV cache, None for the default; without them it
             has the planner's, bf16 by default.
     """
 
-    name: str
-    title: str
-    image: str | None
+    repository: str | None
     ready_path: str
-    key_variable: str | None
     metric: Callable[[str], str | None]
-    metrics_need_key: bool = False
     command: ServerCommand | None = None
+    metrics_need_key: bool = False
     words: Sequence[str] = ()
     kv_dtypes: Mapping[str, str | None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Value of `--engine`."""
+        return "llmopt" if self.command is None else self.command.name
+
+    @property
+    def title(self) -> str:
+        return "llmopt" if self.command is None else self.command.title
+
+    @property
+    def image(self) -> str | None:
+        return None if self.command is None else f"{self.repository}{self.command.version}"
+
+    @property
+    def key_variable(self) -> str | None:
+        """The environment variable of its API key; None: it takes none from there."""
+        return "LLMOPT_API_KEY" if self.command is None else self.command.key_variable
 
     @property
     def has_metrics(self) -> bool:
@@ -79,52 +92,24 @@ class ServedEngine:
         return [] if name is None else ["--kv-cache-dtype", name]
 
 
-def _other(
-    name: str,
-    image: str,
-    metric: Callable[[str], str | None],
-    ready_path: str,
-    words: Sequence[str] = (),
-    kv_dtypes: Mapping[str, str | None] | None = None,
-) -> ServedEngine:
-    command = ENGINES[name]
-    return ServedEngine(
-        name,
-        command.title,
-        f"{image}{command.version}",
-        ready_path,
-        command.key_variable,
-        metric,
-        command=command,
-        words=words,
-        kv_dtypes=kv_dtypes,
-    )
-
+_OUR_CACHES = {"bf16": "bfloat16", "float32": "float32", "fp8": "fp8", "int8": "int8"}
+_SGLANG_CACHES = {"bf16": None, "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 
 SERVED: Mapping[str, ServedEngine] = {
     engine.name: engine
     for engine in (
+        ServedEngine(None, "/ready", llmopt_metric, metrics_need_key=True, kv_dtypes=_OUR_CACHES),
+        ServedEngine("vllm/vllm-openai:v", "/health", vllm_metric, VLLM),
         ServedEngine(
-            "llmopt",
-            "llmopt",
-            None,
-            "/ready",
-            "LLMOPT_API_KEY",
-            llmopt_metric,
-            metrics_need_key=True,
-            kv_dtypes={"bf16": "bfloat16", "float32": "float32", "fp8": "fp8", "int8": "int8"},
-        ),
-        _other("vllm", "vllm/vllm-openai:v", vllm_metric, "/health"),
-        _other(
-            "sglang",
             "lmsysorg/sglang:v",
-            sglang_metric,
             "/ready",
-            ["--enable-metrics"],
-            {"bf16": None, "fp8": "fp8_e4m3", "nvfp4": "nvfp4"},
+            sglang_metric,
+            SGLANG,
+            words=["--enable-metrics"],
+            kv_dtypes=_SGLANG_CACHES,
         ),
         # Its Prometheus metrics have to be switched on in a YAML file, and lack the length of the queue.
-        _other("trtllm", "nvcr.io/nvidia/tensorrt-llm/release:", no_metric, "/health"),
+        ServedEngine("nvcr.io/nvidia/tensorrt-llm/release:", "/health", no_metric, TRTLLM),
     )
 }
 

@@ -211,13 +211,12 @@ def _labelled_counters(metrics: ServerMetrics) -> Iterator[tuple[str, str, Value
 def _usage(principals: Sequence[Principal]) -> Iterator[tuple[str, str, Values]]:
     """Requests and tokens by key, and requests that its limits refused."""
     keys = [{"key": each.key_name or ""} for each in principals]
-    for name, text, field in (
-        ("requests", "Requests that have ended, by API key.", "num_requests"),
-        ("prompt_tokens", "Prompt tokens of requests, by API key.", "prompt_tokens"),
-        ("generation_tokens", "Generated tokens, by API key.", "completion_tokens"),
+    for name, text in (
+        ("requests", "Requests that have ended, by API key."),
+        ("prompt_tokens", "Prompt tokens of requests, by API key."),
+        ("generation_tokens", "Generated tokens, by API key."),
     ):
-        counts = [getattr(each.usage, field) for each in principals]
-        yield name, text, list(zip(keys, counts, strict=True))
+        yield name, text, [(key, p.usage[name]) for key, p in zip(keys, principals, strict=True)]
     refused: list[tuple[Labels, float]] = []
     for key, each in zip(keys, principals, strict=True):
         counts = {name: each.limits.refused[name] for name in ("requests", "tokens")}

@@ -21,7 +21,7 @@ from ..protocol.generation_protocol import TokenId
 from ..protocol.server_options import ServerOptions
 from ..requests.keys import KeyRing
 from ..requests.loop import EngineLoop
-from ..requests.request_record import tenant_of
+from ..requests.request_record import record_of
 from .conversation import render
 from .exposition import Exposition
 from .service import Service
@@ -77,7 +77,7 @@ def add_operations(
     async def abort(body: AbortRequest, request: Request) -> dict[str, object]:
         """Abort a response in flight that came with the same API key; its client receives an error. False if
         there is none with that id."""
-        return {"id": body.id, "aborted": service.loop.abort(body.id, tenant_of(request).key)}
+        return {"id": body.id, "aborted": service.loop.abort(body.id, record_of(request).tenant)}
 
 
 def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import chat_call
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
-from ..requests.request_record import Tenant, record_of, tenant_of
+from ..requests.request_record import record_of
 from .completions import chat_logprobs
 from .conversation import ConversationResponse, converse
 from .service import ResponseContext, Service, server_sent
@@ -142,13 +142,11 @@ class ResponseStore:
     """Responses by tenant and id, which a client may choose. The oldest are dropped first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._responses: OrderedDict[tuple[Tenant, str], StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[tuple[int, str], StoredResponse] = OrderedDict()
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def put(
-        self, tenant: Tenant, turns: Sequence[dict[str, Any]], document: dict[str, Any]
-    ) -> None:
+    def put(self, tenant: int, turns: Sequence[dict[str, Any]], document: dict[str, Any]) -> None:
         """Store a response; one that is larger than the store, as turns with many images may be, is dropped
         in place of all others."""
         size = len(json.dumps([turns, document]))
@@ -161,14 +159,14 @@ class ResponseStore:
         while self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._responses)))
 
-    def prefix(self, tenant: Tenant, request_id: str) -> str:
+    def prefix(self, tenant: int, request_id: str) -> str:
         """Prefix of a response's id before the request's: more than `resp_` where that id is taken, for a
         client may send one `X-Request-Id` with several turns."""
         if (tenant, f"resp_{request_id}") not in self._responses:
             return "resp_"
         return f"resp_{uuid.uuid4().hex[:16]}_"
 
-    def get(self, tenant: Tenant, response_id: str) -> StoredResponse:
+    def get(self, tenant: int, response_id: str) -> StoredResponse:
         """A response; ApiError 404 where there is none of that id, or no longer."""
         stored = self._responses.get((tenant, response_id))
         if stored is None:
@@ -180,12 +178,12 @@ class ResponseStore:
             )
         return stored
 
-    def delete(self, tenant: Tenant, response_id: str) -> None:
+    def delete(self, tenant: int, response_id: str) -> None:
         """Drop a response; raises as `get`."""
         self.get(tenant, response_id)
         self._drop((tenant, response_id))
 
-    def _drop(self, place: tuple[Tenant, str]) -> None:
+    def _drop(self, place: tuple[int, str]) -> None:
         if (stored := self._responses.pop(place, None)) is not None:
             self._num_bytes -= stored.num_bytes
 
@@ -394,7 +392,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
         service.check(body)
-        tenant, turns = tenant_of(request), body.turns
+        tenant, turns = record_of(request).tenant, body.turns
         if body.previous_response_id is not None:
             turns = [*store.get(tenant, body.previous_response_id).turns, *turns]
         chat = body.chat_request(turns)
@@ -414,10 +412,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{response_id}")
     async def show_response(response_id: str, request: Request) -> dict[str, Any]:
         """A stored response."""
-        return store.get(tenant_of(request), response_id).document
+        return store.get(record_of(request).tenant, response_id).document
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         """Forget a stored response."""
-        store.delete(tenant_of(request), response_id)
+        store.delete(record_of(request).tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}

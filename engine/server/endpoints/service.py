@@ -23,7 +23,7 @@ from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.pooling_protocol import PoolingRequest
 from ..protocol.server_options import ScriptedText
 from ..requests.loop import EngineLoop
-from ..requests.request_record import record_of, tenant_of
+from ..requests.request_record import cache_salt, record_of
 from ..requests.stream import Job, OutputStream, Phases
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
@@ -180,7 +180,7 @@ class Service:
         Raises:
             BadInput, TooMany, Unavailable: what the engine or a limit of the key refuses.
         """
-        record, tenant = record_of(asked.request), tenant_of(asked.request)
+        record = record_of(asked.request)
         body, params, prompts = asked.body, asked.params, asked.prompts
         response_id = f"{asked.id_prefix}{body.request_id or record.request_id}"
         name = body.model or self.model_name
@@ -193,8 +193,8 @@ class Service:
                 asked.arrival_seconds,
                 self.adapter(name),
                 body.priority or 0,
-                tenant.cache_salt(body.cache_salt),
-                tenant.key,
+                cache_salt(record.tenant, body.cache_salt),
+                record.tenant,
                 asked.pooling,
                 asked.images,
             )

@@ -81,29 +81,6 @@ class TooMany(ApiError):
         super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
 
 
-class StepFailed(ApiError):
-    """500: a step failed, and with it its requests; the engine goes on."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            500, "the engine failed on a step of this request: try again", code="step_failed"
-        )
-
-
-class Aborted(ApiError):
-    """409: the request was aborted through `/abort`."""
-
-    def __init__(self) -> None:
-        super().__init__(409, "the request was aborted", code="aborted")
-
-
-class TimedOut(ApiError):
-    """504: the response was not complete within the request timeout."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(504, f"the response was not complete after {seconds:g} s", code="timeout")
-
-
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

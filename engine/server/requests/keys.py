@@ -6,8 +6,9 @@ import hashlib
 import hmac
 import logging
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,21 +20,6 @@ from ..protocol.server_options import ServerOptions, is_sendable
 from .limits import ConcurrencyLimiter, RateLimits
 
 
-@dataclass(slots=True)
-class KeyUsage:
-    """Usage of a key: requests, and tokens that were computed and generated."""
-
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def record(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count a request that has ended."""
-        self.num_requests += 1
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
-
-
 @dataclass(slots=True, eq=False)
 class Principal:
     """One client.
@@ -42,6 +28,7 @@ class Principal:
         number: identifies it while the process lives; prefix cache and stored responses are by it.
         key_name: the name of its API key, never the key; None without keys.
         is_admin: whether it may see metrics and the engine's state.
+        usage: requests that have ended, and their tokens of prompt and completion.
     """
 
     number: int
@@ -49,7 +36,7 @@ class Principal:
     is_admin: bool
     limits: RateLimits
     concurrency: ConcurrencyLimiter
-    usage: KeyUsage
+    usage: Counter[str] = field(default_factory=Counter)
 
 
 _log = logging.getLogger(__name__)
@@ -232,7 +219,7 @@ class KeyRing:
         if known is None:
             number = self._numbers.setdefault(key.name, len(self._numbers))
             concurrency = ConcurrencyLimiter(limit, options.max_queue_per_key)
-            known = Principal(number, name, key.admin, RateLimits(), concurrency, KeyUsage())
+            known = Principal(number, name, key.admin, RateLimits(), concurrency)
         known.is_admin, known.concurrency.limit = key.admin, limit
         known.limits.configure(key.rpm or options.rpm_per_key, key.tpm or options.tpm_per_key)
         return known

@@ -23,7 +23,7 @@ from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
-from ..protocol.errors import Aborted, ApiError, RetryAfter, StepFailed, TooMany, Unavailable
+from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
 from .metrics import ServerMetrics
 from .stream import Job, OutputStream
@@ -193,14 +193,14 @@ class EngineLoop:
         return stream
 
     def abort(self, response_id: str, key: int = 0) -> bool:
-        """Abort a response of an API key: its streams raise `Aborted`; False if there is no such one."""
+        """Abort a response of an API key, whose client gets 409; False if there is no such one."""
         streams = {
             stream
             for name, stream in self._streams.items()
             if name.startswith(f"{response_id}/") and stream.jobs[0].key == key
         }
         for stream in streams:
-            stream.push(Aborted())
+            stream.push(ApiError(409, "the request was aborted", code="aborted"))
             stream.close()
         return bool(streams)
 
@@ -266,7 +266,9 @@ class EngineLoop:
                 self._retry_after.record_finish()
         if steps.failed_requests is not None:
             self.metrics.note_failed_step(steps.failed_requests)
-            self._post(self._push_all, steps.failed_requests, StepFailed())
+            problem = "the engine failed on a step of this request: try again"
+            error = ApiError(500, problem, code="step_failed")
+            self._post(self._push_all, steps.failed_requests, error)
         return outputs
 
     def _end(self, reason: str) -> None:

@@ -177,7 +177,11 @@ class ObservingMiddleware:
             if record.reservation is not None:
                 record.reservation.settle(totals.prompt_tokens + totals.completion_tokens)
             if record.principal is not None:
-                record.principal.usage.record(totals.prompt_tokens, totals.completion_tokens)
+                record.principal.usage.update(
+                    requests=1,
+                    prompt_tokens=totals.prompt_tokens,
+                    generation_tokens=totals.completion_tokens,
+                )
             if self._tracing is not None and span is not None:
                 self._tracing.end(span, record, totals)
             if _access.isEnabledFor(logging.INFO):

@@ -19,21 +19,13 @@ if TYPE_CHECKING:
     from .keys import Principal
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """Number of the client whose API key a request came with; all requests are of the first without keys."""
+def cache_salt(tenant: int, salt: str | None) -> bytes:
+    """Salt of the prefix cache's hashes.
 
-    key: int = 0
-
-    def cache_salt(self, salt: str | None) -> bytes:
-        """Salt of the prefix cache's hashes.
-
-        A hit is seen in `cached_tokens` and in the time to first token, so that tenants who shared the cache
-        could find out each other's prompts. `salt`, of the request, separates the users of one key likewise.
-        """
-        if self.key == 0 and salt is None:
-            return b""
-        return f"{self.key}/{salt or ''}".encode()
+    A hit is seen in `cached_tokens` and in the time to first token, so that tenants who shared the cache
+    could find out each other's prompts. `salt`, of the request, separates the users of one key likewise.
+    """
+    return b"" if tenant == 0 and salt is None else f"{tenant}/{salt or ''}".encode()
 
 
 RECORD_KEY = "llmopt.request"
@@ -88,6 +80,11 @@ class RequestRecord:
     def key(self) -> str | None:
         """The name of the API key; None without keys."""
         return None if self.principal is None else self.principal.key_name
+
+    @property
+    def tenant(self) -> int:
+        """Number of the client whose API key it came with; without keys all requests are of the first."""
+        return 0 if self.principal is None else self.principal.number
 
     def reserve(self, num_tokens: int, *, at_least: int) -> None:
         """Take `num_tokens` from the key's tokens per minute until the request ends.
@@ -145,9 +142,3 @@ def record_of(request: Request | Scope) -> RequestRecord:
     if RECORD_KEY not in scope:
         scope[RECORD_KEY] = RequestRecord(new_request_id(), scope["method"], scope["path"], "")
     return scope[RECORD_KEY]
-
-
-def tenant_of(request: Request) -> Tenant:
-    """The tenant that the middleware found."""
-    principal = record_of(request).principal
-    return Tenant() if principal is None else Tenant(principal.number)

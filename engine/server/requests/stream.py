@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
-from ..protocol.errors import ApiError, TimedOut
+from ..protocol.errors import ApiError
 
 
 class Phases(NamedTuple):
@@ -52,7 +52,7 @@ class OutputStream:
     """Asynchronous stream of the `RequestOutput`s of some jobs: `async for output in stream`.
 
     Ends when every completion of every job has a finish reason. Raises `Unavailable` if the engine
-    fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called at the end; it
+    fails or stops first, and 504 after `timeout_seconds`. `close` must be called at the end; it
     aborts unfinished requests.
 
     Attributes:
@@ -70,8 +70,9 @@ class OutputStream:
         self._on_close = on_close
         self._outputs: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
         self._num_unfinished = sum(job.params.n for job in jobs)
+        problem = f"the response was not complete after {timeout_seconds:g} s"
         self._deadline = asyncio.get_running_loop().call_later(
-            timeout_seconds, self.push, TimedOut(timeout_seconds)
+            timeout_seconds, self.push, ApiError(504, problem, code="timeout")
         )
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:

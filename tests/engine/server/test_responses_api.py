@@ -11,7 +11,6 @@ import pytest
 from llmopt.engine.server.endpoints.responses import ResponseStore
 from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.requests.request_record import Tenant
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -189,7 +188,7 @@ def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> Non
 
 
 def test_turns_with_one_request_id_are_kept_apart() -> None:
-    store, tenant, other = ResponseStore(), Tenant(), Tenant(1)
+    store, tenant, other = ResponseStore(), 0, 1
     assert store.prefix(tenant, "x") == "resp_"
     store.put(tenant, [], {"id": "resp_x"})
     assert store.prefix(tenant, "x") not in ("resp_", store.prefix(tenant, "x"))
@@ -199,7 +198,7 @@ def test_turns_with_one_request_id_are_kept_apart() -> None:
 
 
 def test_the_store_drops_the_oldest() -> None:
-    store, tenant = ResponseStore(max_bytes=3000), Tenant()
+    store, tenant = ResponseStore(max_bytes=3000), 0
     for number in range(5):
         store.put(tenant, [{"role": "user", "content": "x" * 900}], {"id": f"resp_{number}"})
     for number in range(5):
@@ -211,7 +210,7 @@ def test_the_store_drops_the_oldest() -> None:
 
 
 def test_a_response_larger_than_the_store_drops_no_other() -> None:
-    store, tenant = ResponseStore(max_bytes=3000), Tenant()
+    store, tenant = ResponseStore(max_bytes=3000), 0
     store.put(tenant, [], {"id": "small"})
     store.put(tenant, [{"role": "user", "content": "x" * 4000}], {"id": "large"})
     assert store.get(tenant, "small").document == {"id": "small"}
