@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
-from .options.command import From, Words, with_options, writable
+from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models
 from .serving import ServedModelOptions, app_options
 
@@ -34,13 +34,7 @@ def batch(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=writable,
-            help="The file of answers to write. Default: FILE with .out.jsonl.",
-        ),
+        Path | None, output_to("The file of answers to write. Default: FILE with .out.jsonl.")
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw away the answers of an earlier run.")
@@ -54,7 +48,7 @@ def batch(
     from ..quant.base.errors import BadInput
     from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
-    from .output.console import people
+    from .output.console import say
 
     asked = model or DEFAULT_MODEL
     keywords = keywords_of_words(EngineConfig, engine)
@@ -70,7 +64,7 @@ def batch(
         raise BadInput(f"--output {target} is the batch file itself: name another")
     with AnswerJournal(target, requests.requests, restart=restart) as answers:
         for note in answers.notes:
-            people.print(note, soft_wrap=True, markup=False)
+            say(note)
         num_resumed, began = len(answers), time.monotonic()
         num_tokens = 0
         if num_resumed < len(requests.requests):
@@ -78,7 +72,13 @@ def batch(
         answers.finish()
         seconds = time.monotonic() - began
         num_failed = answers.num_failed
-    _tell(target, len(requests.requests), num_resumed, num_failed, num_tokens, seconds, as_json)
+    counts = {
+        "num_requests": len(requests.requests),
+        "num_resumed": num_resumed,
+        "num_failed": num_failed,
+        "total_tokens": num_tokens,
+    }
+    _tell({"output": str(target), **counts, "seconds": round(seconds, 3)}, as_json)
     raise typer.Exit(1 if num_failed else 0)
 
 
@@ -91,9 +91,9 @@ def _run(
 ) -> int:
     """Load the model and answer what is left; returns the tokens of it."""
     from ..engine.server.launch import bound_kernel_caches
-    from .output.console import TerminalProgress, people
+    from .output.console import TerminalProgress, say
 
-    people.print(f"loading {config.model} ...", soft_wrap=True, markup=False)
+    say(f"loading {config.model} ...")
     bound_kernel_caches()
     from ..engine.engine import Engine
     from ..engine.server.app import create_app
@@ -102,50 +102,24 @@ def _run(
     opened = Engine(config)
     options = replace(OPTIONS, media=limits)
     app = create_app(opened, options=options, **for_app)  # type: ignore[arg-type]
-    progress = TerminalProgress()
-    run = BatchRun(app, requests, answers, progress)
-    progress.start("batch", len(requests.requests) - len(answers), "requests")
-    try:
+
+    def kept() -> str:
+        where = f"{len(answers)} answers are in {answers.journal}"
+        return f"interrupted: {where}; the same command goes on"
+
+    with TerminalProgress(kept) as progress:
+        run = BatchRun(app, requests, answers, progress)
+        progress.start("batch", len(requests.requests) - len(answers), "requests")
         run.run(opened.scheduler.config.max_num_seqs)
-    except KeyboardInterrupt:
-        progress.finish()
-        people.print(
-            f"interrupted: {len(answers)} answers are in {answers.journal}; the same command goes on",
-            soft_wrap=True,
-            markup=False,
-        )
-        raise typer.Exit(130) from None
-    finally:
-        progress.finish()
     return run.num_tokens
 
 
-def _tell(
-    target: Path,
-    num_requests: int,
-    num_resumed: int,
-    num_failed: int,
-    num_tokens: int,
-    seconds: float,
-    as_json: bool,
-) -> None:
-    from .output.console import emit_json, result_console
+def _tell(done: dict[str, Any], as_json: bool) -> None:
+    from .output.console import result_console, say
 
-    if as_json:
-        emit_json(
-            {
-                "output": str(target),
-                "num_requests": num_requests,
-                "num_resumed": num_resumed,
-                "num_failed": num_failed,
-                "total_tokens": num_tokens,
-                "seconds": round(seconds, 3),
-            }
-        )
-    before = f", {num_resumed} of them before" if num_resumed else ""
-    result_console(as_json).print(
-        f"{target}: {num_requests} requests answered{before}, {num_failed} of them with an error; "
-        f"{num_tokens:,} tokens in {seconds:.1f} s",
-        soft_wrap=True,
-        markup=False,
+    before = f", {done['num_resumed']} of them before" if done["num_resumed"] else ""
+    say(
+        f"{done['output']}: {done['num_requests']} requests answered{before}, {done['num_failed']} of them "
+        f"with an error; {done['total_tokens']:,} tokens in {done['seconds']:.1f} s",
+        result_console(as_json, done),
     )

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.options.definitions import (
-    ArrivalOptions,
-    ConversationOptions,
-    DataOptions,
-    LoadOptions,
-    MetricOptions,
-    QualityOptions,
-    RecordOptions,
-    TargetOptions,
-)
+from ..bench.options import definitions as of_bench
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options
@@ -33,21 +24,22 @@ if TYPE_CHECKING:
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
     from ..bench.studies.grid_plan import GridPlan
-    from .options.measuring import GridOptions, SweepOptions
-    from .options.shared import ResultOptions
+
+WORKLOAD = (of_bench.DataOptions, of_bench.ConversationOptions)
+WORKLOAD += (of_bench.ArrivalOptions, of_bench.LoadOptions)
 
 
 @with_options
 def bench(
     model: ModelOptions,
-    workload: Annotated[Words, From(DataOptions, ConversationOptions, ArrivalOptions, LoadOptions)],
+    workload: Annotated[Words, From(*WORKLOAD)],
     sweep: SweepOptions,
     grid: GridOptions,
-    target: Annotated[Words, From(TargetOptions)],
+    target: Annotated[Words, From(of_bench.TargetOptions)],
     engine: Annotated[Words, From(EngineConfig)],
-    scores: Annotated[Words, From(MetricOptions, QualityOptions)],
+    scores: Annotated[Words, From(of_bench.MetricOptions, of_bench.QualityOptions)],
     verdict: VerdictOptions,
-    record: Annotated[Words, From(RecordOptions)],
+    record: Annotated[Words, From(of_bench.RecordOptions)],
     tracking: TrackingOptions,
     result: ResultOptions,
 ) -> None:
@@ -110,12 +102,8 @@ def _run(
     from ..bench.session.run_sessions import run_judged
     from .output.console import TerminalProgress
 
-    progress = TerminalProgress()
-    try:
-        with served(options, progress) as options:
-            judged = run_judged(options, wanted, progress)
-    finally:
-        progress.finish()
+    with TerminalProgress() as progress, served(options, progress) as options:
+        judged = run_judged(options, wanted, progress)
     folder = _report(judged, options, result, [] if wanted is not None else trackers)
     if wanted is not None:
         _judge(judged, wanted, folder, result.as_json, trackers)
@@ -132,7 +120,7 @@ def _judge(
     from ..bench.record.tracking import of_result
     from ..bench.session.run_sessions import write_verdict
     from .output.bench_tables import print_comparison, track
-    from .output.console import result_console
+    from .output.console import result_console, say
 
     write_verdict(judged, wanted, folder)
     track(trackers, of_result(judged.run.result, folder))
@@ -140,7 +128,7 @@ def _judge(
         return
     out = result_console(as_json)
     print_comparison(comparison, out)
-    out.print(f"Comparison: {folder / 'comparison.html'}", markup=False, soft_wrap=True)
+    say(f"Comparison: {folder / 'comparison.html'}", out)
     if comparison.outcome.exit_code:
         raise typer.Exit(comparison.outcome.exit_code)
 
@@ -153,7 +141,7 @@ def _report(
     from ..bench.record.tracking import of_result
     from ..bench.session.run_sessions import write_run
     from .output.bench_tables import show_run, track
-    from .output.console import emit_json, people, result_console
+    from .output.console import people, result_console, say
 
     run = judged.run
     if not any(one.traces for one in run.passes):
@@ -165,15 +153,13 @@ def _report(
     folder = result.folder(run.result["llmopt"]["name"])
     write_run(run, folder, with_csv=result.csv, with_report=options.report)
     track(trackers, of_result(run.result, folder))
-    if result.as_json:
-        emit_json(run.result)
-    out = result_console(result.as_json)
+    out = result_console(result.as_json, run.result)
     show_run(run.result, options, out)
     if run.interrupted:
         people.print(f"interrupted: what finished is in {folder}", markup=False)
         raise typer.Exit(130)
     written = f"Report: {folder / 'report.html'}" if options.report else f"Result: {folder}"
-    out.print(written, markup=False, soft_wrap=True)
+    say(written, out)
     if run.result["completed"] == 0 or (run.result["llmopt"].get("tasks") or {}).get("error"):
         raise typer.Exit(1)
     return folder
@@ -183,17 +169,12 @@ def _print_client_errors(target: Words, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
     from ..bench.load.certify import check_client
     from ..bench.report.console import check_table
-    from .output.console import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, result_console, say
 
-    progress = TerminalProgress()
     burden = target["client_burden_ms"] / 1000
-    try:
+    with TerminalProgress() as progress:
         found, errors = check_client(target["client_workers"], burden=burden, progress=progress)
-    finally:
-        progress.finish()
-    if as_json:
-        emit_json(found)
-    result_console(as_json).print(check_table(errors), markup=False, soft_wrap=True)
+    say(check_table(errors), result_console(as_json, found))
 
 
 def run_sweep(
@@ -212,7 +193,7 @@ def run_sweep(
     from ..bench.report.sweep import write_sweep
     from ..quant.base.errors import BadInput
     from .output.bench_tables import track
-    from .output.console import emit_json, people, result_console
+    from .output.console import result_console, say
 
     if wanted is not None:
         raise BadInput("a sweep or a search compares nothing: omit --baseline and --against")
@@ -220,14 +201,12 @@ def run_sweep(
     folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
     write_sweep(record, folder)
     track(trackers, of_sweep(record, folder))
-    if result.as_json:
-        emit_json(record)
-    out = result_console(result.as_json)
+    out = result_console(result.as_json, record)
     _show_sweep(record, out)
     if record["interrupted"]:
-        people.print(f"interrupted: what finished is in {folder}", markup=False, soft_wrap=True)
+        say(f"interrupted: what finished is in {folder}")
         raise typer.Exit(130)
-    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    say(f"Report: {folder / 'report.html'}", out)
     if record["knee"] is None or (sweep.slo is not None and record["slo"]["best"] is None):
         raise typer.Exit(1)
 
@@ -241,17 +220,13 @@ def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any
     kind = sweep.kind()
     if sweep.slo is not None:
         options = options.model_copy(update={"goodput": (sweep.slo,)})
-    progress = TerminalProgress()
-    try:
-        with served(options, progress) as options:
-            sweep_target = SweepTarget(options, kind, progress)
-            if sweep.slo is not None:
-                return search_slo(sweep_target, sweep.slo, sweep.slo_share).as_dict()
-            loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
-            assert loads is not None
-            return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
-    finally:
-        progress.finish()
+    with TerminalProgress() as progress, served(options, progress) as options:
+        sweep_target = SweepTarget(options, kind, progress)
+        if sweep.slo is not None:
+            return search_slo(sweep_target, sweep.slo, sweep.slo_share).as_dict()
+        loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
+        assert loads is not None
+        return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
 
 
 def _show_sweep(record: dict[str, Any], out: Console) -> None:
@@ -283,7 +258,7 @@ def run_bench_grid(
     from ..bench.studies.grid_plan import plan_grid
     from ..quant.base.atomic_io import interrupts_held
     from .output.bench_tables import track
-    from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     axes = parse_axes(grid.pareto)
     plan = plan_grid(given, grid.serve_params, grid.bench_params, grid.link_vars)
@@ -293,8 +268,7 @@ def run_bench_grid(
         return
     folder = result.folder(plan.name)
     open_grid(plan, folder)
-    progress = TerminalProgress()
-    try:
+    with TerminalProgress() as progress:
         is_whole = run_grid(
             plan,
             folder,
@@ -302,22 +276,15 @@ def run_bench_grid(
             after_cell=lambda _, run, cell: track(trackers, of_result(run.result, cell)),
             refresh=lambda: write_grid(plan, folder, axes),
         )
-    finally:
-        progress.finish()
     with interrupts_held():
         record = write_grid(plan, folder, axes)
-    if result.as_json:
-        emit_json(record)
-    out = result_console(result.as_json)
+    out = result_console(result.as_json, record)
     _show_grid(record, out)
     if not is_whole:
-        people.print(
-            f"interrupted: finished cells are in {folder}; the same line with --output {folder} goes on",
-            markup=False,
-            soft_wrap=True,
-        )
+        goes_on = f"the same line with --output {folder} goes on"
+        say(f"interrupted: finished cells are in {folder}; {goes_on}")
         raise typer.Exit(130)
-    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    say(f"Report: {folder / 'report.html'}", out)
     if any(row["status"] != "done" for row in record["cells"]):
         raise typer.Exit(1)
 
@@ -345,7 +312,8 @@ def commands(plan: GridPlan) -> list[str]:
 def _show_grid(record: Mapping[str, Any], out: Console) -> None:
     from ..bench.studies.grid_page import console_table, grid_verdict
     from .output.bench_tables import print_table
+    from .output.console import say
 
     print_table(console_table(record), out)
     verdict = grid_verdict(record)
-    out.print(f"{verdict.headline} {verdict.sentence}", markup=False, soft_wrap=True)
+    say(f"{verdict.headline} {verdict.sentence}", out)

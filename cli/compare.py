@@ -14,10 +14,9 @@ from .options.command import with_options
 from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
-    from ..bench.gate.compare import Comparison, RunData
+    from ..bench.gate.compare import Comparison
     from ..bench.studies.starts_plan import StartsPlan
     from ..bench.studies.starts_series import Finished
-    from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
 
 
 @with_options
@@ -36,7 +35,7 @@ def compare(
 ) -> None:
     """Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict."""
     from .output.bench_tables import print_comparison
-    from .output.console import emit_json, result_console
+    from .output.console import result_console
 
     if starts.is_asked_for:
         comparison, record = compare_starts(arguments or (), limits, starts, files)
@@ -44,17 +43,15 @@ def compare(
         starts.check_absent()
         comparison = _compare_runs(arguments or [], limits, files)
         record = comparison.as_dict()
-    if files.as_json:
-        emit_json(record)
-    print_comparison(comparison, result_console(files.as_json))
+    print_comparison(comparison, result_console(files.as_json, record))
     if comparison.outcome.exit_code:
         raise typer.Exit(comparison.outcome.exit_code)
 
 
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
-    from ..bench.gate.compare import RunData, parse_share
+    from ..bench.gate.compare import RunData
     from ..bench.gate.compare import compare as judge
-    from ..bench.gate.limits import parse_gate
+    from ..bench.gate.limits import parse_gate, parse_share
     from ..quant.base.errors import BadInput
     from .output.bench_tables import write_machine_readable
 
@@ -67,26 +64,13 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
     share = parse_share(limits.threshold)
     before, after = (RunData.read(Path(path)) for path in paths)
     comparison = judge(before, after, threshold=share, limits=gate, gate=quality)
-    _write_page(before, after, comparison, files)
+    if files.output is not None or files.markdown is not None:
+        from ..bench.report.comparison import comparison_page
+
+        page = comparison_page(before, after, comparison)
+        page.write(files.output, files.markdown)
     write_machine_readable(after, comparison, files)
     return comparison
-
-
-def _write_page(
-    before: RunData, after: RunData, comparison: Comparison, files: VerdictFileOptions
-) -> None:
-    """The comparison as HTML and Markdown, where they were asked for."""
-    if files.output is None and files.markdown is None:
-        return
-    from ..bench.page.page import to_html, to_markdown
-    from ..bench.report.comparison import comparison_page
-    from ..quant.base.atomic_io import write_atomically
-
-    if files.output is not None:
-        write_atomically(files.output, to_html(comparison_page(before, after, comparison)))
-    if files.markdown is not None:
-        page = comparison_page(before, after, comparison, with_figures=False)
-        write_atomically(files.markdown, to_markdown(page))
 
 
 def compare_starts(
@@ -102,36 +86,26 @@ def compare_starts(
         typer.Exit: 130 after Ctrl-C.
     """
     from ..bench.studies.starts_series import PairedSeries, record_of, write_comparison
-    from .output.console import TerminalProgress, people, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     folder, plan = _planned(bench_options, limits, starts, files)
-    progress = TerminalProgress()
+    goes_on = f"go on with `llmopt compare --resume {folder}`"
+    progress = TerminalProgress(
+        lambda: f"interrupted: the finished starts are in {folder}; {goes_on}"
+    )
     series = PairedSeries(plan, folder, progress)
     if starts.resume is None:
         _begin(folder, plan)
     # A job that is cancelled must not leave its starts running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with progress:
         finished = series.run()
-    except KeyboardInterrupt:
-        progress.finish()
-        people.print(
-            f"interrupted: the finished starts are in {folder}; go on with "
-            f"`llmopt compare --resume {folder}`",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
-    finally:
-        progress.finish()
     write_comparison(finished, folder)
     _write_others(finished, files)
-    out = result_console(files.as_json)
-    out.print(
+    say(
         f"Comparison: {folder / 'comparison.html'} ({finished.comparison.num_pairs} pairs of starts; "
         f"{finished.stopped_because})",
-        markup=False,
-        soft_wrap=True,
+        result_console(files.as_json),
     )
     return finished.comparison, record_of(finished)
 
@@ -193,12 +167,10 @@ def _begin(folder: Path, plan: StartsPlan) -> None:
 
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     """The files that were asked for besides those in the folder."""
-    from ..bench.page.page import to_markdown
     from ..bench.studies.starts_series import pooled, starts_page
-    from ..quant.base.atomic_io import write_atomically
     from .output.bench_tables import write_machine_readable
 
     if files.markdown is not None:
-        write_atomically(files.markdown, to_markdown(starts_page(finished, with_figures=False)))
+        starts_page(finished).write(markdown=files.markdown)
     new = pooled(finished.new) if finished.new else None
     write_machine_readable(new, finished.comparison, files)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options.command import writable_folder
+from .options.command import output_to
 from .options.shared import Json, TrustRemoteCode
 
 
@@ -24,13 +24,7 @@ def convert(
         ),
     ],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=writable_folder,
-            help="Folder to create. Default: ./SOURCE-FORMAT.",
-        ),
+        Path | None, output_to("Folder to create. Default: ./SOURCE-FORMAT.", folder=True)
     ] = None,
     allow_loss: Annotated[
         bool,
@@ -53,17 +47,15 @@ def convert(
     # Nothing before imports torch.
     from ..quant.convert.convert import convert as run
     from ..quant.open import open_checkpoint
-    from .output.console import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     opened = open_checkpoint(path, trust_remote_code=trust_remote_code)
     result = run(opened, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
-    if as_json:
-        emit_json(asdict(result) | {"lossless": result.lossless})
-    console = result_console(as_json)
+    console = result_console(as_json, asdict(result) | {"lossless": result.lossless})
     changed = {name: record for name, record in result.modules.items() if record["reason"]}
     for name, record in changed.items():
         lost = f"{record['error']:.2e} of its square" if record["error"] else "weights the same"
-        console.print(f"  {name}: {lost}; {record['reason']}", soft_wrap=True, markup=False)
+        say(f"  {name}: {lost}; {record['reason']}", console)
     kept = len(result.modules) - len(changed)
     console.print(
         f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; "

@@ -42,7 +42,7 @@ def freeze(
     """
     from ..bench.options.options import BenchOptions, checked
     from ..quant.models import resolve_model
-    from .output.console import emit_json, people, result_console
+    from .output.console import result_console, say
 
     asked = {**workload, **fitted, "model": model.name}
     given = {key: value for key, value in asked.items() if value is not None}
@@ -52,7 +52,7 @@ def freeze(
 
     made, output = freeze_workload(options, frozen.output), frozen.output
     for note in made.notes:
-        people.print(f"{made.name}: {note}", markup=False, soft_wrap=True)
+        say(f"{made.name}: {note}")
     found = {
         "path": str(output),
         "sha256": made.sha256,
@@ -62,13 +62,10 @@ def freeze(
         "output_tokens": made.output_tokens,
         "last_arrival_seconds": made.items[-1].arrival_seconds,
     }
-    if frozen.as_json:
-        emit_json(found)
     threads = f"{len(made.items)} conversations, " if made.is_multi_turn else ""
-    result_console(frozen.as_json).print(
+    say(
         f"{output}: {threads}{found['num_requests']} requests, {made.prompt_tokens:,} prompt and "
         f"{made.output_tokens:,} output tokens, the last due at "
         f"{found['last_arrival_seconds']:.2f} s\nsha256 {made.sha256}",
-        markup=False,
-        soft_wrap=True,
+        result_console(frozen.as_json, found),
     )

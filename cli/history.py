@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..quant.base.option import option
-from .options.command import with_options, writable
+from .options.command import output_to, with_options, writable
 from .options.shared import Json
 
 if TYPE_CHECKING:
@@ -66,26 +66,24 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add runs; a run that is there already is left as it is."""
-    from ..bench.gate.compare import parse_share
+    from ..bench.gate.limits import parse_share
     from ..bench.studies.history_runs import add_runs, runs_of_results, short_id
     from ..quant.base.atomic_io import check_output
-    from .output.console import emit_json, result_console
+    from .output.console import result_console, say
 
     share = parse_share(max_other_load)
     check_output(folder, "FOLDER", folder=True)
     given = runs_of_results(runs, commit=commit, date=date, max_other_load=share)
     added = add_runs(folder, given)
-    if as_json:
-        emit_json({"added": [run.run_id for run in added], "given": len(given)})
-    out = result_console(as_json)
+    record = {"added": [run.run_id for run in added], "given": len(given)}
+    out = result_console(as_json, record)
     for run in added:
         aside = f", set aside: {run.set_aside}" if run.set_aside else ""
-        line = f"{short_id(run)}: {run.name}, commit {run.commit}, series {run.series_id}{aside}"
-        out.print(line, markup=False, soft_wrap=True)
+        say(f"{short_id(run)}: {run.name}, commit {run.commit}, series {run.series_id}{aside}", out)
     there = len(given) - len(added)
     left = f" ({there} of {len(given)} there already)" if there else ""
     what = "1 run" if len(added) == 1 else f"{len(added)} runs"
-    out.print(f"{what} added to {folder}{left}", markup=False, soft_wrap=True)
+    say(f"{what} added to {folder}{left}", out)
 
 
 @history.command()
@@ -98,10 +96,7 @@ def show(
         ),
     ] = None,
     since: Since = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", callback=writable, help="Write the page to this HTML file."),
-    ] = None,
+    output: Annotated[Path | None, output_to("Write the page to this HTML file.")] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(callback=writable, help="Write the tables as Markdown to this file."),
@@ -111,40 +106,35 @@ def show(
     """Show the series with their change points and the commits of these."""
     from ..bench.gate.limits import quantity
     from ..bench.metrics.run_statistics import HEADLINES
-    from ..bench.studies.history_page import write_history
+    from ..bench.studies.history_page import history_page
     from ..bench.studies.history_series import series_dict, series_of
     from .output.bench_tables import print_series
-    from .output.console import emit_json, result_console
+    from .output.console import result_console, say
 
     metrics = [quantity(name) for name in metric or HEADLINES]
     runs = _runs_since(folder, since)
     series = [each for key in metrics for each in series_of(runs, key)]
-    write_history(series, output, markdown)
-    if as_json:
-        emit_json([series_dict(each) for each in series])
-    out = result_console(as_json)
+    history_page(series).write(output, markdown)
+    out = result_console(as_json, [series_dict(each) for each in series])
     print_series(series, out)
     if output is not None:
-        out.print(f"Page: {output}", markup=False, soft_wrap=True)
+        say(f"Page: {output}", out)
 
 
 @history.command()
 @with_options
 def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) -> None:
     """Exit 1 if the newest runs hold a change for the worse, 0 if not, 3 without a verdict."""
-    from ..bench.gate.compare import parse_share
+    from ..bench.gate.limits import parse_share
     from ..bench.studies.history_check import check_history, history_limits
-    from .output.console import emit_json, result_console
+    from .output.console import result_console, say
 
     bounds = history_limits(limits.gate, parse_share(limits.threshold))
     verdict = check_history(_runs_since(folder, limits.since), bounds, window=limits.window)
-    if as_json:
-        emit_json(verdict.as_dict())
-    out = result_console(as_json)
+    out = result_console(as_json, verdict.as_dict())
     for note in verdict.notes:
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
-    said = f"{verdict.outcome.value.upper()}: {verdict.sentence}"
-    out.print(said, markup=False, soft_wrap=True)
+        say(f"note: {note}", out)
+    say(f"{verdict.outcome.value.upper()}: {verdict.sentence}", out)
     if verdict.outcome.exit_code:
         raise typer.Exit(verdict.outcome.exit_code)
 

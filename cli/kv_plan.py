@@ -42,7 +42,7 @@ def kv_plan(
     from ..engine.planner.plan_json import plan_as_dict
     from ..engine.planner.plan_request import plan_for
     from ..quant.base.errors import BadInput
-    from .output.console import emit_json, people, result_console
+    from .output.console import emit_json, result_console, say
     from .output.plan_tables import show_engines, show_explanation, show_plan
 
     for target in (output.output, output.html):
@@ -50,7 +50,7 @@ def kv_plan(
             raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
     plan = plan_for(PlanRequest(**keywords_of_words(PlanRequest, words)))
     for warning in plan.warnings:
-        people.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        say(f"warning: {warning}")
     answer = plan_as_dict(plan)
     if output.as_json:
         emit_json(answer)
@@ -66,13 +66,13 @@ def kv_plan(
 
 def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
     from ..quant.base.atomic_io import write_atomically
-    from .output.console import people
+    from .output.console import say
 
     if output.output is not None:
         write_atomically(output.output, (json.dumps(answer, indent=2) + "\n").encode())
-        people.print(f"plan: {output.output}", markup=False, soft_wrap=True)
+        say(f"plan: {output.output}")
     if output.html is not None:
         from ..bench.report.plan_page import plan_page
 
         write_atomically(output.html, plan_page(plan).encode())
-        people.print(f"page: {output.html}", markup=False, soft_wrap=True)
+        say(f"page: {output.html}")

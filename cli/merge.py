@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.command import writable_folder
+from .options.command import output_to
 from .options.shared import Json
 
 
@@ -25,13 +25,7 @@ def merge(
         typer.Option(help="auto (that of the base), float32, bfloat16 or float16."),
     ] = "auto",
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=writable_folder,
-            help="Folder to create. Default: ./BASE-merged.",
-        ),
+        Path | None, output_to("Folder to create. Default: ./BASE-merged.", folder=True)
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -52,20 +46,16 @@ def merge(
     from ..quant.convert.merge import WeightedAdapter
     from ..quant.convert.merge import merge as run
     from ..quant.open import open_checkpoint
-    from .output.console import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     given = [WeightedAdapter(*pair) for pair in zip(adapters, factors, strict=True)]
     result = run(open_checkpoint(path), given, folder, dtype=dtype, progress=TerminalProgress())
-    if as_json:
-        emit_json(asdict(result))
-    console = result_console(as_json)
     largest = max(result.modules, key=result.modules.__getitem__)
-    console.print(
+    say(
         f"{result.output}: {len(result.modules)} linears changed, most {largest} by "
         f"{result.modules[largest]:.2%} of its norm; the dtype keeps at least {result.kept:.1%} of every "
         "change",
-        soft_wrap=True,
-        markup=False,
+        result_console(as_json, asdict(result)),
     )
 
 

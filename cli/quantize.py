@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
 from ..quant.base.option import keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest
-from .options.command import From, Words, with_options, writable_folder
+from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
 
 _RUN = ("tensor_parallel", "trust_remote_code", "restart")
@@ -43,13 +41,7 @@ def quantize(
     model: ModelOptions,
     asked: Annotated[Words, From(QuantizeRequest, but=_RUN)],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=writable_folder,
-            help="Folder to create. Default: ./MODEL-METHOD-BITSbit.",
-        ),
+        Path | None, output_to("Folder to create. Default: ./MODEL-METHOD-BITSbit.", folder=True)
     ] = None,
     *,
     dry: DryRunOptions,
@@ -119,39 +111,30 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
 
     from ..quant.pipeline.pipeline import quantize as run
     from ..quant.plan.journal import work_folder
-    from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.console import TerminalProgress, result_console
     from .output.quantize_tables import show_result
 
-    progress = TerminalProgress()
-    began = time.monotonic()
-    try:
-        result = run(request, progress)
-    except KeyboardInterrupt:
-        progress.finish()
+    def kept() -> str:
         where = work_folder(request.output)
-        if where.exists():
-            people.print(
-                f"interrupted: the finished layers are in {where}; the same command resumes from there",
-                soft_wrap=True,
-            )
-        else:
-            people.print("interrupted before any layer was finished")
-        raise typer.Exit(130) from None
-    finally:
-        progress.finish()
-    seconds = time.monotonic() - began
-    if as_json:
-        emit_json(
-            {
-                "output": str(result.output),
-                "seconds": round(seconds, 3),
-                "layer_seconds": [round(value, 3) for value in result.layer_seconds],
-                "peak_bytes": result.peak_bytes,
-                "preflight": result.preflight.as_dict(),
-                "resumed_layers": result.resumed_layers,
-                "loads_in": result.loads_in,
-                "notes": list(result.notes),
-                "manifest": result.manifest,
-            }
+        if not where.exists():
+            return "interrupted before any layer was finished"
+        return (
+            f"interrupted: the finished layers are in {where}; the same command resumes from there"
         )
-    show_result(result, seconds, result_console(as_json))
+
+    began = time.monotonic()
+    with TerminalProgress(kept) as progress:
+        result = run(request, progress)
+    seconds = time.monotonic() - began
+    record = {
+        "output": str(result.output),
+        "seconds": round(seconds, 3),
+        "layer_seconds": [round(value, 3) for value in result.layer_seconds],
+        "peak_bytes": result.peak_bytes,
+        "preflight": result.preflight.as_dict(),
+        "resumed_layers": result.resumed_layers,
+        "loads_in": result.loads_in,
+        "notes": list(result.notes),
+        "manifest": result.manifest,
+    }
+    show_result(result, seconds, result_console(as_json, record))

@@ -53,29 +53,17 @@ def run(
     resolve_model(steps.model)  # before torch is imported
 
     from ..bench.studies.recipe import Stages
-    from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     stages = stages or Stages.begin(folder.folder(steps.name), steps)
-    progress = TerminalProgress()
-    try:
+    resumes = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
+    with TerminalProgress(lambda: resumes) as progress:
         done = _carry_out(stages, progress)
-    except KeyboardInterrupt:
-        progress.finish()
-        people.print(
-            f"interrupted: resume with `llmopt run --resume {stages.folder}`",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
-    finally:
-        progress.finish()
-    if as_json:
-        emit_json({"folder": str(stages.folder), **done.record})
-    out = result_console(as_json)
+    out = result_console(as_json, {"folder": str(stages.folder), **done.record})
     out.print(done.table)
     for line in done.lines:
         out.print(line, markup=False)
-    out.print(f"Report: {stages.folder / 'report.html'}", markup=False, soft_wrap=True)
+    say(f"Report: {stages.folder / 'report.html'}", out)
     if done.record["exit_code"]:
         raise typer.Exit(done.record["exit_code"])
 
@@ -91,12 +79,12 @@ def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
 
 def _show_steps(recipe: Recipe, as_json: bool) -> None:
     from ..bench.studies.recipe import steps_of
-    from .output.console import emit_json, result_console
+    from .output.console import result_console, say
 
-    if as_json:
-        emit_json({"name": recipe.name, "steps": steps_of(recipe)})
-    for number, line in enumerate(steps_of(recipe), 1):
-        result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
+    steps = steps_of(recipe)
+    out = result_console(as_json, {"name": recipe.name, "steps": steps})
+    for number, line in enumerate(steps, 1):
+        say(f"{number}. {line}", out)
 
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
@@ -154,15 +142,8 @@ def _capacity(stages: Stages, progress: Progress) -> _Done:
 
 
 def _table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
+    from .output.bench_tables import plain_table
 
-    table = Table(title=name, title_justify="left", box=box.SIMPLE, padding=0)
-    for number, heading in enumerate(header):
-        if number == 0:
-            table.add_column(heading, min_width=8, overflow="fold")
-        else:
-            table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    table = plain_table(header, rows, title=name, no_wrap=range(1, len(header)))
+    table.columns[0].min_width, table.columns[0].overflow = 8, "fold"
     return table

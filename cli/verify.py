@@ -24,12 +24,10 @@ def verify(
 
     check_local(folder)  # before torch is imported
     from ..quant.convert.verify import verify as run
-    from .output.console import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, result_console
 
     report = run(folder, TerminalProgress(), trust_remote_code=trust_remote_code)
-    console = result_console(as_json)
-    if as_json:
-        emit_json(asdict(report) | {"ok": report.ok})
+    console = result_console(as_json, asdict(report) | {"ok": report.ok})
     console.print(f"{report.folder}: {report.quant_method} {report.scheme}", soft_wrap=True)
     for line in report.passed:
         console.print(f"  ok    {line}", soft_wrap=True)

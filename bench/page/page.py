@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from ...quant.base.atomic_io import write_atomically
 
 if TYPE_CHECKING:
     import jinja2
@@ -171,6 +174,13 @@ class Page:
     def without_figures(self) -> Page:
         """The page without figures, for a standalone Markdown file."""
         return replace(self, sections=[replace(section, figures=()) for section in self.sections])
+
+    def write(self, html: Path | None = None, markdown: Path | None = None) -> None:
+        """The page as one HTML file and its tables as a Markdown file, where they are asked for."""
+        if html is not None:
+            write_atomically(html, to_html(self))
+        if markdown is not None:
+            write_atomically(markdown, to_markdown(self.without_figures()))
 
 
 @cache

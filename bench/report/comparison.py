@@ -188,14 +188,12 @@ def comparison_page(
     new: RunData,
     comparison: Comparison,
     *,
-    with_figures: bool = True,
     template: str = "report/comparison.jinja",
     **more: Any,
 ) -> Page:
-    """The page comparing two runs; without figures for a standalone Markdown file."""
-    svgs = comparison_figures(base, new, comparison) if with_figures else {}
+    """The page comparing two runs."""
     figures = captioned(
-        svgs,
+        comparison_figures(base, new, comparison),
         **{
             "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
             "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "

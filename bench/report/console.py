@@ -1,4 +1,4 @@
-"""Console text of a benchmark: the table of `vllm bench serve`, the client's error, residuals of a plan.
+"""Console text of a benchmark: the table of `vllm bench serve`, the client's error, planned quantities.
 
 vLLM's table is to the letter (50 columns, label in 40, two decimals): dashboards and scripts read its labels.
 """
@@ -6,16 +6,12 @@ vLLM's table is to the letter (50 columns, label in 40, two decimals): dashboard
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..load.certify import ClientError
 from ..metrics.metrics import METRICS, percentile_word
 from ..page.page import number
 from ..quality.task_items import metric_name, score_words
-
-if TYPE_CHECKING:
-    from rich.table import Table as ConsoleTable
-
 
 WIDTH, LABEL = 50, 40
 
@@ -97,28 +93,6 @@ def check_table(errors: Sequence[ClientError]) -> str:
             f"{number(one.server_lateness_ms['median']):>15} {number(one.loop_lag_ms['p99']):>12}"
         )
     return "\n".join(lines)
-
-
-def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
-    """The residuals as a console table."""
-    from rich import box
-    from rich.table import Table as ConsoleTable
-
-    table = ConsoleTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("against the plan", no_wrap=True)
-    for name in ("predicted", "measured", "residual"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("for")
-    for row in part["rows"]:
-        share = row["residual"]
-        table.add_row(
-            f"{row['quantity']}, {row['unit']}",
-            planned(row["predicted"]),
-            planned(row["measured"]),
-            "-" if share is None else f"{share:+.1%}",
-            row["load"],
-        )
-    return table
 
 
 def planned(value: float | None) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...quant.base.atomic_io import interrupts_held, write_atomically
+from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
@@ -187,18 +187,14 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
 
 def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     """`comparison.html` and `comparison.md` in the run's folder, and the requested output files."""
-    from ..page.page import to_html, to_markdown
     from ..report.comparison import comparison_page
 
     new = RunData.of_run(judged.run)
     base = RunData.of_run(judged.base) if judged.base else wanted.baseline
     comparison = judged.comparison
     if comparison is not None and base is not None:
-        write_atomically(
-            folder / "comparison.html", to_html(comparison_page(base, new, comparison))
-        )
-        page = comparison_page(base, new, comparison, with_figures=False)
-        write_atomically(folder / "comparison.md", to_markdown(page))
+        page = comparison_page(base, new, comparison)
+        page.write(folder / "comparison.html", folder / "comparison.md")
         if wanted.junit is not None:
             write_junit(wanted.junit, comparison)
     if wanted.benchmark_json is not None:

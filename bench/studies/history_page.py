@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...quant.base.atomic_io import write_atomically
-from ..page.page import Figure, Page, ReportVerdict, percent, to_html, to_markdown
+from ..page.page import Figure, Page, ReportVerdict, percent
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
 from ..page.templates import page_of
 from .history_series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series
@@ -17,15 +15,6 @@ if TYPE_CHECKING:
 
 
 MAX_TICKS = 12
-
-
-def write_history(series: Sequence[Series], output: Path | None, markdown: Path | None) -> None:
-    """Write the page as HTML and the tables as Markdown, where asked for."""
-    page = history_page(series)
-    if output is not None:
-        write_atomically(output, to_html(page))
-    if markdown is not None:
-        write_atomically(markdown, to_markdown(page.without_figures()))
 
 
 def history_page(series: Sequence[Series]) -> Page:

@@ -19,7 +19,7 @@ from ...quant.base.progress import Progress, Silent
 from ..gate.compare import Comparison, judge_starts
 from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
 from ..gate.measured import value_of_start
-from ..page.page import Page, to_html, to_markdown
+from ..page.page import Page
 from ..page.templates import page_of
 from ..record.result import RESULT_NAME, RunData, plain, to_json
 from ..report.comparison import comparison_page, verdict_of
@@ -280,13 +280,10 @@ def record_of(finished: Finished) -> dict[str, Any]:
 def write_comparison(finished: Finished, folder: Path) -> None:
     """Write the files; without a finished pair there is no page of two runs to show."""
     write_atomically(folder / "comparison.json", to_json(record_of(finished)))
-    write_atomically(folder / "comparison.html", to_html(starts_page(finished)))
-    write_atomically(
-        folder / "comparison.md", to_markdown(starts_page(finished, with_figures=False))
-    )
+    starts_page(finished).write(folder / "comparison.html", folder / "comparison.md")
 
 
-def starts_page(finished: Finished, *, with_figures: bool = True) -> Page:
+def starts_page(finished: Finished) -> Page:
     """The comparison page of all starts, with a section on each of them."""
     if not finished.new:
         return page_of(
@@ -299,7 +296,6 @@ def starts_page(finished: Finished, *, with_figures: bool = True) -> Page:
         pooled(finished.base),
         pooled(finished.new),
         finished.comparison,
-        with_figures=with_figures,
         template="studies/starts.jinja",
         finished=finished,
         order=[

@@ -205,6 +205,12 @@ def writable_if_new(
     return path if path is None or path.exists() else writable(context, parameter, path)
 
 
+def output_to(help: str, *, folder: bool = False) -> Any:
+    """The option of a command that writes one file or folder."""
+    callback = writable_folder if folder else writable
+    return typer.Option("--output", "-o", callback=callback, help=help)
+
+
 _WRITES = {"file": writable, "folder": writable_folder, "cache": writable_if_new}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ...bench.gate.compare import Comparison, RunData
     from ...bench.options.options import BenchOptions
@@ -20,30 +21,50 @@ if TYPE_CHECKING:
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
     """Print the metrics table, a summary, and the comparison with a plan if there is one."""
     from ...bench.report.console import console_table
-    from .console import people
+    from .console import say
 
     table = console_table(result, options.reported_metrics, options.metric_percentiles)
     out.print(table, markup=False)
     out.print(_summary(result), markup=False)
     if against := result["llmopt"].get("plan"):
-        from ...bench.report.console import residual_table
-
-        out.print(residual_table(against))
+        out.print(_residuals(against))
         for difference in against["differs"]:
-            people.print(f"not as planned: {difference}", markup=False, soft_wrap=True)
+            say(f"not as planned: {difference}")
+
+
+def _residuals(part: Mapping[str, Any]) -> Table:
+    """A plan's quantities beside the measured ones."""
+    from ...bench.report.console import planned
+    from .console import table_of
+
+    rows = (
+        (
+            f"{row['quantity']}, {row['unit']}",
+            planned(row["predicted"]),
+            planned(row["measured"]),
+            "-" if row["residual"] is None else f"{row['residual']:+.1%}",
+            row["load"],
+        )
+        for row in part["rows"]
+    )
+    header = ("against the plan", "predicted", "measured", "residual", "for")
+    style = {"padding": (0, 1, 0, 0), "pad_edge": False}
+    return table_of(header, rows, left=(0, 4), no_wrap=range(4), **style)
 
 
 def print_table(shown: ReportTable, out: Console) -> None:
     """Print a report's table on the console."""
-    from rich import box
-    from rich.table import Table
+    every = range(len(shown.header))
+    out.print(plain_table(shown.header, shown.rows, left=(), no_wrap=every))
 
-    table = Table(box=box.SIMPLE, padding=0)
-    for heading in shown.header:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in shown.rows:
-        table.add_row(*row)
-    out.print(table)
+
+def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]] = (), **style: Any) -> Table:
+    """A table without padding, as narrow as can be."""
+    from rich import box
+
+    from .console import table_of
+
+    return table_of(header, rows, box=box.SIMPLE, padding=0, **style)
 
 
 def _summary(result: Mapping[str, Any]) -> str:
@@ -95,9 +116,6 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 def print_comparison(comparison: Comparison, out: Console) -> None:
     """Print the comparison table and the verdict."""
-    from rich import box
-    from rich.table import Table
-
     from ...bench.page.page import number, percent
     from ...bench.report.comparison import (
         check_rows,
@@ -107,11 +125,9 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         task_rows,
     )
 
-    title = f"{comparison.new} against {comparison.base}"
     # The page has the intervals too; 80 columns fit only these.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
-    for heading in ("", "base", "new", "change", "± 90 %", "limit", "verdict"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    header = ("", "base", "new", "change", "± 90 %", "limit", "verdict")
+    table = plain_table(header, title=f"{comparison.new} against {comparison.base}")
     for delta in comparison.deltas:
         table.add_row(
             f"{delta.label} ({delta.unit})",
@@ -131,14 +147,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         out.print(table)
     if comparison.curves:
         curves = operating_table(comparison.curves)
-        chances = Table(
-            title="Chance of each verdict", title_justify="left", box=box.SIMPLE, padding=0
-        )
-        for heading in curves.header:
-            chances.add_column(heading, justify="left" if heading == "limit" else "right")
-        for row in curves.rows:
-            chances.add_row(*row)
-        out.print(chances)
+        out.print(plain_table(curves.header, curves.rows, title="Chance of each verdict"))
     for note in comparison.notes:
         out.print(f"note: {note}", markup=False)
     out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)
@@ -148,6 +157,7 @@ def print_series(series: Sequence[Series], out: Console) -> None:
     """A line for each series, and below it its change points."""
     from ...bench.page.page import number, percent
     from ...bench.studies.history_page import history_verdict
+    from .console import say
 
     for each in series:
         runs, aside = len(each.runs), len(each.runs) - len(each.analysed)
@@ -155,13 +165,12 @@ def print_series(series: Sequence[Series], out: Console) -> None:
         said += f", {aside} set aside" if aside else ""
         if each.levels:
             said += f", now {number(each.levels[-1][2])} {each.metric.unit}"
-        out.print(said, markup=False, soft_wrap=True)
+        say(said, out)
         for change in each.changes:
             way = "worse" if change.worse > 0 else "better"
-            line = f"  {percent(abs(change.worse))} {way} since {change.where}"
-            out.print(line, markup=False, soft_wrap=True)
+            say(f"  {percent(abs(change.worse))} {way} since {change.where}", out)
     verdict = history_verdict(series)
-    out.print(f"{verdict.headline} {verdict.sentence}", markup=False, soft_wrap=True)
+    say(f"{verdict.headline} {verdict.sentence}", out)
 
 
 def write_machine_readable(
@@ -179,6 +188,6 @@ def write_machine_readable(
 def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:
     """Log a written run to each tracker."""
     from ...bench.record.tracking import log_run
-    from .console import people
+    from .console import say
 
-    log_run(trackers, run, lambda line: people.print(line, markup=False, soft_wrap=True))
+    log_run(trackers, run, say)

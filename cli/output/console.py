@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, Self
 
+import typer
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
 people = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -28,17 +32,48 @@ def emit_json(result: Any) -> None:
     sys.stdout.write("\n")
 
 
-def result_console(as_json: bool) -> Console:
-    """The console for human-readable results: stdout, or stderr with `--json`."""
+def result_console(as_json: bool, result: Any = None) -> Console:
+    """The console for human-readable results: stdout, or stderr with `--json`, which prints the `result`."""
+    if as_json and result is not None:
+        emit_json(result)
     return people if as_json else stdout
 
 
+def say(text: str, console: Console = people) -> None:
+    """Print a line as it is: no markup in it, and wrapped by the terminal alone."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def table_of(
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]] = (),
+    *,
+    left: Container[int] = (0,),
+    no_wrap: Container[int] = (),
+    **style: Any,
+) -> Table:
+    """A table whose columns are right-aligned, but for those numbered in `left`; those of `no_wrap` hold
+    their text in one line."""
+    table = Table(**{"box": box.SIMPLE_HEAD, "title_justify": "left", **style})
+    for place, heading in enumerate(header):
+        side = "left" if place in left else "right"
+        table.add_column(heading, justify=side, no_wrap=place in no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 class TerminalProgress:
-    """A `quant.progress.Progress`: a rich bar on a terminal, a plain line every few seconds otherwise."""
+    """A `quant.progress.Progress`: a rich bar on a terminal, a plain line every few seconds otherwise.
+
+    As a context it is finished at the end. With `when_interrupted`, Ctrl-C within prints that sentence and
+    exits with 130.
+    """
 
     PLAIN_EVERY_SECONDS = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, when_interrupted: Callable[[], str] | None = None) -> None:
+        self._when_interrupted = when_interrupted
         self._bar: RichProgress | None = None
         self._description = ""
         self._unit = ""
@@ -46,6 +81,15 @@ class TerminalProgress:
         self._total = 0
         self._done = 0
         self._began = self._said = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish()
+        if kind is KeyboardInterrupt and self._when_interrupted is not None:
+            say(self._when_interrupted())
+            raise typer.Exit(130) from None
 
     def start(self, description: str, total: int, unit: str) -> None:
         self.finish()

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ...engine.base.units import format_gib
 from ...engine.doctor.overview import EXTRAS
+from .console import table_of
 
 Row = tuple[str, str]
 
@@ -137,14 +137,8 @@ def threads_line(threads: Mapping[str, Any]) -> str:
 
 
 def _kernels(section: Mapping[str, Any]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"Kernels on {section['device']} in {section['dtype']}",
-        title_justify="left",
-    )
-    table.add_column("operation")
-    table.add_column("chosen")
-    table.add_column("others, and why not")
+    title = f"Kernels on {section['device']} in {section['dtype']}"
+    table = table_of(("operation", "chosen", "others, and why not"), left=range(3), title=title)
     for choice in section["operations"]:
         refused = [
             f"{other['name']}: {other['refused']}"
@@ -160,13 +154,9 @@ def _kernels(section: Mapping[str, Any]) -> Table:
 
 
 def _verdicts(verdicts: Mapping[str, Any]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"Kernels tried on this GPU ({verdicts['file']})",
-        title_justify="left",
-    )
-    for name in ("operation", "kernel", "error", "µs", "verdict"):
-        table.add_column(name)
+    header = ("operation", "kernel", "error", "µs", "verdict")
+    title = f"Kernels tried on this GPU ({verdicts['file']})"
+    table = table_of(header, left=range(5), title=title)
     for each in verdicts["kernels"]:
         error = "" if each["error"] is None else f"{each['error']:.1e}"
         micros = ", ".join(f"{1e6 * seconds:.1f}" for seconds in each["seconds"])
@@ -181,13 +171,8 @@ def _show_health(health: dict[str, Any], console: Console) -> None:
             f"{name.replace('_', ' ')} {rate / 1e9:,.1f} G"
             for name, rate in device["roofs"].items()
         )
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=f"Kernels of {device['device']} against their references ({roofs})",
-            title_justify="left",
-        )
-        for name in ("operation", "kernel", "error", ""):
-            table.add_column(name)
+        title = f"Kernels of {device['device']} against their references ({roofs})"
+        table = table_of(("operation", "kernel", "error", ""), left=range(4), title=title)
         for test in device["tests"]:
             error = test["reason"] or f"{test['error']:.1e} of {test['most']:.0e}"
             verdict = "pass" if test["passed"] else "[red]FAIL[/red]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.kv_dtypes import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
 from ...engine.probe.facts import PARTS
+from .console import table_of
 from .load_table import loads_table, rate
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...engine.planner.speed import StepTime
     from ...quant.families.shapes import ModelShape
 
+NARROW: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 WIDE = 110
 BAR_CELLS = 24
 # Segments of the memory bar: character, colour, meaning.
@@ -62,11 +63,8 @@ def _image_lines(load: ImageLoad, seconds: float | None, gpu: str) -> list[str]:
 
 def show_engines(answer: dict[str, Any], console: Console) -> None:
     """Print the KV cache of each engine for the same workload."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("engine", no_wrap=True)
-    table.add_column("KV cache", justify="right", no_wrap=True)
-    table.add_column(f"seqs on\n{answer['gpu']}", justify="right", no_wrap=True)
-    table.add_column("its rule")
+    header = ("engine", "KV cache", f"seqs on\n{answer['gpu']}", "its rule")
+    table = table_of(header, left=(0, 3), no_wrap=range(3), **NARROW)
     for name, found in answer["engines"].items():
         stored = "" if found["stores_kv_dtype"] else f" (does not store {answer['kv_dtype']})"
         table.add_row(
@@ -185,25 +183,12 @@ def _kv_line(shape: ModelShape, element: Fraction) -> str:
 
 def _devices(plan: DeploymentPlan, wide: bool) -> Table:
     """One row per device; a wide terminal also shows throughput, bounds and the binding constraint."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for name in (
-        "memory\nGiB",
-        "GPUs",
-        "weights\nGiB",
-        "KV budget\nGiB",
-        "seqs",
-        "longest\ntokens",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("TTFT\ns", "TPOT\nms"):
-        table.add_column(name, justify="right", no_wrap=True)
+    header = ["GPU", "memory\nGiB", "GPUs", "weights\nGiB", "KV budget\nGiB", "seqs"]
+    header += ["longest\ntokens", "TTFT\ns", "TPOT\nms"]
     if wide:
-        table.add_column("output\ntok/s", justify="right")
-        table.add_column("decode\n<= tok/s", justify="right")
-        table.add_column("TTFT\n>= s", justify="right")
-        table.add_column("TPOT\n>= ms", justify="right")
-        table.add_column("one more\nneeds")
+        header += ["output\ntok/s", "decode\n<= tok/s", "TTFT\n>= s", "TPOT\n>= ms"]
+        header.append("one more\nneeds")
+    table = table_of(header, left=(0, 13), no_wrap=range(9), **NARROW)
     for device in plan.devices:
         estimated = "~" if device.device.memory_is_estimated else ""
         cells = [
@@ -241,10 +226,8 @@ def _gpus(device: DevicePlan) -> str:
 
 def _memory(plan: DeploymentPlan) -> Table:
     """A memory bar per device, and the next change that would allow more sequences."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("memory of a GPU", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
-    table.add_column("more sequences with", no_wrap=True)
+    header = ("memory of a GPU", "limited by", "more sequences with")
+    table = table_of(header, left=range(3), no_wrap=range(3), **NARROW)
     for device in plan.devices:
         first = device.relaxations[0] if device.relaxations else None
         more = f"{first.change}: +{first.gained_sequences}" if first else "-"

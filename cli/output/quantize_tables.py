@@ -6,32 +6,35 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.table import Table
+
+from .console import table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ...quant.pipeline.pipeline import QuantizeResult
     from ...quant.pipeline.preflight import Preflight
 
 MIB = 2**20
+CENTRED: dict[str, Any] = {"title_justify": "center"}
 
 
 def show_preflight(answer: Preflight, console: Console) -> None:
     """Print predicted sizes, memory, time and compatible loaders."""
-    modules = Table(box=box.SIMPLE_HEAD, title="quantization of the linears")
     parts = sorted({kind.part for kind in answer.kinds})
-    for column in ("module", "count", "scheme", "MiB", "bits / weight"):
-        modules.add_column(column, justify="left" if column in ("module", "becomes") else "right")
-    for kind in answer.kinds:
-        modules.add_row(
+    rows = (
+        (
             kind.name if len(parts) == 1 else f"{kind.part}: {kind.name}",
             str(kind.count),
             kind.scheme or "not quantized",
             f"{kind.bytes / MIB:.2f}",
             f"{kind.bits_per_weight:.3f}",
         )
-    console.print(modules)
+        for kind in answer.kinds
+    )
+    header = ("module", "count", "scheme", "MiB", "bits / weight")
+    console.print(table_of(header, rows, title="quantization of the linears", **CENTRED))
     for name, size in answer.tensor_bytes.items():
         about = "about " if name == "gguf" else ""
         console.print(
@@ -48,12 +51,12 @@ def show_preflight(answer: Preflight, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(f"time: about {answer.seconds:.0f} s (a guide)")
-    table = Table(box=box.SIMPLE_HEAD, title="loads in")
-    for column in ("format", "loader", "", "why"):
-        table.add_column(column)
-    for loader in answer.loaders:
-        table.add_row(loader.format, loader.name, "yes" if loader.loads else "no", loader.reason)
-    console.print(table)
+    rows = (
+        (loader.format, loader.name, "yes" if loader.loads else "no", loader.reason)
+        for loader in answer.loaders
+    )
+    header = ("format", "loader", "", "why")
+    console.print(table_of(header, rows, left=range(4), title="loads in", **CENTRED))
 
 
 def show_result(result: QuantizeResult, seconds: float, console: Console) -> None:
@@ -84,29 +87,16 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
 
 def _errors(title: str, modules: list[dict[str, Any]]) -> Table:
     """The errors by layer."""
-    table = Table(title=title)
-    table.add_column("layer")
-    for column in ("linears", "error", "rtn error", "error / rtn", "held out", "worst linear"):
-        table.add_column(column, justify="left" if column == "worst linear" else "right")
-    for layer, members in groupby(modules, key=_layer):
-        table.add_row(*_row(layer, list(members)))
-    return table
+    header = ("layer", "linears", "error", "rtn error", "error / rtn", "held out", "worst linear")
+    rows = (_row(layer, list(members)) for layer, members in groupby(modules, key=_layer))
+    style = {**CENTRED, "box": box.HEAVY_HEAD}
+    return table_of(header, rows, left=(0, 6), title=title, **style)
 
 
 def _parts(parts: list[dict[str, Any]]) -> Table:
     """Linears, bits, bytes and errors of the text, the vision tower and the projector."""
-    table = Table(box=box.SIMPLE_HEAD, title="by part")
-    for column in (
-        "part",
-        "quantized",
-        "plain",
-        "bits / weight",
-        "MiB",
-        "from",
-        "error",
-        "rtn error",
-    ):
-        table.add_column(column, justify="left" if column == "part" else "right")
+    header = ["part", "quantized", "plain", "bits / weight", "MiB", "from", "error", "rtn error"]
+    table = table_of(header, title="by part", **CENTRED)
     for part in parts:
         bits, error, rtn = (part[name] for name in ("bits_per_weight", "error", "rtn_error"))
         table.add_row(
