@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
+    from ..bench.page.page import ReportTable, ReportVerdict
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
     from ..bench.studies.grid_plan import GridPlan
@@ -190,7 +191,7 @@ def run_sweep(
         BadInput: more than one of them, or combined with a comparison.
     """
     from ..bench.record.tracking import of_sweep
-    from ..bench.report.sweep import write_sweep
+    from ..bench.report.sweep import points_table, sweep_verdict, write_sweep
     from ..quant.base.errors import BadInput
     from .output.bench_tables import track
     from .output.console import result_console, say
@@ -202,7 +203,7 @@ def run_sweep(
     write_sweep(record, folder)
     track(trackers, of_sweep(record, folder))
     out = result_console(result.as_json, record)
-    _show_sweep(record, out)
+    _show(points_table(record), sweep_verdict(record), out)
     if record["interrupted"]:
         say(f"interrupted: what finished is in {folder}")
         raise typer.Exit(130)
@@ -229,13 +230,12 @@ def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any
         return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
 
 
-def _show_sweep(record: dict[str, Any], out: Console) -> None:
-    from ..bench.report.sweep import points_table, sweep_verdict
+def _show(table: ReportTable, verdict: ReportVerdict, out: Console) -> None:
     from .output.bench_tables import print_table
+    from .output.console import say
 
-    print_table(points_table(record), out)
-    verdict = sweep_verdict(record)
-    out.print(f"{verdict.headline} {verdict.sentence}", markup=False)
+    print_table(table, out)
+    say(f"{verdict.headline} {verdict.sentence}", out)
 
 
 DRY_PORT = 8000
@@ -254,7 +254,7 @@ def run_bench_grid(
     """
     from ..bench.record.tracking import of_result
     from ..bench.studies.grid_cells import open_grid, parse_axes, run_grid
-    from ..bench.studies.grid_page import write_grid
+    from ..bench.studies.grid_page import console_table, grid_verdict, write_grid
     from ..bench.studies.grid_plan import plan_grid
     from ..quant.base.atomic_io import interrupts_held
     from .output.bench_tables import track
@@ -279,7 +279,7 @@ def run_bench_grid(
     with interrupts_held():
         record = write_grid(plan, folder, axes)
     out = result_console(result.as_json, record)
-    _show_grid(record, out)
+    _show(console_table(record), grid_verdict(record), out)
     if not is_whole:
         goes_on = f"the same line with --output {folder} goes on"
         say(f"interrupted: finished cells are in {folder}; {goes_on}")
@@ -307,13 +307,3 @@ def commands(plan: GridPlan) -> list[str]:
             words = ["llmopt", "bench", *target, *bench_words(changed_fields(cell.options))]
             lines.append(("    " if options.serve is not None else "") + shlex.join(words))
     return lines
-
-
-def _show_grid(record: Mapping[str, Any], out: Console) -> None:
-    from ..bench.studies.grid_page import console_table, grid_verdict
-    from .output.bench_tables import print_table
-    from .output.console import say
-
-    print_table(console_table(record), out)
-    verdict = grid_verdict(record)
-    say(f"{verdict.headline} {verdict.sentence}", out)

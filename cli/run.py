@@ -128,11 +128,12 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
 
 
 def _capacity(stages: Stages, progress: Progress) -> _Done:
-    from ..bench.studies.recipe_page import capacity_table, capacity_verdict, write_capacity_report
+    from ..bench.report.parts import write_page
+    from ..bench.studies.recipe_page import capacity_page, capacity_table, capacity_verdict
     from ..bench.studies.recipe_run import run_capacity
 
     run = run_capacity(stages, progress)
-    write_capacity_report(run)
+    write_page(capacity_page(run), run.folder)
     table, verdict = capacity_table(run), capacity_verdict(run)
     return _Done(
         run.record,

@@ -348,7 +348,10 @@ def values_of_pairs(measured: Measured, base: RunData, new: RunData) -> list[tup
 
 
 def centre_of(measured: Measured, values: Sequence[float]) -> float:
-    return float(np.mean(values)) if measured.key == WAITING else geometric_mean(values)
+    """The mean of waiting time, the geometric mean of any other metric."""
+    if measured.key == WAITING:
+        return float(np.mean(values))
+    return float(np.exp(np.mean(np.log(values))))
 
 
 def effect_of_bound(measured: Measured, limit: Limit, new: RunData) -> Effect:
@@ -358,10 +361,6 @@ def effect_of_bound(measured: Measured, limit: Limit, new: RunData) -> Effect:
         return effect_of_level(values, limit.bound)
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return Effect(float(np.mean(values)) - limit.bound, error, len(values) - 1 or math.inf)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))
 
 
 def is_paired(base: RunData, new: RunData) -> bool:

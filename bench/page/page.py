@@ -50,11 +50,6 @@ def per_second(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}/s"
 
 
-def interval(bounds: tuple[float, float] | list[float] | None, digits: int = 2) -> str:
-    """`1.00 to 2.00`, or `n/a`."""
-    return MISSING if bounds is None else f"{bounds[0]:,.{digits}f} to {bounds[1]:,.{digits}f}"
-
-
 def bounds(
     interval_: tuple[float | None, float | None] | list[float | None] | None, digits: int = 2
 ) -> str:

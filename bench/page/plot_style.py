@@ -59,6 +59,13 @@ def title(axis: Axes, text: str) -> None:
     axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=8, color=INK)
 
 
+def label(
+    axis: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """A text beside a point, `offset` from it in typographic points."""
+    axis.annotate(text, at, xytext=offset, textcoords="offset points", **style)
+
+
 def to_svg(figure: Figure, alt: str) -> str:
     """The figure as an `<svg>` element with no prologue, scalable to its container.
 

@@ -35,7 +35,6 @@ from .page import (
     Section,
     Tone,
     bounds,
-    interval,
     number,
     per_second,
     percent,
@@ -226,7 +225,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=Absent,
     )
-    filters = (number, percent, size, per_second, interval, bounds, flat, sentence, row)
+    filters = (number, percent, size, per_second, bounds, flat, sentence, row)
     environment.filters |= {each.__name__: each for each in filters}
     environment.globals |= {"isfinite": math.isfinite}
     return environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..page.plot_style import (
     UNSURE,
     WAIT,
     canvas,
+    label,
     title,
     to_svg,
 )
@@ -62,18 +63,15 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axis.step(ordered, share, where="post", color=colour, label=name, linewidth=1.8)
             if len(values) == 1:
-                for percentile, style in ((50, "-"), (99, ":")):
+                for percentile, line, height, shift in ((50, "-", 0.24, 4), (99, ":", 0.12, -4)):
                     at = float(np.percentile(ordered, percentile))
-                    axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=style)
-                    axis.annotate(
-                        f"p{percentile} {at:.3g}",
-                        (at, 0.24 if percentile == 50 else 0.12),
-                        xytext=(4 if percentile == 50 else -4, 0),
-                        textcoords="offset points",
-                        ha="left" if percentile == 50 else "right",
-                        fontsize=8.5,
-                        color=MUTED,
-                    )
+                    axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=line)
+                    style = {
+                        "fontsize": 8.5,
+                        "color": MUTED,
+                        "ha": "left" if shift > 0 else "right",
+                    }
+                    label(axis, f"p{percentile} {at:.3g}", (at, height), (shift, 0), **style)
         title(axis, name_of)
         axis.set_xlabel("ms")
         axis.set_xlim(left=0)
@@ -217,16 +215,9 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
         roof = min(ceilings["flops"], x * ceilings["bandwidth"])
         marker = "o" if point["phase"] == "decode" else "s"
         axis.plot([x, x], [y, roof], color=colour, linewidth=0.9, linestyle=":")
-        label = f"{point['phase']}, {name}" if len(series) > 1 else point["phase"]
-        axis.plot(
-            x,
-            y,
-            marker,
-            color=colour,
-            markersize=9,
-            linestyle="none",
-            label=f"{label}: {point['of_roof']:.1%} of the roof",
-        )
+        said = f"{point['phase']}, {name}" if len(series) > 1 else point["phase"]
+        said += f": {point['of_roof']:.1%} of the roof"
+        axis.plot(x, y, marker, color=colour, markersize=9, linestyle="none", label=said)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(low, high)
@@ -270,10 +261,15 @@ def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> d
         figures["distributions"] = distributions_svg(
             {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
         )
-    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
-    if all(roof and roof["points"] for roof in roofs.values()):
+    if len(roofs := rooflines(results)) == len(results):
         figures["roofline"] = roofline_svg(roofs)
     return figures
+
+
+def rooflines(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The rooflines of the runs that have points on them."""
+    roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
+    return {name: roof for name, roof in roofs.items() if roof and roof["points"]}
 
 
 def label_of(base: RunData, new: RunData) -> str:
@@ -309,12 +305,13 @@ def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
     figure, axes = canvas(columns, width=11, height=2.9, sharey=True)
     for axis, curve in zip(axes, shown, strict=True):
         worse = [point.worse * 100 for point in curve.points]
-        for label, colour, chance in (
-            ("pass", GOOD, [point.passes for point in curve.points]),
-            ("regression", BAD, [point.regressions for point in curve.points]),
-            ("no verdict", UNSURE, [point.undecided for point in curve.points]),
+        for name, colour, key in (
+            ("pass", GOOD, "passes"),
+            ("regression", BAD, "regressions"),
+            ("no verdict", UNSURE, "undecided"),
         ):
-            axis.plot(worse, [100 * share for share in chance], color=colour, label=label)
+            chances = [100 * getattr(point, key) for point in curve.points]
+            axis.plot(worse, chances, color=colour, label=name)
         axis.axvline(worse[STEPS.index(1.0)], color=BAD, linewidth=1, linestyle="--")
         axis.set_xlabel("% truly worse")
         title(axis, f"{curve.label} {curve.limit}")
@@ -334,32 +331,21 @@ def slowdown_bounds(delta: MeasuredVerdict) -> tuple[float, float]:
 
 def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Speed, quality and memory of several runs, side by side."""
-    panels: list[tuple[str, str, list[float | None]]] = [
-        ("Output throughput", "tokens/s", [r["output_throughput"] for r in results.values()]),
-        (
-            "Median TPOT",
-            "ms",
-            [r["llmopt"]["metrics"]["tpot"]["median"] for r in results.values()],
-        ),
-        (
-            "Perplexity",
-            "lower is better",
-            [(r["llmopt"]["quality"] or {}).get("perplexity") for r in results.values()],
-        ),
-        (
-            "Weights as served",
-            "MiB",
-            [held / 2**20 if (held := served_weight_bytes(r)) else None for r in results.values()],
-        ),
-    ]
+    panels: dict[str, Callable[[Any], float | None]] = {
+        "Output throughput (tokens/s)": lambda r: r["output_throughput"],
+        "Median TPOT (ms)": lambda r: r["llmopt"]["metrics"]["tpot"]["median"],
+        "Perplexity (lower is better)": lambda r: (r["llmopt"]["quality"] or {}).get("perplexity"),
+        "Weights as served (MiB)": lambda r: (served_weight_bytes(r) or 0) / 2**20 or None,
+    }
     figure, axes = canvas(len(panels), width=11, height=2.9)
-    for axis, (heading, unit, values) in zip(axes, panels, strict=True):
+    for axis, (heading, read) in zip(axes, panels.items(), strict=True):
+        values = [read(result) for result in results.values()]
         heights = [value or 0.0 for value in values]
         bars = axis.bar(range(len(values)), heights, color=SERIES[: len(values)], width=0.62)
         labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
         axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
         axis.set_xticks(range(len(values)), list(results))
-        title(axis, f"{heading} ({unit})")
+        title(axis, heading)
         axis.grid(visible=False, axis="x")
         axis.margins(y=0.16)
         axis.spines["left"].set_visible(False)

@@ -8,10 +8,17 @@ from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
 from ..page.page import Figure, Page, ReportVerdict
-from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
+from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
-from .figures import bars_svg, captioned, distributions_svg, latency_samples, roofline_svg
+from .figures import (
+    bars_svg,
+    captioned,
+    distributions_svg,
+    latency_samples,
+    roofline_svg,
+    rooflines,
+)
 from .parts import report_page, warnings
 
 QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
@@ -80,16 +87,8 @@ def pareto_svg(
         axis.plot(x, y, "o", color=colour, markersize=9, zorder=2)
         # Alternate label sides, so that neighbouring labels do not overlap.
         above = place % 2 == 0
-        axis.annotate(
-            name,
-            (x, y),
-            xytext=(0, 9 if above else -9),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize=9,
-            color=INK,
-        )
+        style = {"ha": "center", "va": "bottom" if above else "top", "fontsize": 9, "color": INK}
+        label(axis, name, (x, y), (0, 9 if above else -9), **style)
     axis.margins(0.18)
     unit = "output tokens/s" if against == "speed" else "weights (MiB)"
     axis.set_xlabel(f"{unit}, {'right' if against == 'speed' else 'left'} is better")
@@ -132,9 +131,8 @@ def joined_figures(
     svgs = {"side-by-side": bars_svg(results)}
     if samples := {name: latency_samples(run) for name, run in named.items() if run.requests}:
         svgs["distributions"] = distributions_svg(samples)
-    roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
-    if plotted := {name: roof for name, roof in roofs.items() if roof and roof["points"]}:
-        svgs["roofline"] = roofline_svg(plotted)
+    if roofs := rooflines(results):
+        svgs["roofline"] = roofline_svg(roofs)
     fronts = {}
     if quality_name is not None:
         fronts = {

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.explain import explain
 from ...engine.planner.plan import DeploymentPlan, DevicePlan
-from ...engine.planner.speed import StepTime, attainable_flops
+from ...engine.planner.speed import attainable_flops
 from ..page.page import Figure, Page, ReportVerdict, to_html
-from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
+from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, label, title, to_svg
 from ..page.templates import page_of
 
 GIB = 2**30
@@ -121,12 +121,10 @@ def _roofline_svg(device: DevicePlan) -> str:
     hardware, recipe = device.device, device.deployment.recipe
     peak = hardware.peak_flops(recipe.bits, recipe.name)
     assert hardware.bandwidth and peak and device.decode and device.prefill
-    points = {
-        "decode": (device.decode, BASE),
-        "prefill": (device.prefill, NEW),
-    }
+    made = device.deployment
+    points = {"decode": (device.decode, BASE), "prefill": (device.prefill, NEW)}
     places = {
-        name: (_intensity(time, device), _achieved(time, device), colour)
+        name: (time.flops / made.tp / time.num_bytes, time.flops / made.gpus / time.seconds, colour)
         for name, (time, colour) in points.items()
     }
     ridge = peak / hardware.bandwidth
@@ -138,14 +136,7 @@ def _roofline_svg(device: DevicePlan) -> str:
         axis.plot([x], [y], "o", color=colour, markersize=8, label=name)
         bound = attainable_flops(x, peak, hardware.bandwidth)
         axis.plot([x, x], [y, bound], ":", color=colour)
-    axis.annotate(
-        f"ridge {ridge:.0f} FLOP/B",
-        (ridge, peak),
-        xytext=(6, -14),
-        textcoords="offset points",
-        fontsize=8.5,
-        color=MUTED,
-    )
+    label(axis, f"ridge {ridge:.0f} FLOP/B", (ridge, peak), (6, -14), fontsize=8.5, color=MUTED)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("FLOP per byte (model bytes)")
@@ -153,11 +144,3 @@ def _roofline_svg(device: DevicePlan) -> str:
     axis.legend(frameon=False, loc="lower right")
     title(axis, f"{device.gpu}, {recipe.label}")
     return to_svg(figure, f"Roofline of {device.gpu}: prefill and decode")
-
-
-def _intensity(time: StepTime, device: DevicePlan) -> float:
-    return time.flops / device.deployment.tp / time.num_bytes
-
-
-def _achieved(time: StepTime, device: DevicePlan) -> float:
-    return time.flops / device.deployment.gpus / time.seconds

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..metrics.run_statistics import STEADY_FORMULAS
 from ..page.page import MISSING, Page, ReportTable, ReportVerdict, number, percent
-from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
+from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..page.templates import page_of
 from ..record.result import to_json
 from ..record.run_folder import atomic_folder
@@ -105,48 +105,35 @@ def points_table(record: Mapping[str, Any]) -> ReportTable:
     """One row per load, lightest first; the knee is marked."""
     kind = record["kind"]
     limited = any(point["good_share"] is not None for point in record["points"])
-    rows = []
-    for point in record["points"]:
-        steady = point["steady_state"]
-        row = [
-            number(point[kind], 0 if kind == "concurrency" else 2)
-            + ("\u00a0*" if point[kind] == record["knee"] else ""),
-            number(point["request_throughput"]),
-            number(point["output_throughput"], 0),
-            number(steady and steady["output_throughput"], 0),
-            number(point["median_ttft_ms"], 1),
-            number(point["p99_ttft_ms"], 1),
-            number(point["median_tpot_ms"]),
-            number(point["latency_ms"], 1),
-            percent(point["prefix_cache_hit_rate"]),
-            str(point["failed"]),
-        ]
-        if kind == "rate":
-            row.append("yes" if point["kept_up"] else "no")
-        if limited:
-            row.append(percent(point["good_share"], 0))
-        rows.append(row)
-    header = [
-        "users" if kind == "concurrency" else "rate",
-        "req/s",
-        "tok/s",
-        "steady tok/s",
-        "TTFT ms",
-        "p99 TTFT",
-        "TPOT ms",
-        "E2E ms",
-        "hits",
-        "failed",
-    ]
+
+    def load(point: Mapping[str, Any]) -> str:
+        mark = "\u00a0*" if point[kind] == record["knee"] else ""
+        return number(point[kind], 0 if kind == "concurrency" else 2) + mark
+
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "users" if kind == "concurrency" else "rate": load,
+        "req/s": lambda p: number(p["request_throughput"]),
+        "tok/s": lambda p: number(p["output_throughput"], 0),
+        "steady tok/s": lambda p: number((p["steady_state"] or {}).get("output_throughput"), 0),
+        "TTFT ms": lambda p: number(p["median_ttft_ms"], 1),
+        "p99 TTFT": lambda p: number(p["p99_ttft_ms"], 1),
+        "TPOT ms": lambda p: number(p["median_tpot_ms"]),
+        "E2E ms": lambda p: number(p["latency_ms"], 1),
+        "hits": lambda p: percent(p["prefix_cache_hit_rate"]),
+        "failed": lambda p: str(p["failed"]),
+    }
     if kind == "rate":
-        header.append("kept up")
+        columns["kept up"] = lambda p: "yes" if p["kept_up"] else "no"
     if limited:
-        header.append("within")
+        columns["within"] = lambda p: percent(p["good_share"], 0)
+    cells = {name: [read(point) for point in record["points"]] for name, read in columns.items()}
     # Open loops have no steady state, and not every server reports cache hits.
-    shown = [n for n in range(len(header)) if any(row[n] != MISSING for row in rows)]
+    shown = {
+        name: column for name, column in cells.items() if any(cell != MISSING for cell in column)
+    }
     return ReportTable(
-        [header[n] for n in shown],
-        [[row[n] for n in shown] for row in rows],
+        list(shown),
+        list(zip(*shown.values(), strict=True)),
         caption="* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache.",
     )
 
@@ -161,14 +148,8 @@ def throughput_latency_svg(record: Mapping[str, Any]) -> str:
     axis.plot(across, up, "-o", color=BASE, linewidth=1.6, markersize=5)
     for point, x, y in zip(points, across, up, strict=True):
         at_knee = point[kind] == record["knee"]
-        axis.annotate(
-            f"{point[kind]:.3g}" + (" knee" if at_knee else ""),
-            (x, y),
-            xytext=(6, -12),
-            textcoords="offset points",
-            fontsize=9,
-            color=NEW if at_knee else MUTED,
-        )
+        text = f"{point[kind]:.3g}" + (" knee" if at_knee else "")
+        label(axis, text, (x, y), (6, -12), fontsize=9, color=NEW if at_knee else MUTED)
         if at_knee:
             axis.plot(x, y, "o", color=NEW, markersize=10)
     axis.set_xlim(left=0)

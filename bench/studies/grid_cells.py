@@ -19,6 +19,7 @@ from ..load.started_server import is_ready, served
 from ..metrics.metrics import FORMULAS as METRIC_FORMULAS
 from ..options.options import BenchOptions
 from ..record.result import RESULT_NAME, BenchRun, to_json
+from ..record.run_folder import atomic_file
 from ..session.run_sessions import run_bench, write_run
 from .grid_plan import Cell, GridPlan, flat, spec_differences
 
@@ -339,9 +340,8 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: _one_type([row.get(name) for row in rows]) for name in names}
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.table(columns), partial)
-    partial.replace(path)
+    with atomic_file(path) as partial:
+        pq.write_table(pa.table(columns), partial)
 
 
 def _one_type(values: Sequence[Any]) -> list[Any]:

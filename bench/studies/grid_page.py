@@ -18,7 +18,7 @@ from ..page.page import (
     number,
     percent,
 )
-from ..page.plot_style import INK, MUTED, SERIES, canvas, title, to_svg
+from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..page.templates import page_of
 from ..record.result import to_json
 from ..report.parts import write_page
@@ -115,7 +115,7 @@ def grid_verdict(record: Mapping[str, Any]) -> ReportVerdict:
 def grid_cards(rows: Sequence[Row]) -> list[Card]:
     """The best value of the main figures, each with its cell."""
     cards = []
-    for key, label, unit in (
+    for key, heading, unit in (
         ("output_throughput", "Most output", "tokens/s"),
         ("tokens_per_user", "Fastest for a user", "tokens/s"),
         ("median_ttft_ms", "Shortest median TTFT", "ms"),
@@ -124,7 +124,7 @@ def grid_cards(rows: Sequence[Row]) -> list[Card]:
         if known:
             sign = -1 if prefers_less(key) else 1
             best = max(known, key=lambda row: sign * row[key])
-            cards.append(Card(label, number(best[key], 1), unit, best["cell"]))
+            cards.append(Card(heading, number(best[key], 1), unit, best["cell"]))
     return cards
 
 
@@ -170,14 +170,8 @@ def pareto_svg(rows: Sequence[Row], front: Sequence[str], axes: tuple[str, str])
                 *zip(*mine, strict=True), "o", color=colour, markersize=7, label=server, zorder=2
             )
     for key, (x, y, row) in points.items():
-        axis.annotate(
-            row["bench"] or key,
-            (x, y),
-            xytext=(6, 5),
-            textcoords="offset points",
-            fontsize=8,
-            color=INK if key in front else MUTED,
-        )
+        colour = INK if key in front else MUTED
+        label(axis, row["bench"] or key, (x, y), (6, 5), fontsize=8, color=colour)
     if any(servers):
         axis.legend(fontsize=8, frameon=False)
     axis.margins(0.12)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..page.page import Figure, Page, ReportVerdict, percent
-from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
+from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, label, title, to_svg
 from ..page.templates import page_of
 from .history_series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series
 
@@ -68,17 +68,9 @@ def series_svg(series: Series) -> str:
         place = position[change.after.run_id] - 0.5
         axis.axvline(place, color=colour, linewidth=1.2, linestyle="--")
         way = "worse" if change.worse > 0 else "better"
-        axis.annotate(
-            f"{change.after.commit[:12]}  {percent(abs(change.worse))} {way}",
-            (place, 0.98),
-            xytext=(3, 0),
-            textcoords="offset points",
-            xycoords=axis.get_xaxis_transform(),
-            color=colour,
-            fontsize=8,
-            rotation=90,
-            va="top",
-        )
+        text = f"{change.after.commit[:12]}  {percent(abs(change.worse))} {way}"
+        style = {"color": colour, "fontsize": 8, "rotation": 90, "va": "top"}
+        label(axis, text, (place, 0.98), (3, 0), xycoords=axis.get_xaxis_transform(), **style)
     step = max(1, -(-len(series.runs) // MAX_TICKS))
     ticks = range(0, len(series.runs), step)
     axis.set_xticks(list(ticks), [series.runs[place].commit[:8] for place in ticks])

@@ -81,7 +81,10 @@ class HistoryRun:
             KeyError, ValueError: a key of a result is missing or malformed.
         """
         record = result["llmopt"]
-        passes = quiet_passes(record["runs"], max_other_load)
+        # Those during which other processes left the machine to the run.
+        passes = [
+            each for each in record["runs"] if (each.get("other_load") or 0.0) <= max_other_load
+        ]
         when = date or str(result["date"])
         if not DATE.fullmatch(when) or not RUN_ID.fullmatch(record["run_id"]):
             raise ValueError(f"no date or run id: {when!r}, {record['run_id']!r}")
@@ -94,13 +97,6 @@ class HistoryRun:
             set_aside=set_aside_because(result, len(passes), max_other_load),
             values=metric_values(result, passes or record["runs"]),
         )
-
-
-def quiet_passes(
-    passes: Sequence[Mapping[str, Any]], max_other_load: float
-) -> list[Mapping[str, Any]]:
-    """The passes during which other processes left the machine to the run."""
-    return [each for each in passes if (each.get("other_load") or 0.0) <= max_other_load]
 
 
 def set_aside_because(

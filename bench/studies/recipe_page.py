@@ -17,9 +17,10 @@ from ..report.figures import (
     distributions_svg,
     latency_samples,
     roofline_svg,
+    rooflines,
     slowdown_bounds,
 )
-from ..report.parts import report_page, warnings, write_page
+from ..report.parts import report_page, warnings
 from ..report.sweep import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME, FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
 
@@ -201,8 +202,7 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
         "changes": variants_svg(run.variants, run.recipe.compare.share),
         "distributions": distributions_svg({one.name: latency_samples(one) for one in data}),
     }
-    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
-    if all(roof and roof["points"] for roof in roofs.values()):
+    if len(roofs := rooflines(results)) == len(results):
         svgs["roofline"] = roofline_svg(roofs)
     captions = {
         "side-by-side": "Speed, quality and memory on the same prompts.",
@@ -210,11 +210,6 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
         "shown as time per token.",
     }
     return captioned(svgs, **captions)
-
-
-def write_recipe_report(run: RecipeRun) -> None:
-    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
-    write_page(recipe_page(run), run.folder)
 
 
 def capacity_verdict(run: CapacityRun) -> ReportVerdict:
@@ -275,8 +270,3 @@ def capacity_page(run: CapacityRun) -> Page:
         plan=capacity_table(run),
         CAPACITY_FORMULAS=FORMULAS,
     )
-
-
-def write_capacity_report(run: CapacityRun) -> None:
-    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
-    write_page(capacity_page(run), run.folder)

@@ -28,11 +28,12 @@ from ..gate.compare import Comparison, RunData, compare
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
 from ..record.result import BenchRun, plain, to_json
+from ..report.parts import write_page
 from ..report.sweep import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
 from .recipe import BASE_NAME, CapacityRun, Recipe, RecipeRun, Stages, Variant, VariantRun
-from .recipe_page import write_recipe_report
+from .recipe_page import recipe_page
 
 SINGLE, SWEEP, PLAN_NAME = "single", "sweep", "plan.json"
 
@@ -73,7 +74,7 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     )
     run = RecipeRun(recipe, folder, base, variants)
     write_atomically(folder / "result.json", to_json(run.record()))
-    write_recipe_report(run)
+    write_page(recipe_page(run), folder)
     return run
 
 

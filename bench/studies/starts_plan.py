@@ -7,7 +7,6 @@ client of both.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -16,8 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ...quant.base.atomic_io import write_atomically
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, first_line
 from ..gate.compare import QualityGate
 from ..gate.limits import Limit, Scored, TaskScored, parse_gate, parse_share, speed_limits
 from ..load.presets import preset
@@ -267,19 +268,9 @@ class StartsPlan:
         if not path.is_file():
             raise BadInput(f"{folder} holds no comparison by starts: there is no {PLAN_NAME} in it")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                Build(**values["base"]),
-                Build(**values["new"]),
-                tuple(values["options"]),
-                values["limits"],
-                Budget(**values["budget"]),
-                values["pin_cpus"],
-                values["interleave"],
-                values["num_pairs"],
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{path} is damaged: {error}") from error
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValueError as error:
+            raise BadInput(f"{path} is damaged: {first_line(error)}") from error
 
 
 def can_interleave(plan: StartsPlan) -> bool:
