@@ -52,8 +52,8 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
     from ..bench.gate.compare import RunData
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.limits import parse_gate, parse_share
+    from ..bench.gate.outputs import write_outputs
     from ..quant.base.errors import BadInput
-    from .output.bench_tables import write_machine_readable
 
     if len(paths) != 2:
         raise BadInput(
@@ -69,7 +69,7 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
 
         page = comparison_page(before, after, comparison)
         page.write(files.output, files.markdown)
-    write_machine_readable(after, comparison, files)
+    write_outputs(after, comparison, files.junit, files.benchmark_json)
     return comparison
 
 
@@ -167,10 +167,10 @@ def _begin(folder: Path, plan: StartsPlan) -> None:
 
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     """The files that were asked for besides those in the folder."""
+    from ..bench.gate.outputs import write_outputs
     from ..bench.studies.starts_series import pooled, starts_page
-    from .output.bench_tables import write_machine_readable
 
     if files.markdown is not None:
         starts_page(finished).write(markdown=files.markdown)
     new = pooled(finished.new) if finished.new else None
-    write_machine_readable(new, finished.comparison, files)
+    write_outputs(new, finished.comparison, files.junit, files.benchmark_json)

@@ -15,8 +15,8 @@ _RUN = ("tensor_parallel", "trust_remote_code", "restart")
 
 
 @dataclass(frozen=True, slots=True)
-class DryRunOptions:
-    """Whether anything is written."""
+class RunOptions:
+    """Whether anything is written, and what is printed."""
 
     PANEL: ClassVar = "Run"
 
@@ -25,14 +25,6 @@ class DryRunOptions:
         "Only predict sizes, time, memory and compatible loaders; write nothing.",
         flag="--dry-run",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PrintOptions:
-    """Options of the output on the terminal."""
-
-    PANEL: ClassVar = "Run"
-
     as_json: bool = json_option()
 
 
@@ -44,9 +36,8 @@ def quantize(
         Path | None, output_to("Folder to create. Default: ./MODEL-METHOD-BITSbit.", folder=True)
     ] = None,
     *,
-    dry: DryRunOptions,
     run: Annotated[Words, From(QuantizeRequest, only=_RUN)],
-    printed: PrintOptions,
+    chosen: RunOptions,
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
     from ..engine.base.units import parse_bytes
@@ -72,11 +63,11 @@ def quantize(
         model=folder, model_name=label, output=output or Path(default), **given
     )
     # Nothing before imports torch.
-    if dry.dry_run:
-        _dry_run(request, printed.as_json)
+    if chosen.dry_run:
+        _dry_run(request, chosen.as_json)
         return
     check_output(request.output, "--output", folder=True)
-    _run(request, printed.as_json)
+    _run(request, chosen.as_json)
 
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:

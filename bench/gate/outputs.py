@@ -102,45 +102,39 @@ def benchmark_entries(
     customSmallerIsBetter and customBiggerIsBetter; `range` is the spread over the passes."""
     extra = f"{comparison.outcome.value}: {comparison.sentence}" if comparison else ""
     entries: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
+
+    def add(kind: str, label: str, unit: str, value: float | None, **more: str) -> None:
+        if value is not None:
+            entry = {"name": f"{data.name}: {label}", "unit": unit, "value": value}
+            entries[kind].append({**entry, **more, "extra": extra})
+
     for kind, keys in DASHBOARD.items():
         for key in keys:
-            values = data.values(key)
-            if not values:
-                continue
-            mean = sum(values) / len(values)
-            half = (max(values) - min(values)) / 2
-            entries[kind].append(
-                {
-                    "name": f"{data.name}: {MEASURED[key].label}",
-                    "unit": MEASURED[key].unit,
-                    "value": mean,
-                    "range": f"± {half:.4g}",
-                    "extra": extra,
-                }
-            )
+            if values := data.values(key):
+                mean, half = sum(values) / len(values), (max(values) - min(values)) / 2
+                what = MEASURED[key]
+                add(kind, what.label, what.unit, mean, range=f"± {half:.4g}")
     ours = data.result["llmopt"]
-    for key, label in (("weight_bytes", "Weights held"), ("peak_resident_bytes", "Peak resident")):
-        if (value := ours["memory"][key]) is not None:
-            entry = {"name": f"{data.name}: {label}", "unit": "bytes", "value": value}
-            entries["smaller"].append({**entry, "extra": extra})
-    quality = ours["quality"] or {}
-    for key, label, unit in (
-        ("perplexity", "Perplexity", "per token"),
-        ("kl_nats", "KL from the reference", "nats"),
-    ):
-        if (value := quality.get(key)) is not None:
-            entry = {"name": f"{data.name}: {label}", "unit": unit, "value": value}
-            entries["smaller"].append({**entry, "extra": extra})
+    memory, quality = ours["memory"], ours["quality"] or {}
+    add("smaller", "Weights held", "bytes", memory["weight_bytes"])
+    add("smaller", "Peak resident", "bytes", memory["peak_resident_bytes"])
+    add("smaller", "Perplexity", "per token", quality.get("perplexity"))
+    add("smaller", "KL from the reference", "nats", quality.get("kl_nats"))
     return entries
 
 
-def write_junit(path: Path, comparison: Comparison) -> None:
-    write_atomically(path, junit(comparison))
-
-
-def write_benchmark_json(path: Path, data: RunData, comparison: Comparison | None) -> None:
-    """Write the smaller-is-better entries to `path` and the bigger-is-better ones beside it: the format
-    allows one direction per file."""
-    entries = benchmark_entries(data, comparison)
-    write_atomically(path, to_json(entries["smaller"]))
-    write_atomically(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))
+def write_outputs(
+    data: RunData | None,
+    comparison: Comparison | None,
+    junit_path: Path | None,
+    benchmark_json: Path | None,
+) -> None:
+    """The verdict as JUnit XML and the run for a dashboard, where they were asked for: smaller-is-better
+    entries in `benchmark_json`, bigger-is-better ones beside it, as its format has one direction a file."""
+    if junit_path is not None and comparison is not None:
+        write_atomically(junit_path, junit(comparison))
+    if (path := benchmark_json) is not None and data is not None:
+        entries = benchmark_entries(data, comparison)
+        write_atomically(path, to_json(entries["smaller"]))
+        bigger = path.with_name(f"{path.stem}.bigger{path.suffix}")
+        write_atomically(bigger, to_json(entries["bigger"]))

@@ -158,9 +158,6 @@ class ClientError:
     server_lateness_ms: dict[str, float]
     loop_lag_ms: dict[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_client(
     fleet: Fleet,
@@ -210,7 +207,7 @@ def check_client(
         "formulas": {key: FORMULAS[key] for key in FORMULAS if key != "certified"},
         "client_burden_ms": burden * 1000,
         "environment": {key: environment[key] for key in wanted},
-        "errors": [error.as_dict() for error in errors],
+        "errors": [asdict(error) for error in errors],
     }
     return record, errors
 

@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -239,9 +239,10 @@ class HttpDriver:
         self._endpoint = address.endpoint(options.request_timeout)
         self._streams = options.concurrency or DEFAULT_CONCURRENCY
         self.num_workers = options.client_workers or default_workers(self._streams)
-        self._first_tokens = first_tokens(
-            served.tokenizer, _num_passes(options), CYCLES if options.duration else 1
-        )
+        # The warm-up, and the most passes that a session measures, rejected ones included.
+        num_passes = 1 + options.num_runs + options.max_redone_passes
+        cycles = CYCLES if options.duration else 1
+        self._first_tokens = first_tokens(served.tokenizer, num_passes, cycles)
         self._error: ClientError | None = None
         self._reset_account()
         self._fleet = Fleet(self.num_workers)
@@ -308,7 +309,7 @@ class HttpDriver:
             "workers": self.num_workers,
             "client_ttft_error_ms": error.client_ttft_error_ms if error else None,
             "client_itl_error_ms": error.client_itl_error_ms if error else None,
-            "check": error.as_dict() if error else None,
+            "check": asdict(error) if error else None,
             "loop_lag_ms": lag,
             "late_connections": self._late_connections,
             "burden_ms": self._options.client_burden_ms,
@@ -399,11 +400,6 @@ class HttpDriver:
         if answer.total is not None or not answer.times:
             return None
         return len(self._tokenizer.encode(answer.text, add_special_tokens=False))
-
-
-def _num_passes(options: BenchOptions) -> int:
-    """The most passes that a session measures, the warm-up and rejected ones included."""
-    return 1 + options.num_runs + options.max_redone_passes
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:

@@ -79,12 +79,7 @@ class InProcessTarget:
         self._flights: dict[str, _InFlightRequest] = {}
         self._refused: list[Chunk] = []
         self._steps: list[StepRecord] = []
-        self._images = ImagePreparation()
-
-    @property
-    def image_preparation(self) -> ImagePreparation:
-        """Counts and seconds of preparing images, before the engine has them."""
-        return self._images
+        self.images = ImagePreparation()
 
     def send(self, item: WorkloadItem) -> None:
         params = replace(
@@ -93,19 +88,14 @@ class InProcessTarget:
             min_tokens=item.output_len if self._ignore_eos else 0,
         )
         try:
-            prompt = self._images.prepared(item, self._engine)
-            self._engine.add_request(
-                item.request_id,
-                prompt.token_ids,
-                params,
-                lora=self.adapter(item.request_id),
-                images=prompt.images,
-            )
+            prompt, images = self.images.prepared(item, self._engine)
+            lora = self.adapter(item.request_id)
+            self._engine.add_request(item.request_id, prompt, params, lora=lora, images=images)
         except BadInput as refusal:
             now = time.perf_counter()
             self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
             return
-        self._flights[item.request_id] = _InFlightRequest(len(prompt.token_ids))
+        self._flights[item.request_id] = _InFlightRequest(len(prompt))
 
     def receive(self, until: float | None) -> list[Chunk]:
         if self._refused:
@@ -177,35 +167,23 @@ class InProcessTarget:
         return tokens[:-1] if at_end and tokens[-1] in self._engine.eos_token_ids else tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """Token ids and images, as `Engine.add_request` takes them."""
-
-    token_ids: Sequence[int]
-    images: Images = NO_IMAGES
-
-
 @dataclass(slots=True)
 class ImagePreparation:
-    """Counts and seconds of the images that were prepared since the last `reset`."""
+    """Counts and seconds of the images that were prepared."""
 
     num_requests: int = 0
     num_images: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def reset(self) -> None:
-        self.num_requests = self.num_images = self.num_tokens = 0
-        self.seconds = 0.0
-
-    def prepared(self, item: WorkloadItem, engine: Engine) -> PreparedPrompt:
-        """The prompt of a request; one with images has them behind its text.
+    def prepared(self, item: WorkloadItem, engine: Engine) -> tuple[Sequence[int], Images]:
+        """Token ids and images of a request, which stand behind its text.
 
         Raises:
             BadInput: the model takes no images, or one is broken.
         """
         if not item.images:
-            return PreparedPrompt(item.prompt_token_ids)
+            return item.prompt_token_ids, NO_IMAGES
         from ...engine.base.image_input import MediaLimits
         from ...engine.multimodal.media import load_images
 
@@ -220,7 +198,7 @@ class ImagePreparation:
         self.num_images += len(images)
         self.num_tokens += len(prepared.token_ids) - len(text)
         self.seconds += time.perf_counter() - began
-        return PreparedPrompt(prepared.token_ids, prepared.images)
+        return prepared.token_ids, prepared.images
 
 
 def images_part(

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ..metrics.metrics import samples
 from ..metrics.trace import LoadPass, RequestTrace, StepRecord
@@ -70,26 +69,6 @@ class Target(Protocol):
     def take_steps(self, origin: float) -> list[StepRecord]:
         """Engine steps since the last call, timed from `origin`; empty where the target has no step trace."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Load settings: request rate, burstiness, concurrency.
-
-    Attributes:
-        request_rate: requests per second; infinity means that all are due at once.
-        burstiness: shape of the gamma gaps; 1 is Poisson.
-        max_concurrency: maximum requests in flight; None is no limit. With an infinite rate this is a
-            closed loop of that many users.
-    """
-
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise BadInput(f"--max-concurrency is {self.max_concurrency}: it must be at least 1")
 
 
 def drive(

@@ -98,29 +98,14 @@ def _kind(family_type: str, sample_name: str) -> SampleKind | None:
     return "gauge" if family_type in ("gauge", "unknown") else None
 
 
-def counter_deltas(first: Mapping[str, Sample], last: Mapping[str, Sample]) -> dict[str, float]:
-    """Increase of each counter; one that fell (the server was restarted) is left out."""
+def increases(first: Mapping[str, Sample], last: Mapping[str, Sample]) -> dict[str, float]:
+    """Increase of each counter, and of a histogram's sum and count; one that fell (the server was restarted)
+    is left out."""
     return {
         name: sample.value - first[name].value
         for name, sample in last.items()
-        if sample.kind == "counter" and name in first and sample.value >= first[name].value
+        if sample.kind != "gauge" and name in first and sample.value >= first[name].value
     }
-
-
-def histogram_means(first: Mapping[str, Sample], last: Mapping[str, Sample]) -> dict[str, float]:
-    """The mean of what each histogram observed between two scrapes, where it observed anything."""
-    means = {}
-    for name, sample in last.items():
-        if sample.kind != "count":
-            continue
-        stem = name.removesuffix("_count")
-        total = f"{stem}_sum"
-        if name not in first or total not in first or total not in last:
-            continue
-        count = sample.value - first[name].value
-        if count > 0:
-            means[stem] = (last[total].value - first[total].value) / count
-    return means
 
 
 class Scraper:
@@ -198,7 +183,9 @@ def pass_metrics(scrapes: Sequence[Mapping[str, Sample]], failed: int) -> dict[s
         for name, sample in scrape.items():
             if sample.kind == "gauge":
                 gauges.setdefault(name, []).append(sample.value)
-    counters = counter_deltas(first, last)
+    grown = increases(first, last)
+    counters = {name: value for name, value in grown.items() if last[name].kind == "counter"}
+    stems = [name.removesuffix("_count") for name in grown if last[name].kind == "count"]
     return {
         "num_scrapes": len(scrapes),
         "failed_scrapes": failed,
@@ -206,7 +193,12 @@ def pass_metrics(scrapes: Sequence[Mapping[str, Sample]], failed: int) -> dict[s
         "gauges": {
             name: {"mean": sum(each) / len(each), "max": max(each)} for name, each in gauges.items()
         },
-        "means": histogram_means(first, last),
+        # Of what each histogram observed between both, where it observed anything.
+        "means": {
+            stem: grown[f"{stem}_sum"] / grown[f"{stem}_count"]
+            for stem in stems
+            if grown[f"{stem}_count"] > 0 and f"{stem}_sum" in grown
+        },
         "prefix_cache_hit_rate": _ratio(counters, "prefix_cache_hits", "prefix_cache_queries"),
         "draft_acceptance": _ratio(
             counters, "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"

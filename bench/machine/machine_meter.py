@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ class MachineMeter:
         usage = self._passes.stop() if self._passes is not None else no_usage()
         joules = self._energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
-        return {"other_load": others, "joules": joules, **usage.as_dict()}
+        return {"other_load": others, "joules": joules, **asdict(usage)}
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
         """`llmopt.energy` of a result: over all passes, and per million tokens."""

@@ -17,9 +17,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # A shorter pass is not rejected: one time slice of another process would be a large share of it.
 LEAST_JUDGED_SECONDS = 0.1
@@ -222,9 +221,6 @@ class PassUsage:
     steal_seconds: float | None
     disturbed: bool
     disturbed_because: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def no_usage() -> PassUsage:

@@ -68,8 +68,6 @@ def bootstrap_interval(
     statistic: Callable[..., Any],
     *,
     seed: int = 0,
-    resamples: int = RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> tuple[float, float] | None:
     """Percentile interval of `statistic` of the pooled values, resampling whole groups.
 
@@ -80,7 +78,7 @@ def bootstrap_interval(
     if len(groups) < 2:
         return None
     rng = np.random.default_rng(seed)
-    draws = rng.integers(0, len(groups), size=(resamples, len(groups)))
+    draws = rng.integers(0, len(groups), size=(RESAMPLES, len(groups)))
     if all(len(group) == 1 for group in groups):
         values = np.concatenate(groups)
         estimates = statistic(values[draws], axis=-1)
@@ -88,24 +86,22 @@ def bootstrap_interval(
         estimates = [
             statistic(np.concatenate([groups[i] for i in draw]), axis=-1) for draw in draws
         ]
-    tail = (1 - confidence) / 2 * 100
+    tail = (1 - CONFIDENCE) / 2 * 100
     low, high = np.percentile(estimates, [tail, 100 - tail])
     return float(low), float(high)
 
 
-def mean_interval(
-    values: Sequence[float], confidence: float = CONFIDENCE
-) -> tuple[float, float] | None:
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Student's t interval of the mean of repeated runs; None for a single one."""
     if len(values) < 2:
         return None
-    reach = student_quantile((1 + confidence) / 2, len(values) - 1)
+    reach = student_quantile((1 + CONFIDENCE) / 2, len(values) - 1)
     half = reach * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return float(np.mean(values)) - half, float(np.mean(values)) + half
 
 
 def order_interval(
-    values: Sequence[float] | np.ndarray, percentile: float, confidence: float = CONFIDENCE
+    values: Sequence[float] | np.ndarray, percentile: float
 ) -> tuple[float | None, float | None]:
     """Interval of a percentile between two of the sorted values, without assuming a distribution.
 
@@ -120,7 +116,7 @@ def order_interval(
     factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
     logs = factorial[count] - factorial - factorial[::-1]
     below = np.cumsum(np.exp(logs + ranks * math.log(share) + (count - ranks) * math.log1p(-share)))
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     # below[k] is P(at most k values lie below the percentile).
     lower = int(np.searchsorted(below, tail, side="right"))  # values[lower - 1] is below it
     upper = int(np.searchsorted(below, 1 - tail, side="left")) + 1  # values[upper - 1] is above it
@@ -128,10 +124,10 @@ def order_interval(
     return low, float(ordered[upper - 1]) if upper <= count else None
 
 
-def requests_for_percentile(percentile: float, confidence: float = CONFIDENCE) -> int:
+def requests_for_percentile(percentile: float) -> int:
     """The fewest values with which `order_interval` bounds a percentile on both sides: 368 for p99."""
     share = max(percentile, 100 - percentile) / 100
-    return math.ceil(math.log((1 - confidence) / 2) / math.log(share))
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))
 
 
 def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:

@@ -30,16 +30,7 @@ from ...quant.base.names import offer
 from ...quant.base.option import Option, options_of
 from ..metrics.metrics import METRICS
 from ..quality.passage import ProtocolOptions
-from .definitions import (
-    ArrivalOptions,
-    ConversationOptions,
-    DataOptions,
-    LoadOptions,
-    MetricOptions,
-    QualityOptions,
-    RecordOptions,
-    TargetOptions,
-)
+from . import definitions as of
 from .values import BACKENDS, POOLING, ThinkTime, check_dataset
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -106,31 +97,15 @@ DEFAULT_CONCURRENCY = 8
 _EngineFields: Any = model_of(EngineConfig)
 if TYPE_CHECKING:
 
-    class _Fields(
-        DataOptions,
-        ConversationOptions,
-        ArrivalOptions,
-        LoadOptions,
-        TargetOptions,
-        MetricOptions,
-        QualityOptions,
-        RecordOptions,
-        BaseModel,
-        frozen=True,
-    ):
+    class _Load(of.DataOptions, of.ConversationOptions, of.ArrivalOptions, of.LoadOptions): ...
+
+    class _Scores(of.MetricOptions, of.QualityOptions, of.RecordOptions): ...
+
+    class _Fields(_Load, of.TargetOptions, _Scores, BaseModel, frozen=True):
         def __init__(self, **values: Any) -> None: ...
 
 else:
-    _Fields = model_of(
-        DataOptions,
-        ConversationOptions,
-        ArrivalOptions,
-        LoadOptions,
-        TargetOptions,
-        MetricOptions,
-        QualityOptions,
-        RecordOptions,
-    )
+    _Fields = model_of(*of.BENCH_GROUPS)
 
 
 class BenchOptions(_Fields, _EngineFields, BaseModel):
@@ -181,12 +156,8 @@ class BenchOptions(_Fields, _EngineFields, BaseModel):
         return words
 
     @model_validator(mode="after")
-    def _engine_options_go_together(self) -> Self:
+    def _options_go_together(self) -> Self:
         _ = self.engine
-        return self
-
-    @model_validator(mode="after")
-    def _quality_options_go_together(self) -> Self:
         ProtocolOptions(self.quality_protocol, self.quality_window, self.quality_stride)
         return self
 
@@ -212,9 +183,7 @@ class BenchOptions(_Fields, _EngineFields, BaseModel):
 
     @model_validator(mode="after")
     def _bounded_duration(self) -> Self:
-        if self.duration is None:
-            return self
-        if self.ramp_up_strategy is not None:
+        if self.duration is not None and self.ramp_up_strategy is not None:
             raise ValueError("a ramp lasts as long as its prompts: leave --duration away")
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -64,6 +65,17 @@ TYPES = {
 }
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises `BadInput` where a Parquet file that is read within is damaged."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadInput(f"{path} is damaged: {error}") from error
+
+
 class QualitySeries:
     """A readable `quality.parquet`; columns are read one by one."""
 
@@ -90,13 +102,10 @@ class QualitySeries:
     @property
     def names(self) -> list[str]:
         """The columns that hold values."""
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        with readable(self.path):
             return list(pq.read_schema(self.path).names)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{self.path} is damaged: {error}") from error
 
     def column(self, name: str) -> np.ndarray | None:
         """A column over all positions, or None.
@@ -104,15 +113,12 @@ class QualitySeries:
         Raises:
             BadInput: the file is damaged.
         """
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         if name not in self.names:
             return None
-        try:
+        with readable(self.path):
             return pq.read_table(self.path, columns=[name]).column(0).to_numpy()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{self.path} is damaged: {error}") from error
 
     def needed(self, name: str) -> np.ndarray:
         """A column that every series has."""

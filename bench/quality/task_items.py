@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from ...quant.base.errors import BadInput
+from .positions import readable
 
 TASKS_NAME = "tasks.parquet"
 COLUMNS = (
@@ -75,16 +76,13 @@ class TaskItems:
         Raises:
             BadInput: a damaged file, or none of llmopt's.
         """
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path = (result if result.is_dir() else result.parent) / TASKS_NAME
         if not path.is_file():
             return None
-        try:
+        with readable(path):
             columns = pq.read_table(path).to_pydict()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{path} is damaged: {error}") from error
         if missing := set(COLUMNS) - set(columns):
             raise BadInput(f"{path} has no column {', '.join(sorted(missing))}")
         return cls(columns)

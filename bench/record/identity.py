@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,35 +23,18 @@ if TYPE_CHECKING:
     from ...engine.scheduling.outputs import EngineStats
 
 
-def identity_part(
-    options: BenchOptions,
-    workload: Workload,
-    *,
-    model: str,
-    model_hash: str,
-    quantization: str | None,
-    dtype: str,
-    target: str,
-    engine: Mapping[str, Any],
-    device: str,
-    machine: str,
-    hardware: Mapping[str, Any],
-) -> dict[str, Any]:
-    """`llmopt.identity`: what was measured and how, which decides whether two results are comparable."""
-    return {
-        "model": model,
-        "model_hash": model_hash,
-        "quantization": quantization,
-        "dtype": dtype,
-        "target": target,
-        "workload": workload.name,
-        "workload_sha256": workload.sha256,
-        "load": load_words(options, workload),
-        "engine": dict(engine),
-        "device": device,
-        "machine": machine,
-        "hardware": dict(hardware),
-    }
+IDENTITY = ("model", "model_hash", "quantization", "dtype", "target", "workload", "workload_sha256")
+IDENTITY += ("load", "engine", "device", "machine", "hardware")
+
+
+def identity_part(options: BenchOptions, workload: Workload, **target: Any) -> dict[str, Any]:
+    """`llmopt.identity`: what was measured and how, which decides whether two results are comparable.
+
+    `target` holds the keys of `IDENTITY` that are not of the workload.
+    """
+    words = {"workload": workload.name, "workload_sha256": workload.sha256}
+    known = {**target, **words, "load": load_words(options, workload)}
+    return {key: known[key] for key in IDENTITY}
 
 
 def engine_identity(

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
-from ..quality.positions import QualitySeries
+from ..quality.positions import QualitySeries, readable
 from ..quality.task_items import TaskItems
 
 SCHEMA_VERSION = 1
@@ -176,13 +176,10 @@ class RunData:
         table = (path if path.is_dir() else path.parent) / REQUESTS_NAME
         if not table.is_file():
             return cls(result, series=series, items=items)
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        with readable(table):
             return cls(result, pq.read_table(table).to_pydict(), series, items)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{table} is damaged: {error}") from error
 
     @property
     def name(self) -> str:

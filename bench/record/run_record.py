@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -140,24 +140,17 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Facts about the target, provided by its session. None for what a target of its kind does not report.
+    """Facts about the target, provided by its session.
 
     Attributes:
         model_id: for vLLM's key, as is `tokenizer_id`, which defaults to the model's.
-        identity: decides whether two runs are comparable.
-        of_kind: keys and values specific to this kind of target.
+        parts: keys and values of the record: `identity`, `memory`, and those of this kind of target.
     """
 
     model_id: str
-    identity: Mapping[str, Any]
-    memory: Mapping[str, Any]
+    parts: Mapping[str, Any]
     backend: str = "llmopt"
     tokenizer_id: str | None = None
-    phases: Mapping[str, float] | None = None
-    preemptions: int | None = None
-    quality: Mapping[str, Any] | None = None
-    roofline: Mapping[str, Any] | None = None
-    of_kind: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_run(
@@ -178,13 +171,8 @@ def build_run(
         **_load_parts(measured),
         **_pass_parts(measured),
         **_machine_parts(measured, record),
-        "identity": target.identity,
-        "phases": target.phases,
-        "preemptions": target.preemptions,
-        "memory": target.memory,
-        "quality": target.quality,
-        "roofline": target.roofline,
-        **target.of_kind,
+        **dict.fromkeys(("phases", "preemptions", "quality", "roofline")),
+        **target.parts,
     }
     assert parts.keys() <= set(KEYS), f"not in the record's order: {parts.keys() - set(KEYS)}"
     record["llmopt"] = {key: parts[key] for key in KEYS if key in parts}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...quant.base.errors import BadInput
 
@@ -36,16 +36,6 @@ class TrackedRun:
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     folder: Path
-
-
-class Tracker(Protocol):
-    """A place where runs are logged."""
-
-    name: str
-
-    def log(self, run: TrackedRun) -> str:
-        """Log a run; returns where it is, for people."""
-        ...
 
 
 def open_trackers(
@@ -73,8 +63,7 @@ def log_run(trackers: Sequence[Tracker], run: TrackedRun, say: Callable[[str], o
         try:
             where = tracker.log(run)
         except Exception as error:  # the run is on disk: whatever a tracker does, it stays
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            say(f"not logged to {tracker.name}: {reason}; the run is in {run.folder}")
+            say(f"not logged to {tracker.name}: {_one_line(error)}; the run is in {run.folder}")
         else:
             say(f"logged to {tracker.name}: {where}")
 
@@ -94,13 +83,8 @@ def of_result(result: Mapping[str, Any], folder: Path) -> TrackedRun:
         "server": {"counters": server.get("counters"), "gauges": server.get("gauges")},
     }
     top = {key: value for key, value in result.items() if key != "llmopt"}
-    params = flattened({**ours["identity"], "label": result.get("label"), "run_id": ours["run_id"]})
-    return TrackedRun(
-        ours["name"],
-        {key: str(value) for key, value in params.items() if value is not None},
-        numbers({**top, **parts}),
-        folder,
-    )
+    params = {**ours["identity"], "label": result.get("label"), "run_id": ours["run_id"]}
+    return TrackedRun(ours["name"], texts(params), numbers({**top, **parts}), folder)
 
 
 def of_sweep(record: Mapping[str, Any], folder: Path) -> TrackedRun:
@@ -108,13 +92,9 @@ def of_sweep(record: Mapping[str, Any], folder: Path) -> TrackedRun:
     kind = record["kind"]
     knee = next((p for p in record["points"] if p[kind] == record["knee"]), {})
     slo = record.get("slo") or {}
-    params = flattened({**record["identity"], "swept": kind})
-    return TrackedRun(
-        record["name"],
-        {key: str(value) for key, value in params.items() if value is not None},
-        numbers({"knee": {**knee, "load": record["knee"]}, "slo": {"best": slo.get("best")}}),
-        folder,
-    )
+    params = texts({**record["identity"], "swept": kind})
+    found = {"knee": {**knee, "load": record["knee"]}, "slo": {"best": slo.get("best")}}
+    return TrackedRun(record["name"], params, numbers(found), folder)
 
 
 def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -124,6 +104,11 @@ def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         inner = f"{path}.{key}" if path else str(key)
         flat |= flattened(value, inner) if isinstance(value, Mapping) else {inner: value}
     return flat
+
+
+def texts(part: Mapping[str, Any]) -> dict[str, str]:
+    """The known values of nested mappings, as text."""
+    return {key: str(value) for key, value in flattened(part).items() if value is not None}
 
 
 def numbers(part: Mapping[str, Any]) -> dict[str, float]:
@@ -145,13 +130,8 @@ class MlflowTracker:
     name = "MLflow"
 
     def __init__(self, uri: str, experiment: str) -> None:
-        try:
-            mlflow = import_module("mlflow")
-            self._entities: Any = import_module("mlflow.entities")
-        except ImportError as error:
-            raise BadInput(
-                "--mlflow-uri needs MLflow: pip install 'llmopt[mlflow]', or leave the option away"
-            ) from error
+        mlflow = _package("mlflow", "--mlflow-uri needs MLflow")
+        self._entities: Any = import_module("mlflow.entities")
         self._uri = uri
         # By default the library retries for minutes where no server answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -184,8 +164,17 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
+def _package(name: str, needed: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise BadInput(
+            f"{needed}: pip install 'llmopt[{name}]', or leave the option away"
+        ) from error
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class WandbTracker:
@@ -198,19 +187,14 @@ class WandbTracker:
     name = "W&B"
 
     def __init__(self, project: str, entity: str | None = None) -> None:
-        try:
-            self._wandb: Any = import_module("wandb")
-        except ImportError as error:
-            raise BadInput(
-                "--wandb-project needs wandb: pip install 'llmopt[wandb]', or leave the option away"
-            ) from error
+        self._wandb = _package("wandb", "--wandb-project needs wandb")
         self._project, self._entity = project, entity
         if os.environ.get("WANDB_MODE") in WITHOUT_LOGIN:
             return
         try:
             is_in = self._wandb.login()
         except Exception as error:  # its exceptions have no common base outside the library
-            raise BadInput(f"--wandb-project: {' '.join(str(error).split())[:300]}") from error
+            raise BadInput(f"--wandb-project: {_one_line(error)}") from error
         if not is_in:
             raise BadInput("--wandb-project: set WANDB_API_KEY, or WANDB_MODE=offline")
 
@@ -226,7 +210,8 @@ class WandbTracker:
         )
         try:
             session.log(dict(run.metrics))
-            artifact = self._wandb.Artifact(artifact_name(run.name), type="benchmark")
+            name = re.sub(r"[^\w.-]+", "-", run.name).strip("-") or "run"  # what W&B takes
+            artifact = self._wandb.Artifact(name, type="benchmark")
             artifact.add_dir(str(run.folder))
             session.log_artifact(artifact)
         except BaseException:
@@ -236,6 +221,5 @@ class WandbTracker:
         return session.url or f"offline in {session.dir}"
 
 
-def artifact_name(name: str) -> str:
-    """The name with the characters that W&B takes."""
-    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "run"
+Tracker = MlflowTracker | WandbTracker
+"""Logs a finished run at a place with a `name`; `log` returns where the run is, for people."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...engine.execution.step_loop import StepRecorder
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model, short_name
-from ..load.inprocess import InProcessTarget, images_part, injected_delay
-from ..load.load import Load, adapter_of, drive
+from ..load.inprocess import ImagePreparation, InProcessTarget, images_part, injected_delay
+from ..load.load import adapter_of, drive
 from ..load.step_split import step_split
 from ..machine.environment import peak_memory_bytes, restart_peak_memory
 from ..machine.machine_meter import MachineMeter
@@ -74,7 +74,6 @@ class EngineSession(BenchSession):
             resolve_model(options.reference)
         self._images: dict[str, Any] | None = None
         self._step_split: dict[str, Any] | None = None
-        self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self.engine,
             ignore_eos=options.ignore_eos,
@@ -109,8 +108,8 @@ class EngineSession(BenchSession):
         options, engine = self._options, self.engine
         if self._passage is not None:
             self._quality = score_quality(options, engine, self._passage, self._progress)
-        limit = self._load.max_concurrency
         if options.report:
+            limit = options.concurrency
             self._step_split = step_split(engine, self._target, self.workload, limit)
         self._preemptions = self._preempted()  # of the load, without tasks
         self._score_tasks(lambda: EngineBackend(engine, self._progress))
@@ -118,7 +117,13 @@ class EngineSession(BenchSession):
     def _facts(self, measured: Measurement) -> TargetFacts:
         options, engine, passes = self._options, self.engine, measured.loads
         size = engine.scheduler.config.block_size
-        of_kind = {
+        parts = {
+            "identity": self.identity(),
+            "memory": memory_part(engine, self._model, self._peak_bytes),
+            "phases": phases(passes),
+            "preemptions": self._preemptions,
+            "quality": self._quality.record,
+            "roofline": place_on_roofline(engine, self._model, passes) if options.report else None,
             **conversations_part(
                 passes, self.workload, size if options.enable_prefix_caching else None
             ),
@@ -131,32 +136,22 @@ class EngineSession(BenchSession):
             "tasks": self._task_record,
         }
         if self._plan is not None:
-            of_kind["plan"] = residuals(self._plan, engine, passes, measured.metrics)
-        return TargetFacts(
-            model_id=options.model or short_name(self._model),
-            identity=self.identity(),
-            memory=memory_part(engine, self._model, self._peak_bytes),
-            phases=phases(passes),
-            preemptions=self._preemptions,
-            quality=self._quality.record,
-            roofline=place_on_roofline(engine, self._model, passes) if options.report else None,
-            of_kind=of_kind,
-        )
+            parts["plan"] = residuals(self._plan, engine, passes, measured.metrics)
+        return TargetFacts(options.model or short_name(self._model), parts)
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         # Reset the prefix cache, so that a pass does not speed up the next.
         self.engine.reset_prefix_cache()
         if self.engine.images.encoders is not None:
             self.engine.images.encoders.reset()
-        self._target.image_preparation.reset()
+        self._target.images = ImagePreparation()
         before = self.engine.stats
         recorder = self.engine.recorder = StepRecorder(self.engine.scheduler)
         self._machine.start()
         load = self._drive(self.workload, description, self._options.duration)
         usage = self._machine.stop()
-        self._images = images_part(
-            self._target.image_preparation, self.engine.images.encoders, load.traces
-        )
+        encoders = self.engine.images.encoders
+        self._images = images_part(self._target.images, encoders, load.traces)
         for trace in load.traces:
             trace.lora = self._target.adapter(trace.request_id)
         self.engine.recorder = None
@@ -180,7 +175,7 @@ class EngineSession(BenchSession):
         return drive(
             self._target,
             workload,
-            self._load.max_concurrency,
+            self._options.concurrency,
             window=window,
             progress=self._progress,
             description=description,

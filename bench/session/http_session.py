@@ -60,7 +60,7 @@ class HttpSession(BenchSession):
         name = options.name or options.label or Path(served.model).name
         machine = MachineMeter(
             local_gpu() if address.is_loopback else "cpu",
-            passes=server_meter(options),
+            passes=PassMeter(started["pid"]) if (started := options.started_server) else None,
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
         super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
@@ -125,30 +125,26 @@ class HttpSession(BenchSession):
         of_passes = [each.server_metrics for each in measured.passes]
         server_metrics = server_metrics_part(self._scraper, of_passes)
         preemptions = server_metrics["counters"].get("num_preemptions")
-        return TargetFacts(
-            model_id=self._served.model,
-            tokenizer_id=self._served.tokenizer_name,
-            backend=self._options.backend,
-            identity=self.identity(),
-            memory=dict.fromkeys(
-                ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
-            ),
-            quality=self._quality.record,
-            preemptions=None if preemptions is None else round(preemptions),
-            of_kind={
-                **conversations_part(measured.loads, self.workload, None),
-                "quality_reason": self._quality.reason,
-                "tasks": self._task_record,
-                "client": self._driver.client_part(measured.metrics, measured.loads),
-                "server": {
-                    "url": self._address.url,
-                    "path": self._address.path,
-                    "max_model_len": self._served.max_model_len,
-                    "started": self._options.started_server,
-                },
-                "server_metrics": server_metrics,
+        sizes = ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
+        parts = {
+            "identity": self.identity(),
+            "memory": dict.fromkeys(sizes),
+            "quality": self._quality.record,
+            "preemptions": None if preemptions is None else round(preemptions),
+            **conversations_part(measured.loads, self.workload, None),
+            "quality_reason": self._quality.reason,
+            "tasks": self._task_record,
+            "client": self._driver.client_part(measured.metrics, measured.loads),
+            "server": {
+                "url": self._address.url,
+                "path": self._address.path,
+                "max_model_len": self._served.max_model_len,
+                "started": self._options.started_server,
             },
-        )
+            "server_metrics": server_metrics,
+        }
+        names = {"backend": self._options.backend, "tokenizer_id": self._served.tokenizer_name}
+        return TargetFacts(self._served.model, parts, **names)
 
     def _score(self) -> None:
         """Score the served model and the tasks; what is missing is said in a note."""
@@ -224,12 +220,6 @@ def server_address(options: BenchOptions) -> Address:
         headers=options.header,
         verify_tls=not options.insecure,
     )
-
-
-def server_meter(options: BenchOptions) -> PassMeter | None:
-    """The meter of the process tree of a server that was started for this run; None for another server."""
-    started = options.started_server
-    return PassMeter(started["pid"]) if started else None
 
 
 def local_gpu() -> str:

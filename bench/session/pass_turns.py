@@ -13,7 +13,6 @@ pass, for scoring), and goes on when it has read one.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -127,14 +126,3 @@ def give_turns(turns: Sequence[TurnPipe]) -> None:
 def order(turns: Sequence[TurnPipe]) -> Iterator[TurnPipe]:
     """A B B A A B B A …"""
     return cycle([*turns, *reversed(turns)])
-
-
-def start_in_turns(
-    command: Sequence[str], turn: TurnPipe, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a process that takes turns."""
-    process = subprocess.Popen(
-        command, env={**environment, **turn.environment}, pass_fds=turn.descriptors
-    )
-    turn.started()
-    return process

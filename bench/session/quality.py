@@ -6,7 +6,7 @@ Both are scored beside a reference of their kind, if there is one: a model of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +89,7 @@ def score_quality(
         seed=options.seed,
         tokenizer=engine.tokenizer,
     )
-    return ScoredQuality(quality.as_dict(), series)
+    return ScoredQuality(asdict(quality), series)
 
 
 def load_reference(options: BenchOptions, passage: Passage) -> Engine:
@@ -259,7 +259,7 @@ def _scored(
         "kl_is_lower_bound": True if rests else None,
         "mean_rest": float(np.mean(rests)) if rests else None,
     }
-    return ScoredQuality(quality.as_dict() | {"served": asked}, series, reason)
+    return ScoredQuality(asdict(quality) | {"served": asked}, series, reason)
 
 
 def _columns(

@@ -14,7 +14,7 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, compare
-from ..gate.outputs import VerdictWanted, write_benchmark_json, write_junit
+from ..gate.outputs import VerdictWanted, write_outputs
 from ..load.address import Address, find_served
 from ..metrics.trace import STEPS_NAME, write_steps
 from ..options.options import BenchOptions
@@ -195,10 +195,7 @@ def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     if comparison is not None and base is not None:
         page = comparison_page(base, new, comparison)
         page.write(folder / "comparison.html", folder / "comparison.md")
-        if wanted.junit is not None:
-            write_junit(wanted.junit, comparison)
-    if wanted.benchmark_json is not None:
-        write_benchmark_json(wanted.benchmark_json, new, comparison)
+    write_outputs(new, comparison, wanted.junit, wanted.benchmark_json)
 
 
 def write_run(

@@ -177,13 +177,14 @@ class ServedBackend:
             "model": self._served.model,
             "temperature": params.temperature,
             "seed": params.seed,
-            **_stops(params),
             **{
                 name: getattr(params, name)
                 for name in EXTRA
                 if getattr(params, name) != EXTRA[name]
             },
         }
+        if params.stop:  # OpenAI's limit is four; the text is cut at every one of them here
+            body["stop"] = list(params.stop[:4])
         if request.messages is not None:
             limit = {"max_tokens": params.max_tokens}
             return body | limit | {"messages": request.messages}
@@ -203,11 +204,6 @@ class ServedBackend:
             return before_stops(choice["text"], stops)
         except (LookupError, TypeError, AttributeError) as error:
             raise BadInput("an answer of the server is no completion") from error
-
-
-def _stops(params: SamplingParams) -> dict[str, Any]:
-    # OpenAI's limit is four; the text is cut at every one of them here.
-    return {"stop": list(params.stop[:4])} if params.stop else {}
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from .freeze import is_frozen, read_frozen, write_frozen
 from .sharegpt import sharegpt_threads_workload, sharegpt_workload
 from .synthetic import (
     prefix_repetition_workload,
-    random_mm_workload,
     random_workload,
     sonnet_workload,
+    with_random_images,
 )
 from .traces import trace_workload
 from .workload import Tokenizer, Workload, arrival_offsets, check_endless, ramp_offsets
@@ -77,7 +77,8 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
         raise BadInput(
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
         )
-    workload = requests_of(name, path, options, tokenizer, max_model_len)
+    asked = Asked(name, path, options, tokenizer, max_model_len)
+    workload = asked.build(_BUILDERS[name])
     if options.think_time != "0" and (name == "frozen" or not workload.is_multi_turn):
         raise BadInput(
             "--think-time is drawn when conversations are built: give it with --multi-turn or --dataset "
@@ -169,6 +170,7 @@ class Asked:
         if it is set, else the value that all data sets share, else the builder's default."""
         options = self.options
         shared: dict[str, Any] = {
+            "asked": self,
             "tokenizer": self.tokenizer,
             "path": self.path,
             "max_model_len": self.max_model_len,
@@ -224,7 +226,7 @@ def _random_mm(asked: Asked) -> Workload:
     """Random prompts with images; the texts have the options of `random`, as in vLLM."""
     names = ("input_len", "output_len", "prefix_len", "range_ratio")
     given = {name: getattr(asked.options, f"random_{name}") for name in names}
-    return asked.build(random_mm_workload, **given)
+    return asked.build(with_random_images, texts=asked.build(random_workload, **given))
 
 
 def _hub(asked: Asked) -> Workload:
@@ -232,27 +234,16 @@ def _hub(asked: Asked) -> Workload:
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
 
 
-def _simple(builder: Callable[..., Workload]) -> Callable[[Asked], Workload]:
-    return lambda asked: asked.build(builder)
-
-
-_BUILDERS: Mapping[str, Callable[[Asked], Workload]] = {
+_BUILDERS: Mapping[str, Callable[..., Workload]] = {
     "sharegpt": _sharegpt,
-    "agentic": _simple(agentic_workload),
-    "random": _simple(random_workload),
+    "agentic": agentic_workload,
+    "random": random_workload,
     "random-mm": _random_mm,
-    "prefix_repetition": _simple(prefix_repetition_workload),
-    "sonnet": _simple(sonnet_workload),
-    "custom": _simple(custom_workload),
-    "custom_image": _simple(custom_workload),
+    "prefix_repetition": prefix_repetition_workload,
+    "sonnet": sonnet_workload,
+    "custom": custom_workload,
+    "custom_image": custom_workload,
     "hf": _hub,
     **dict.fromkeys(TRACES, _trace),
-    "frozen": _simple(read_frozen),
+    "frozen": read_frozen,
 }
-
-
-def requests_of(
-    name: str, path: Path | None, options: BenchOptions, tokenizer: Tokenizer, max_model_len: int
-) -> Workload:
-    """The requests of one kind of data set; only timed kinds have arrival times."""
-    return _BUILDERS[name](Asked(name, path, options, tokenizer, max_model_len))

@@ -151,7 +151,7 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            rows = list(READERS[kind](lines, path))
+            rows = list(_rows(kind, lines, path))
     except (FileNotFoundError, IsADirectoryError) as error:
         raise BadInput(f"trace {path} is not a file") from error
     except UnicodeDecodeError as error:
@@ -161,36 +161,43 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def _azure(lines: Any, path: Path) -> Iterator[TraceRow]:
-    first: datetime | None = None
-    for where, row in _csv_rows(lines, path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+def _azure_seconds() -> Callable[[str], float]:
+    """Seconds from the first time that is read."""
+    first: list[datetime] = []
+
+    def seconds(text: str) -> float:
         # Seven decimals of a second: one more than datetime supports.
-        whole, _, fraction = row["TIMESTAMP"].partition("+")[0].partition(".")
-        try:
-            moment = datetime.fromisoformat(whole)
-            seconds = float(f"0.{fraction or 0}")
-        except ValueError as error:
-            raise BadInput(f"{where}: {row['TIMESTAMP']!r} is no time") from error
-        first = first or moment
-        seconds += (moment - first).total_seconds()
-        yield TraceRow(
-            seconds,
-            _count(row, "ContextTokens", where),
-            _count(row, "GeneratedTokens", where),
-        )
+        whole, _, fraction = text.partition("+")[0].partition(".")
+        moment = datetime.fromisoformat(whole)
+        first.append(moment)
+        return float(f"0.{fraction or 0}") + (moment - first[0]).total_seconds()
+
+    return seconds
 
 
-def _burstgpt(lines: Any, path: Path) -> Iterator[TraceRow]:
-    for where, row in _csv_rows(lines, path, ("Timestamp", "Request tokens", "Response tokens")):
+def _csv(
+    lines: Any,
+    path: Path,
+    columns: tuple[str, str, str],
+    seconds: Callable[[str], float],
+    unit: str,
+) -> Iterator[TraceRow]:
+    """The rows of a CSV file by its `columns` of time, prompt tokens and output tokens."""
+    reader = csv.DictReader(lines)
+    missing = [name for name in columns if name not in (reader.fieldnames or ())]
+    if missing:
+        raise BadInput(f"trace {path} has no column {missing[0]!r}: it wants {', '.join(columns)}")
+    for row in reader:
+        where = f"trace {path}, line {reader.line_num}"
+        if any(row[name] is None for name in columns):
+            raise BadInput(f"{where}: too few columns")
+        time, *lengths = columns
         try:
-            seconds = float(row["Timestamp"])
+            due = seconds(row[time])
         except ValueError as error:
-            raise BadInput(f"{where}: {row['Timestamp']!r} is no time in seconds") from error
-        yield TraceRow(
-            seconds,
-            _count(row, "Request tokens", where),
-            _count(row, "Response tokens", where),
-        )
+            raise BadInput(f"{where}: {row[time]!r} is no time{unit}") from error
+        prompt_len, output_len = (_count(row, name, where) for name in lengths)
+        yield TraceRow(due, prompt_len, output_len)
 
 
 def _mooncake(lines: Any, path: Path) -> Iterator[TraceRow]:
@@ -222,26 +229,14 @@ def _mooncake(lines: Any, path: Path) -> Iterator[TraceRow]:
         yield TraceRow(time / 1000, prompt_len, output_len, tuple(blocks))
 
 
-READERS: dict[str, Callable[[Any, Path], Iterator[TraceRow]]] = {
-    "azure": _azure,
-    "burstgpt": _burstgpt,
-    "mooncake": _mooncake,
-}
-
-
-def _csv_rows(
-    lines: Any, path: Path, columns: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """("trace F, line N", row) of a CSV file that must have these columns."""
-    reader = csv.DictReader(lines)
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise BadInput(f"trace {path} has no column {missing[0]!r}: it wants {', '.join(columns)}")
-    for row in reader:
-        where = f"trace {path}, line {reader.line_num}"
-        if any(row[name] is None for name in columns):
-            raise BadInput(f"{where}: too few columns")
-        yield where, row
+def _rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow]:
+    if kind == "mooncake":
+        return _mooncake(lines, path)
+    if kind == "azure":
+        columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+        return _csv(lines, path, columns, _azure_seconds(), "")
+    columns = ("Timestamp", "Request tokens", "Response tokens")
+    return _csv(lines, path, columns, float, " in seconds")
 
 
 def _count(row: dict[str, Any], key: str, where: str) -> int:

@@ -336,8 +336,12 @@ def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
     names = first_tokens_of_cycles(workload) if endless else ()
     for cycle in count():
         for item in ordered:
-            again = with_first_token(item, names[cycle % len(names)]) if cycle else item
-            yield Opening(cycle, again, item.arrival_seconds + cycle * period)
+            due = item.arrival_seconds + cycle * period
+            if not cycle:
+                yield Opening(cycle, item, due)
+                continue
+            prompt = (names[cycle % len(names)], *item.prompt_token_ids[1:])
+            yield Opening(cycle, replace(item, prompt_token_ids=prompt), due)
         if not endless:
             return
 
@@ -367,7 +371,3 @@ def first_tokens_of_cycles(workload: Workload) -> list[int]:
     first = {item.prompt_token_ids[0] for item in workload.items}
     inner = {token for item in workload.items for token in item.prompt_token_ids[1:]}
     return [min(first), *(sorted(inner - first) or sorted(first))]
-
-
-def with_first_token(item: WorkloadItem, token: int) -> WorkloadItem:
-    return replace(item, prompt_token_ids=(token, *item.prompt_token_ids[1:]))

@@ -184,44 +184,31 @@ def _parameters(
         yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)
 
 
-def writable(
-    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
-) -> Path | None:
-    """Callback of an option that names a file to write: checked as the line is read, before any work."""
-    return _checked(context, parameter, path, folder=False)
+def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path | None]:
+    """The callback of an option that names a file to write, or a `folder` to write into: it is checked as the
+    line is read, before any work. A `cache` is read where it exists, and else written."""
+
+    def checked(
+        context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+    ) -> Path | None:
+        from ...quant.base.atomic_io import check_output
+
+        is_read = cache and path is not None and path.exists()
+        if path is not None and not is_read and not context.resilient_parsing:
+            check_output(path, parameter.opts[0], folder=folder)
+        return path
+
+    return checked
 
 
-def writable_folder(
-    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
-) -> Path | None:
-    """Callback of an option that names a folder to write into."""
-    return _checked(context, parameter, path, folder=True)
-
-
-def writable_if_new(
-    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
-) -> Path | None:
-    """Callback of an option that names a cache: it is read where it exists, and else written."""
-    return path if path is None or path.exists() else writable(context, parameter, path)
+writable, writable_folder = _writes(), _writes(folder=True)
+_WRITES = {"file": writable, "folder": writable_folder, "cache": _writes(cache=True)}
 
 
 def output_to(help: str, *, folder: bool = False) -> Any:
     """The option of a command that writes one file or folder."""
     callback = writable_folder if folder else writable
     return typer.Option("--output", "-o", callback=callback, help=help)
-
-
-_WRITES = {"file": writable, "folder": writable_folder, "cache": writable_if_new}
-
-
-def _checked(
-    context: typer.Context, parameter: typer.CallbackParam, path: Path | None, *, folder: bool
-) -> Path | None:
-    from ...quant.base.atomic_io import check_output
-
-    if path is not None and not context.resilient_parsing:
-        check_output(path, parameter.opts[0], folder=folder)
-    return path
 
 
 def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:

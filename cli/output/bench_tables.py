@@ -10,12 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ...bench.gate.compare import Comparison, RunData
+    from ...bench.gate.compare import Comparison
     from ...bench.options.options import BenchOptions
     from ...bench.page.page import ReportTable
     from ...bench.record.tracking import TrackedRun, Tracker
     from ...bench.studies.history_series import Series
-    from ..options.measuring import VerdictFileOptions
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
@@ -171,18 +170,6 @@ def print_series(series: Sequence[Series], out: Console) -> None:
             say(f"  {percent(abs(change.worse))} {way} since {change.where}", out)
     verdict = history_verdict(series)
     say(f"{verdict.headline} {verdict.sentence}", out)
-
-
-def write_machine_readable(
-    after: RunData | None, comparison: Comparison, files: VerdictFileOptions
-) -> None:
-    """JUnit XML, and the dashboard's JSON of the new run, where they were asked for."""
-    from ...bench.gate.outputs import write_benchmark_json, write_junit
-
-    if files.junit is not None:
-        write_junit(files.junit, comparison)
-    if files.benchmark_json is not None and after is not None:
-        write_benchmark_json(files.benchmark_json, after, comparison)
 
 
 def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def model(change: Callable[[np.random.Generator, Columns], None] | None = None) 
         zeros = np.zeros(COUNT)
         writer.add(PositionScores(zeros, window, position, zeros, **columns))
         series = writer.finish()
-    quality = summarize(PASSAGE, series, reference="plain").as_dict()
+    quality = asdict(summarize(PASSAGE, series, reference="plain"))
     return RunData({"llmopt": {"quality": quality}}, series=series)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
@@ -47,7 +49,7 @@ def engine() -> Engine:
 def scored(engine: Engine, model: PromptScorer) -> RunData:
     passage = read_passage(engine.tokenizer, max_model_len=engine.max_model_len, num_tokens=4096)
     series, _ = score_passage(passage, model, engine)
-    quality = summarize(passage, series, reference="plain").as_dict()
+    quality = asdict(summarize(passage, series, reference="plain"))
     return RunData({"llmopt": {"quality": quality}}, series=series)
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from llmopt.bench.load import load
 from llmopt.bench.load.inprocess import InProcessTarget
-from llmopt.bench.load.load import Chunk, Load, drive
+from llmopt.bench.load.load import Chunk, drive
 from llmopt.bench.metrics.trace import StepRecord
+from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import Workload, WorkloadItem, numbered
 from llmopt.quant.base.errors import BadInput
 
@@ -138,8 +139,8 @@ def test_interrupt_keeps_what_finished(clock: Clock) -> None:
 
 
 def test_load_refuses_no_concurrency() -> None:
-    with pytest.raises(BadInput):
-        Load(max_concurrency=0)
+    with pytest.raises(BadInput, match="max_concurrency"):
+        checked(BenchOptions, {"max_concurrency": 0}, "option")
 
 
 class RefusingEngine:

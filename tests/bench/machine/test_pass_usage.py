@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_meter_of_this_process_and_of_one_that_is_gone() -> None:
     usage = meter.stop()
     assert usage.cpu_seconds is not None and usage.cpu_seconds > 0
     assert usage.waiting_seconds is not None and usage.waiting_seconds >= 0
-    assert no_usage().as_dict().keys() == usage.as_dict().keys()
+    assert asdict(no_usage()).keys() == asdict(usage).keys()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     meter = PassMeter(child.pid)
     meter.start()

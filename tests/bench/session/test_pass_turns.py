@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from llmopt.bench.session.pass_turns import PassTurns, TurnPipe, give_turns, start_in_turns
+from llmopt.bench.session.pass_turns import PassTurns, TurnPipe, give_turns
 from llmopt.quant.base.errors import BadInput
 
 # A benchmark in small: as many passes as it is told, then what `finish` does. Needs nothing of torch.
@@ -26,6 +28,14 @@ open(log, "a").write(name.lower())
 """
 
 
+def start_in_turns(command: Sequence[str], turn: TurnPipe) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        command, env={**os.environ, **turn.environment}, pass_fds=turn.descriptors
+    )
+    turn.started()
+    return process
+
+
 @pytest.mark.parametrize(
     ("passes", "order"), [((3, 3), "ABBAABba"), ((2, 4), "ABBAaBBb"), ((0, 1), "aBb")]
 )
@@ -35,7 +45,7 @@ def test_turns_go_there_and_back(tmp_path: Path, passes: tuple[int, int], order:
     processes = []
     for turn, name, count in zip(turns, "AB", passes, strict=True):
         command = [sys.executable, "-c", CHILD, str(log), name, str(count)]
-        processes.append(start_in_turns(command, turn, os.environ))
+        processes.append(start_in_turns(command, turn))
     assert all(turn.ready() for turn in turns)
     give_turns(turns)
     assert [process.wait(120) for process in processes] == [0, 0]
@@ -44,7 +54,7 @@ def test_turns_go_there_and_back(tmp_path: Path, passes: tuple[int, int], order:
 
 def test_a_process_that_takes_no_turns_is_not_waited_for() -> None:
     turn = TurnPipe("pair")
-    process = start_in_turns([sys.executable, "-c", "pass"], turn, os.environ)
+    process = start_in_turns([sys.executable, "-c", "pass"], turn)
     assert not turn.ready() and process.wait(120) == 0
     assert not turn.give()
 

@@ -151,7 +151,7 @@ def test_the_engine_gets_them_and_the_parts_of_ttft_add_up(tmp_path: Path) -> No
     target = InProcessTarget(engine)
     load = drive(target, _built(num_prompts=3), 2)
     assert all(trace.success and trace.output_len == 4 for trace in load.traces)
-    part = images_part(target.image_preparation, engine.images.encoders, load.traces)
+    part = images_part(target.images, engine.images.encoders, load.traces)
     assert part is not None
     assert (part["num_requests"], part["num_images"]) == (3, 3)
     assert part["image_tokens"] > 3 * 4 and part["encode_seconds"] > 0
