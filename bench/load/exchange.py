@@ -15,6 +15,8 @@ MARK = b"\0"
 PER_CHUNK = "server, per chunk"
 AT_END = "server, at the end"
 PER_EVENT = "re-tokenized"
+# What reading a document of another form raises.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +246,11 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
 
 def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
     """Parse a response that is not streamed: one JSON document, all tokens timed at its end."""
-    body = b"".join(data for _, data in chunks)
-    answer = Answer()
+    body, answer = b"".join(data for _, data in chunks), Answer()
     try:
         document = json.loads(body)
         text = _delivered(document["choices"][0])[0]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except UNREADABLE:
         answer.error = f"the answer is neither a stream nor a completion: {_excerpt(body)}"
         return answer
     count = _usage(document, answer)
@@ -260,16 +261,14 @@ def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
 
 def read_pooled(chunks: Sequence[tuple[float, bytes]]) -> Answer:
     """Parse a response with embeddings, scores or pooled states; it has no tokens."""
-    body = b"".join(data for _, data in chunks)
-    answer = Answer()
+    body, answer = b"".join(data for _, data in chunks), Answer()
     try:
         document = json.loads(body)
         results = document["results"] if "results" in document else document["data"]
         answer.num_results = len(results)
         usage = document.get("usage") or {}
-    except (ValueError, LookupError, TypeError, AttributeError):
-        excerpt = body[:120].decode("utf-8", "replace")
-        answer.error = f"the answer has neither data nor results: {excerpt}"
+    except UNREADABLE:
+        answer.error = f"the answer has neither data nor results: {_excerpt(body)}"
         return answer
     answer.prompt_tokens = usage.get("prompt_tokens") or usage.get("total_tokens")
     answer.times, answer.texts, answer.tokens = [chunks[-1][0]], [""], [0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
@@ -94,14 +94,6 @@ class Passage:
         return digest.hexdigest()
 
 
-class TextTokenizer(Protocol):
-    """The tokenizer interface needed here; `verbose` is transformers' warning about long texts."""
-
-    def encode(
-        self, text: str, /, *, add_special_tokens: bool = True, verbose: bool = True
-    ) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ProtocolOptions:
     """A protocol with its settings; None is the protocol's default.
@@ -146,7 +138,7 @@ class ProtocolOptions:
 
 
 def read_passage(
-    tokenizer: TextTokenizer,
+    tokenizer: Any,
     *,
     max_model_len: int,
     num_tokens: int,
@@ -180,7 +172,7 @@ def read_passage(
 class _Text:
     """A text to be cut into windows of `window` tokens, over at most `num_tokens` of its tokens."""
 
-    tokenizer: TextTokenizer
+    tokenizer: Any
     text: str
     path: Path
     num_tokens: int
@@ -285,7 +277,7 @@ def joined_rows(text: str) -> str:
     return "\n\n".join(row if row.strip() else "" for row in StringIO(text))
 
 
-def leading_special_tokens(tokenizer: TextTokenizer) -> list[int]:
+def leading_special_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text, usually BOS or none."""
     plain = list(tokenizer.encode("a", add_special_tokens=False))
     whole = list(tokenizer.encode("a"))

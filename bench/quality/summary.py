@@ -12,9 +12,9 @@ vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -227,7 +227,7 @@ def summarize(
     reference: str | None = None,
     speed: Mapping[str, float | None] | None = None,
     seed: int = 0,
-    tokenizer: Decodes | None = None,
+    tokenizer: Any = None,
 ) -> Quality:
     """Reduce the series of a passage; one column is in memory at a time, with its resamples.
 
@@ -289,13 +289,7 @@ def _kl_values(
     return values
 
 
-class Decodes(Protocol):
-    """The tokenizer interface needed here."""
-
-    def decode(self, token_ids: Sequence[int], /) -> Any: ...
-
-
-def hurt_passages(series: QualitySeries, tokenizer: Decodes) -> list[dict[str, Any]] | None:
+def hurt_passages(series: QualitySeries, tokenizer: Any) -> list[dict[str, Any]] | None:
     """The runs of up to 40 positions with the largest sums of KL divergence, which do not overlap.
 
     None without a reference; none where the models are the same.
