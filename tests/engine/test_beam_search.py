@@ -36,6 +36,7 @@ def pairs() -> dict[str, tuple[LLM, Any]]:
     }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("model", "width", "length_penalty", "early_stopping"),
     [

@@ -108,6 +108,7 @@ def test_scales_of_inputs_are_counted(asked: dict[str, Any], extra: int, tmp_pat
     assert weight_bytes(find_model("stories3M").shape, recipe) == tensors
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_predicted_bytes_are_written(kind: str, tmp_path: Path) -> None:
     asked, planned = KINDS[kind]
