@@ -85,7 +85,7 @@ def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Tria
     random, size = RandomInputs(query.device, query.dtype), query.size
     norms, dtype = HeadNorms(random(size), random(size), 1e-6), stored or query.dtype
 
-    def run(make: Any, tokens: int, heads: HeadNorms | None) -> Callable[[], list[torch.Tensor]]:
+    def run(make: Any, tokens: int, heads: HeadNorms | None) -> Callable[[], tuple[Any, ...]]:
         stacked = random(tokens, HEADS + 2 * KV_HEADS, size)
         angle = 3 * random(tokens, 1, size // 2)
         cos = torch.cat([angle.cos()] * 2, -1)
@@ -98,16 +98,21 @@ def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Tria
         slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + tokens, device=random.device)
         kernel = make()
 
-        def call() -> list[torch.Tensor]:
+        def call() -> tuple[Any, ...]:
             queries = kernel(RopeCall(stacked, HEADS, cos, sin, keys, values, slots, heads))
-            return [queries, keys.codes, values.codes]
+            return queries, keys, values
 
         return call
 
     def compute(make: Any) -> list[torch.Tensor]:
         nonlocal random
         random = RandomInputs(query.device, query.dtype)  # the same inputs for each
-        return [each for heads in (None, norms) for each in run(make, COMPARED_ROWS, heads)()]
+        compared: list[torch.Tensor] = []
+        for heads in (None, norms):
+            queries, *cache = run(make, COMPARED_ROWS, heads)()
+            blocks = torch.arange(len(cache[0].codes), device=random.device)
+            compared += [queries, *(each.read(blocks, query.dtype) for each in cache)]
+        return compared
 
     return Trial(
         compute,
