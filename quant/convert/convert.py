@@ -34,7 +34,7 @@ from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.meta_model import WeightMap
 from ..model.parameters import model_parameters, unquantized_modules
 from ..models import short_name
-from ..plan.journal import sha256_of, sha256_of_file
+from ..plan.journal import sha256_of, weight_digests
 from ..plan.loaders import CheckpointContents, loaders, loads_in
 from ..plan.manifest import (
     CARD_NAME,
@@ -43,6 +43,7 @@ from ..plan.manifest import (
     conversion_card,
     describe_files,
     tensor_bytes,
+    tensor_record,
     to_json,
 )
 from ..plan.selection import Shapes
@@ -216,20 +217,9 @@ class _Job:
         after = found.tensor
         self._schemes[module] = after.scheme
         self._shapes[module] = after.shape
-        self._records.append(
-            {
-                "module": module,
-                "out_features": after.out_features,
-                "in_features": after.in_features,
-                "source_scheme": scheme_record(before.scheme),
-                "scheme": scheme_record(after.scheme),
-                "error": found.error,
-                "reason": found.reason,
-                "sha256": {
-                    name: sha256_of(tensor_bytes(part)) for name, part in after.parts().items()
-                },
-            }
-        )
+        source = {"module": module, "source_scheme": scheme_record(before.scheme)}
+        lost = {"error": found.error, "reason": found.reason}
+        self._records.append(source | tensor_record(after) | lost)
 
     def _kv_cache(self) -> tuple[str, str] | None:
         """Dtype and strategy of the KV cache's scales, if the target format can store them."""
@@ -269,7 +259,6 @@ class _Job:
     def _new_manifest(self) -> dict[str, Any]:
         labels = [scheme.label for scheme in self._schemes.values()]
         origin = self._manifest or {}
-        shards = sorted(set(self._source.shard_of.values()))
         return {
             "llmopt": version("llmopt"),
             "torch": version("torch"),
@@ -278,7 +267,7 @@ class _Job:
                 "format": checkpoint_format(self._source).name,
                 "method": origin.get("method"),
                 "signature": origin.get("signature"),
-                "sha256": {name: sha256_of_file(self._source.folder / name) for name in shards},
+                "sha256": weight_digests(self._source),
             },
             "format": self._target.name,
             "scheme": ", ".join(

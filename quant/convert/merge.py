@@ -24,7 +24,7 @@ from ..base.progress import Progress, Silent
 from ..kinds.base.format import KV_SCALES
 from ..model.checkpoint import Checkpoint
 from ..models import short_name
-from ..plan.journal import sha256_of_file
+from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import to_json
 from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
 from .convert import write_shards
@@ -227,11 +227,10 @@ class _Merge:
 
     def record(self) -> dict[str, Any]:
         """Record of what was merged, with the digests of the base and of every adapter."""
-        shards = sorted(set(self._base.shard_of.values()))
         return {
             "llmopt": version("llmopt"),
             "base": short_name(self._base.path),
-            "base_sha256": {name: sha256_of_file(self._base.folder / name) for name in shards},
+            "base_sha256": weight_digests(self._base),
             "adapters": [
                 {
                     "name": adapter.folder.resolve().name,

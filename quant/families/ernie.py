@@ -11,10 +11,6 @@ from .shapes import ModelShape
 from .spec_parts import Names, NotCovered, RouterSpec
 
 
-def _ernie(_: ModelShape, config: Config) -> Choices:
-    return {**ropes(config), "rotary_interleaved": True}
-
-
 def _ernie_moe(shape: ModelShape, config: Config) -> Choices:
     if config["use_bias"]:
         raise NotCovered("config.json: use_bias of ERNIE's experts is not supported")
@@ -39,7 +35,7 @@ FAMILIES = (
     ModelFamily(
         "ernie4_5",
         ShapeRules(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias"),
-        _ernie,
+        lambda _, config: {**ropes(config), "rotary_interleaved": True},
     ),
     ModelFamily("ernie4_5_moe", ShapeRules(), _ernie_moe),
 )

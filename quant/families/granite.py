@@ -30,10 +30,6 @@ def _scales(config: Config) -> Choices:
     }
 
 
-def _granite(_: ModelShape, config: Config) -> Choices:
-    return {**ropes(config), **_scales(config)}
-
-
 def _granitemoe(shape: ModelShape, config: Config) -> Choices:
     return {
         **ropes(config),
@@ -81,7 +77,7 @@ FAMILIES = (
     ModelFamily(
         "granite",
         replace(BIASED_ATTENTION, mlp_bias="mlp_bias"),
-        _granite,
+        lambda _, config: {**ropes(config), **_scales(config)},
         gguf=GgufRules(
             "granite",
             GGUF_DENSE,

@@ -45,11 +45,12 @@ SEED_OSS = ModelFamily(
 )
 
 
-def _smollm3(_: ModelShape, config: Config) -> Choices:
-    return ropes(config, [bool(flag) for flag in config["no_rope_layers"]])
-
-
-SMOLLM3 = ModelFamily("smollm3", _BIASED, _smollm3, plain_tokenizer=True)
+SMOLLM3 = ModelFamily(
+    "smollm3",
+    _BIASED,
+    lambda _, config: ropes(config, [bool(flag) for flag in config["no_rope_layers"]]),
+    plain_tokenizer=True,
+)
 
 
 def _chunked(config: Config) -> Windows:

@@ -149,7 +149,12 @@ class DequantizedGguf(GgufCheckpoint):
         config = self.config.pop("quantization_config", None)
         if config is None:
             return
-        self._infos = {_weight_name(name): info for name, info in self._infos.items()}
+        self._infos = {
+            f"{name.removesuffix(BLOCKS_SUFFIX)}.weight"
+            if name.endswith(BLOCKS_SUFFIX)
+            else name: info
+            for name, info in self._infos.items()
+        }
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
         self.source_type = file_type(self._file, config["types"].values())
         self.notes = (
@@ -166,12 +171,6 @@ class DequantizedGguf(GgufCheckpoint):
         return _STORED_AS.get(
             str(self.config.get("dtype") or self.config.get("torch_dtype")), "BF16"
         )
-
-
-def _weight_name(name: str) -> str:
-    """The name of a matrix as floats."""
-    module = name.removesuffix(BLOCKS_SUFFIX)
-    return name if module == name else f"{module}.weight"
 
 
 def file_type(file: GgufFile, types: Collection[str]) -> str:

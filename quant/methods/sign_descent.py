@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -45,16 +46,33 @@ class TunableBlock(Protocol):
         ...
 
 
-class Rounding(Protocol):
-    """Tuned parameters of one linear; see `IntRounding`, `GridRounding` and `TunedScales`."""
+class Rounding(ABC):
+    """Tuned parameters of one linear; see `IntRounding`, `GridRounding` and `TunedScales`.
 
-    def keep(self) -> None: ...
+    Args:
+        tuned: tensors that `descend` changes in place.
+    """
 
-    def recall(self) -> None: ...
+    def __init__(self, *tuned: torch.Tensor):
+        self._tuned, self._kept = tuned, [value.clone() for value in tuned]
 
-    def write(self, into: torch.Tensor) -> None: ...
+    def keep(self) -> None:
+        """Remember the present parameters."""
+        for kept, value in zip(self._kept, self._tuned, strict=True):
+            kept.copy_(value)
 
-    def descend(self, gradient: torch.Tensor, rate: float) -> None: ...
+    def recall(self) -> None:
+        """Go back to the parameters that were kept last; those of the beginning at first."""
+        for kept, value in zip(self._kept, self._tuned, strict=True):
+            value.copy_(kept)
+
+    @abstractmethod
+    def write(self, into: torch.Tensor) -> None:
+        """The weight under the present parameters in `into` `[out, in]`, in its dtype."""
+
+    @abstractmethod
+    def descend(self, gradient: torch.Tensor, rate: float) -> None:
+        """One step for the gradient of the weight `[out, in]`; its length is `rate` times the usual one."""
 
 
 def tune(

@@ -25,13 +25,14 @@ from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.base.transformed import TransformedTensor
 from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
+from .sign_descent import Rounding
 
 _VALUES = 2**16  # weights at a time: small enough to stay in a core's cache
 _DECAYS = (0.9, 0.95)
 _TINY = 1e-30
 
 
-class IntRounding:
+class IntRounding(Rounding):
     """The tuned parameters of a linear.
 
     Args:
@@ -57,7 +58,7 @@ class IntRounding:
         self._low_share, self._high_share = torch.ones_like(low), torch.ones_like(high)
         if start is not None:
             self._begin(start)
-        self._kept = self._offset.clone(), self._low_share.clone(), self._high_share.clone()
+        super().__init__(self._offset, self._low_share, self._high_share)
 
     def _begin(self, start: IntTensor) -> None:
         """Take the ranges of a rounded weight: from its lowest code to its highest."""
@@ -73,18 +74,7 @@ class IntRounding:
         ):
             share.copy_(torch.where(end == 0, 1.0, code / end).clamp_(0, 1))
 
-    def keep(self) -> None:
-        """Remember the present parameters."""
-        present = self._offset, self._low_share, self._high_share
-        for kept, value in zip(self._kept, present, strict=True):
-            kept.copy_(value)
-
-    def recall(self) -> None:
-        """Go back to the parameters that were kept last; those of rounding to nearest at first."""
-        self._offset, self._low_share, self._high_share = self._kept
-
     def write(self, into: torch.Tensor) -> None:
-        """The rounded weight in `into` `[out, in]`, in its dtype."""
         target = into.view(self._groups.shape)
         for rows in self._chunks():
             grid = self._grid(rows)
@@ -201,7 +191,7 @@ class IntRounding:
             share[rows].sub_((end[rows] * slope).sign_(), alpha=rate).clamp_(0, 1)
 
 
-class GridRounding:
+class GridRounding(Rounding):
     """The tuned parameters of a linear; the gradient passes through the rounding (straight-through).
 
     Args:
@@ -218,18 +208,9 @@ class GridRounding:
         # An error that is evenly spread over a step has a twelfth of its square as variance.
         self._step = moved.square_().mean(dim=-1, keepdim=True).mul_(12).sqrt_()
         self._offset = torch.zeros_like(self._groups)
-        self._kept = self._offset.clone()
-
-    def keep(self) -> None:
-        """Remember the present offsets."""
-        self._kept.copy_(self._offset)
-
-    def recall(self) -> None:
-        """Go back to the offsets that were kept last; none at first."""
-        self._offset = self._kept
+        super().__init__(self._offset)
 
     def write(self, into: torch.Tensor) -> None:
-        """The rounded weight in `into` `[out, in]`, in its dtype."""
         into.copy_(self._values())
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
@@ -246,26 +227,16 @@ class GridRounding:
         return self._grid.round(moved, self._parameters).flatten(1)
 
 
-class TunedScales:
+class TunedScales(Rounding):
     """The tuned scales of a linear's inputs and outputs; see `Rounding`."""
 
     def __init__(self, tensor: TransformedTensor):
         self._tensor, sides = tensor, tensor.transforms
         self._codes = sides.unscaled(tensor.inner()).contiguous()
         self._inputs, self._outputs = _Adam(sides.inputs), _Adam(sides.outputs)
-
-    def keep(self) -> None:
-        """Remember the present scales."""
-        self._inputs.keep()
-        self._outputs.keep()
-
-    def recall(self) -> None:
-        """Go back to the scales that were kept last; those of the beginning at first."""
-        self._inputs.recall()
-        self._outputs.recall()
+        super().__init__(self._inputs.values, self._outputs.values)
 
     def write(self, into: torch.Tensor) -> None:
-        """The weight under the present scales in `into` `[out, in]`, in its dtype."""
         into.copy_((self._codes * self._inputs.values).mul_(self._outputs.values[:, None]))
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
@@ -301,13 +272,6 @@ class _Adam:
         self._length = float(values[self._live].abs().mean()) if bool(self._live.any()) else 0.0
         self._mean, self._square = torch.zeros_like(values), torch.zeros_like(values)
         self._steps = 0
-        self._kept = values.clone()
-
-    def keep(self) -> None:
-        self._kept.copy_(self.values)
-
-    def recall(self) -> None:
-        self.values.copy_(self._kept)
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
         self._steps += 1

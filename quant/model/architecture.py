@@ -133,7 +133,7 @@ def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) 
 
     Of a tensor that no module has (MTP layers), the shape and the name tell.
     """
-    modules = _modules_of_weights(model)
+    modules = {f"{path}.weight": module for path, module in model.model.named_modules()}
     names = []
     for name in checkpoint.names:
         module = name.removesuffix(".weight")
@@ -143,10 +143,6 @@ def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) 
         if not _EMBEDDING.search(module) if owner is None else _is_linear(owner):
             names.append(module)
     return tuple(names)
-
-
-def _modules_of_weights(model: MetaModel) -> dict[str, Any]:
-    return {f"{path}.weight": module for path, module in model.model.named_modules()}
 
 
 def _is_linear(module: Any) -> bool:

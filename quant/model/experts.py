@@ -247,11 +247,16 @@ def _note_routed_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
     setattr(expert, _TOKENS, torch.where(sent, numbers, -1))
 
 
-def sequential_experts(module: nn.Module) -> Any:
-    """The class that transformers puts in the place of fused experts for quantized checkpoints; or None."""
+def patch_of(module: nn.Module) -> Any:
+    """How transformers exchanges fused experts while it loads codes; None: not at all."""
     from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
 
-    patch: Any = PATCHED.get(type(module).__name__)
+    return PATCHED.get(type(module).__name__)
+
+
+def sequential_experts(module: nn.Module) -> Any:
+    """The class that transformers puts in the place of fused experts for quantized checkpoints; or None."""
+    patch = patch_of(module)
     return None if patch is None else patch["module_name"]
 
 

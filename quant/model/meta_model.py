@@ -115,6 +115,10 @@ class WeightMap:
             return name
         return f"{prefix}.{name}"
 
+    def renamed_name(self, disk: str) -> str:
+        """The name of a tensor on disk, if keys were renamed and nothing converted."""
+        return self._renamed[disk]
+
     def renamed(self, path: str) -> set[str]:
         """Names below a module's path of its tensors on disk, if keys were renamed and nothing converted."""
         return {name for name in self._renamed.values() if name.startswith(path + ".")}
@@ -137,6 +141,13 @@ class WeightMap:
     def is_direct(self, disk: str) -> bool:
         """Whether the tensor on disk is the module's, under whatever name."""
         return disk not in self._patterns
+
+    def merged_from(self, disk: str) -> tuple[str, ...]:
+        """The patterns of the names that the converter of a tensor on disk reads; none: it is direct."""
+        pattern = self._patterns.get(disk)
+        if pattern is None:
+            return ()
+        return tuple(self._converter_of[pattern]._original_source_patterns)
 
     def converted(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Module tensors from tensors on disk.

@@ -24,7 +24,8 @@ from ..families.registry import type_of
 from .architecture import HEAD
 from .auto import auto_class, read_config
 from .checkpoint import Checkpoint
-from .experts import GATE, experts_of
+from .experts import GATE, experts_of, patch_of
+from .meta_model import WeightMap
 
 
 class Loaded(NamedTuple):
@@ -91,11 +92,8 @@ class ModelParameters:
 
     def _take_experts_apart(self, config: Any) -> None:
         """Exchange the fused experts that transformers exchanges while it loads codes."""
-        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
-
         for path, module in list(self._model.named_modules()):
-            patch: Any = PATCHED.get(type(module).__name__)
-            if patch is not None:
+            if (patch := patch_of(module)) is not None:
                 with torch.device("meta"):
                     self._model.set_submodule(path, patch["module_name"](config))
                 self._apart = self._apart or (path, tuple(patch["quantization_methods"]))
@@ -106,7 +104,8 @@ class ModelParameters:
         found = {}
         for disk, count in experts_of(names).items():
             weight = f"{disk}.0.{GATE}.weight"
-            target = self._target(weight).removesuffix(f".0.{GATE}.weight")
+            renamed = WeightMap([weight], self._model).renamed_name(weight)
+            target = renamed.removesuffix(f".0.{GATE}.weight")
             whole = self._state.get(f"{target}.gate_up_proj")
             merged = self.loaded_from([weight])[weight].parameters
             if not merged and whole is not None and len(whole) == count:
@@ -117,46 +116,20 @@ class ModelParameters:
         """A module of the model, on the meta device."""
         return self._model.get_submodule(path)
 
-    def _target(self, name: str) -> str:
-        """A name on disk as transformers renames it."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-        mapping = get_model_conversion_mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        return rename_source_key(name, renamings, [], self._model.base_model_prefix, self._state)[0]
-
     def loaded_from(self, names: Iterable[str]) -> dict[str, Loaded]:
         """The parameters that each tensor on disk becomes, or becomes a part of."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-
-        mapping = get_model_conversion_mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        of_pattern = {p: converter for converter in converters for p in converter.source_patterns}
-        state, prefix = self._state, self._model.base_model_prefix
+        weight_map = WeightMap(names, self._model)
         loaded: dict[str, Loaded] = {}
-        for name in sorted(names, key=dot_natural_key):  # some renamings depend on what came before
-            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:
-                target, pattern = rename_source_key(name, [], [], prefix, state)
-            if target not in state:
+        for name, target in weight_map.targets.items():
+            if target not in self._state:
                 loaded[name] = Loaded(())
-            elif pattern is None:
-                loaded[name] = Loaded((target,))
-            else:
-                converter: Any = of_pattern[pattern]
-                parts = converter.target_patterns
-                targets = tuple(target.replace(parts[0], part) for part in parts)
-                sources = converter._original_source_patterns
-                as_weight = all(source.endswith(".weight") for source in sources)
-                loaded[name] = Loaded(targets, converted=True, as_weight=as_weight)
+                continue
+            sources = weight_map.merged_from(name)
+            loaded[name] = Loaded(
+                tuple(weight_map.all_targets(name)),
+                converted=bool(sources),
+                as_weight=bool(sources) and all(one.endswith(".weight") for one in sources),
+            )
         return loaded
 
     def missing(self, names: Iterable[str]) -> list[str]:
@@ -177,10 +150,8 @@ class ModelParameters:
         checkpoint of this method, or leaves one though the files hold that other; None: there is none."""
         if self._apart is not None and quant_method not in self._apart[1]:
             return self._apart[0]
-        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
-
         for path, module in self._model.named_modules():
-            patch: Any = PATCHED.get(type(module).__name__)
+            patch = patch_of(module)
             if patch is not None and quant_method in patch["quantization_methods"]:
                 return path
         return None

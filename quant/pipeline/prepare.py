@@ -14,7 +14,7 @@ from ..base.progress import Progress, Silent
 from ..kinds.registry import scheme_record
 from ..methods.registry import AUTO, AUTO_METHOD
 from ..model.checkpoint import Checkpoint
-from ..plan.journal import sha256_of, sha256_of_file
+from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
 from ..plan.request import QuantizeRequest, searches
 from ..stream.calibration import Calibration, no_calibration
@@ -77,6 +77,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         statistics = StatisticsFolder(request.stats, _digest(measured))
     if searches(request):
         plan = _searched(request, plan, stream, calibration, statistics, measured, progress)
+    imatrix = request.imatrix
     facts = measured | {
         "errors": request.errors,
         "model_name": request.model_name,
@@ -89,7 +90,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "formats": [weight_format.name for weight_format in plan.formats],
         "gguf_type": plan.gguf_type,
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
-        "imatrix": _digest_of(request.imatrix),
+        "imatrix": sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None,
         "rotations": list(plan.rotations),
         "vision": request.vision,
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
@@ -106,10 +107,6 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         notes=(*plan.notes, *notes),
         vision=vision,
     )
-
-
-def _digest_of(imatrix: Path | None) -> str | None:
-    return sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None
 
 
 def _searched(
@@ -173,6 +170,6 @@ def _digest(facts: dict[str, Any]) -> str:
 def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     """Digests of the config, which a GGUF file need not have beside it, and of every weight file."""
     config = "config.json"
-    names = [config] if (checkpoint.folder / config).is_file() else []
-    names += sorted(set(checkpoint.shard_of.values()))
-    return {name: sha256_of_file(checkpoint.folder / name) for name in names}
+    path = checkpoint.folder / config
+    digests = {config: sha256_of_file(path)} if path.is_file() else {}
+    return digests | weight_digests(checkpoint)

@@ -202,7 +202,11 @@ def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
 
 def _write_index(folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]]) -> None:
     """Write the non-layer tensors and the weight map."""
-    weight_map, total_bytes = _write_other_tensors(folder, plan)
+    layout = other_tensors(plan)
+    write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
+    plan.checkpoint.release()
+    weight_map = dict.fromkeys(layout, OTHER_SHARD)
+    total_bytes = sum(map(entry_bytes, layout.values()))
     for written in shards:
         weight_map |= dict.fromkeys(written["tensors"], written["shard"])
         total_bytes += sum(written["tensors"].values())
@@ -239,11 +243,3 @@ class _OneByOne:
     def __getitem__(self, name: str, /) -> torch.Tensor:
         self._checkpoint.release()
         return self._checkpoint.tensor(name)
-
-
-def _write_other_tensors(folder: Path, plan: QuantizePlan) -> tuple[dict[str, str], int]:
-    """Write the unquantized tensors; returns their weight map and bytes."""
-    layout = other_tensors(plan)
-    write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
-    plan.checkpoint.release()
-    return dict.fromkeys(layout, OTHER_SHARD), sum(map(entry_bytes, layout.values()))

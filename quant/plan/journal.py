@@ -23,6 +23,7 @@ from typing import Any
 
 from ..base.atomic_io import flush_folder, make_folder, no_space_or, write_atomically
 from ..base.errors import BadInput
+from ..model.checkpoint import Checkpoint
 
 _JOURNAL = "journal.jsonl"
 _CHECKPOINT = "checkpoint"
@@ -37,6 +38,12 @@ def sha256_of_file(path: Path) -> str:
     """Hex digest of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Hex digests of the weight files of a checkpoint, by name."""
+    shards = sorted(set(checkpoint.shard_of.values()))
+    return {name: sha256_of_file(checkpoint.folder / name) for name in shards}
 
 
 def work_folder(output: Path) -> Path:

@@ -39,15 +39,20 @@ def judged(report: ModuleReport) -> tuple[float, float]:
     return report.error or 0.0, report.rtn_error or 0.0
 
 
-def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
-    """A module's manifest record, with digests of the tensors before packing."""
-    return asdict(report) | {
-        "worse_than_rounding": is_worse(*judged(report)),
+def tensor_record(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Shape, scheme, and digests of the parts of a quantized weight, before packing."""
+    return {
         "out_features": tensor.out_features,
         "in_features": tensor.in_features,
         "scheme": scheme_record(tensor.scheme),
         "sha256": {name: sha256_of(tensor_bytes(part)) for name, part in tensor.parts().items()},
     }
+
+
+def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
+    """A module's manifest record, with digests of the tensors before packing."""
+    worse = {"worse_than_rounding": is_worse(*judged(report))}
+    return asdict(report) | worse | tensor_record(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +115,6 @@ def to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
 
 
-def _source_lines(manifest: dict[str, Any]) -> list[str]:
-    """A row of the card where the float weights are those of a file that was quantized already."""
-    origin = manifest.get("dequantized_from")
-    return [f"| dequantized from | {origin}, which was quantized already |"] if origin else []
-
-
 def _error_lines(manifest: dict[str, Any]) -> list[str]:
     """Mean and largest error of the linears, as rows of the card's table; none where not measured."""
     summary = manifest["summary"]
@@ -145,6 +144,7 @@ def _part_lines(manifest: dict[str, Any]) -> list[str]:
 def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
     """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
+    origin = manifest.get("dequantized_from")
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
@@ -154,7 +154,7 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
         "",
         "| | |",
         "|---|---|",
-        *_source_lines(manifest),
+        *([f"| dequantized from | {origin}, which was quantized already |"] if origin else []),
         f"| quantized linears | {summary['num_modules']} |",
         f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",

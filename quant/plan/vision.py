@@ -85,7 +85,9 @@ def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:
     projectors: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = path == text or path.startswith(f"{text}.")
-        if inside or not path or _OTHER_MODALITY.search(path) or not _has_linears(module):
+        if inside or not path or _OTHER_MODALITY.search(path):
+            continue
+        if not any(type(inner) is nn.Linear for inner in module.modules()):
             continue
         if any(path.startswith(f"{outer}.") for outer, _ in [*blocks, *projectors.items()]):
             continue
@@ -99,10 +101,6 @@ def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:
 def _is_block(model: nn.Module, path: str) -> bool:
     parent, _, number = path.rpartition(".")
     return number.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList)
-
-
-def _has_linears(module: nn.Module) -> bool:
-    return any(type(inner) is nn.Linear for inner in module.modules())
 
 
 def part_of(path: str) -> str:

@@ -128,10 +128,8 @@ class _Source:
         best = attempt(1)
         if best is None:
             return None
-        low, high = (
-            1,
-            num_rows,
-        )  # rows can be folded one by one, so a search by halves finds the last
+        # Rows can be folded one by one, so a search by halves finds the last.
+        low, high = 1, num_rows
         while high - low > 1:
             middle = (low + high) // 2
             targets = attempt(middle)
@@ -186,16 +184,13 @@ def _shared_inputs(trials: Intervention, index: int) -> tuple[tuple[str, ...], .
             continue
         seen.add(pattern)
         for group in groups:
-            if _same_inputs(inputs[group[0]], inputs[path]):
+            first, second = inputs[group[0]], inputs[path]
+            if len(first) == len(second) and all(map(torch.equal, first, second)):
                 group.append(path)
                 break
         else:
             groups.append([path])
     return tuple(tuple(starred(names[path]) for path in group) for group in groups)
-
-
-def _same_inputs(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) -> int:

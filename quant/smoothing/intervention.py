@@ -72,7 +72,11 @@ class Intervention:
                     hook = _recorder(path, inputs if dims == 2 else None, order)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             outputs: list[list[torch.Tensor]] = []
-            handles.append(layer.register_forward_hook(_output_recorder(outputs)))
+            handles.append(
+                layer.register_forward_hook(
+                    lambda _, __, output, outputs=outputs: outputs.append(_tensors(output))
+                )
+            )
             self.outputs.append(outputs)
             self.inputs.append(inputs)
             self.order.append(order)
@@ -211,13 +215,6 @@ def _close(now: torch.Tensor, before: torch.Tensor) -> bool:
     return bool((now - before).abs().max() <= _SAME_OUTPUT * before.abs().max())
 
 
-def _output_recorder(outputs: list[list[torch.Tensor]]) -> Callable[..., None]:
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        outputs.append(_tensors(output))
-
-    return hook
-
-
 def _ends_layer(before: list[torch.Tensor]) -> Callable[..., None]:
     """A hook that ends the forward pass, saying whether the layer's output is the former one."""
 
@@ -329,19 +326,13 @@ def score_linears(model: RandomModel, index: int, linears: Collection[str]) -> S
         module, holder = layer.get_submodule(path), path.rpartition(".")[0]
         if not any(holder in scores.running for scores in before):
             continue
-        if not _same(before, _scores(model, layer, (module, _uneven)), holder):
+        uneven = module, lambda width: spread(width).sqrt()
+        if not _same(before, _scores(model, layer, uneven), holder):
             every.add(path)
-            if _same(before, _scores(model, layer, (module, _even)), holder):
+            even = module, lambda width: torch.full((width,), 4.0)
+            if _same(before, _scores(model, layer, even), holder):
                 normalized.add(path)
     return ScoreLinears(frozenset(every), frozenset(normalized))
-
-
-def _uneven(width: int) -> torch.Tensor:
-    return spread(width).sqrt()
-
-
-def _even(width: int) -> torch.Tensor:
-    return torch.full((width,), 4.0)
 
 
 def _same(before: Sequence[_Scores], after: Sequence[_Scores], holder: str) -> bool:

@@ -74,7 +74,8 @@ def _factor(text: Mapping[str, Any]) -> int:
     """The factor of all widths: a power of two that leaves heads that RoPE can turn."""
     hidden = text.get("hidden_size") or text.get("n_embd") or text.get("d_model") or _MIN_HIDDEN
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
-    dims = [value for key, value in text.items() if _is_head_width(key) and isinstance(value, int)]
+    widths = {key: value for key, value in text.items() if "head" in key and _is_width(key)}
+    dims = [value for value in widths.values() if isinstance(value, int)]
     if not isinstance(heads, int):
         heads = 1
     dims = [value for value in dims if value >= _MIN_HEAD] or [hidden // heads]
@@ -91,10 +92,6 @@ def _factor(text: Mapping[str, Any]) -> int:
 
 def _is_width(name: str) -> bool:
     return _WIDTH.search(name) is not None and _NO_WIDTH.search(name) is None
-
-
-def _is_head_width(name: str) -> bool:
-    return _is_width(name) and "head" in name
 
 
 def _small(raw: Mapping[str, Any], factor: int, is_text: bool, num_layers: int | None) -> Raw:

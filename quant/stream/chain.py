@@ -145,7 +145,9 @@ def record(
     def stub(index: int, call: Call) -> Any:
         hidden, rest = call.split()
         entering.append(hidden)
-        if index != len(calls) or hidden is not entering[0] or not _is_fixed(rest):
+        # A layer could write into an argument that is a list or dict.
+        is_fixed = not containers_of((rest.arguments, *rest.named.values()))
+        if index != len(calls) or hidden is not entering[0] or not is_fixed:
             raise ValueError("no plain chain")
         calls.append(rest)
         return (hidden,) if as_tuple else hidden
@@ -154,11 +156,6 @@ def record(
     if len(calls) != len(model.layers):
         raise ValueError("no plain chain")
     return entering[0], calls
-
-
-def _is_fixed(call: Call) -> bool:
-    """Whether no argument is a list or dict, which a layer could write into."""
-    return not containers_of((call.arguments, *call.named.values()))
 
 
 def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:

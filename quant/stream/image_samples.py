@@ -10,7 +10,6 @@ be cut; the rest of the sample is text, and so are the samples behind the last p
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from .calibration import (
     length_histogram,
     tokenize,
 )
-from .sources import MIXED, Document, document_of, plain_text, read_documents
+from .sources import MIXED, Document, document_of, numbered_rows, plain_text, read_documents
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,7 +101,7 @@ def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
     path = Path(source).expanduser()
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return None
-    rows = list(_rows(path))
+    rows = list(numbered_rows(path))
     if not any(_images(row) for _, row in rows):
         return None
     pairs: list[Pair] = []
@@ -127,26 +126,6 @@ def _images(row: Any) -> Any:
         return None
     single = row.get("image")
     return row.get("images") or ([single] if isinstance(single, str) and single else single)
-
-
-def _rows(path: Path) -> list[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            rows = json.loads(text)
-            if not isinstance(rows, list):
-                raise BadInput(f"{path} holds no array of texts or conversations")
-            return [(f"{path} row {number}", row) for number, row in enumerate(rows, start=1)]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadInput(f"calibration file {path} cannot be read: {error}") from error
-    numbered = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{path.name} line {number}"
-        try:
-            numbered += [(where, json.loads(line))] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{where} is not valid JSON: {error}") from error
-    return numbered
 
 
 def _path(file: Path, name: str, where: str) -> Path:

@@ -79,16 +79,16 @@ def read_documents(source: str | Path) -> tuple[str, list[Document]]:
     path = Path(source).expanduser()
     if not path.is_file():
         return str(source), list(_from_hub(str(source)))
-    if path.suffix == ".jsonl":
-        return path.name, list(_from_jsonl(str(path), _read(path).splitlines()))
-    return path.name, list(_from_json(path)) if path.suffix == ".json" else _from_text(path)
+    if path.suffix == ".txt":
+        return path.name, _from_text(path)
+    return path.name, list(_documents(numbered_rows(path)))
 
 
 @cache
 def _mixed() -> tuple[Document, ...]:
     """The bundled mixed text; kept, for unpacking it takes a fraction of a second."""
     with lzma.open(MIXED, "rt", encoding="utf-8") as file:
-        return tuple(_from_jsonl(MIXED.name, file))
+        return tuple(_documents(_lines(MIXED.name, file)))
 
 
 def _read(path: Path) -> str:
@@ -102,31 +102,35 @@ def _from_text(path: Path) -> list[Document]:
     return [text.strip() for text in re.split(r"\n\s*\n", _read(path)) if text.strip()]
 
 
-def _from_jsonl(name: str, lines: Iterable[str]) -> Iterator[Document]:
+def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a `.jsonl` file, or of a JSON array as ShareGPT's files are, each with its place."""
+    text = _read(path)
+    if path.suffix == ".jsonl":
+        yield from _lines(str(path), text.splitlines())
+        return
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise BadInput(f"{path} holds no array of texts or conversations")
+    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _lines(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{name} line {number}"
         try:
-            row = json.loads(line)
+            yield where, json.loads(line)
         except json.JSONDecodeError as error:
             raise BadInput(f"{where} is not valid JSON: {error}") from error
-        document = document_of(row, where)
-        if document:
-            yield document
 
 
-def _from_json(path: Path) -> Iterator[Document]:
-    """A JSON array of rows, as ShareGPT's files are."""
-    try:
-        rows = json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise BadInput(f"{path} holds no array of texts or conversations")
-    for number, row in enumerate(rows, start=1):
-        document = document_of(row, f"{path} row {number}")
-        if document:
+def _documents(rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:
+    for where, row in rows:
+        if document := document_of(row, where):
             yield document
 
 
@@ -162,7 +166,5 @@ def _from_hub(dataset_id: str) -> Iterator[Document]:
     except Exception as error:  # the library raises many types; the user needs one line
         reason = first_line(error)
         raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error
-    for number, row in enumerate(rows, start=1):
-        document = document_of(row, f"dataset {dataset_id} row {number}")
-        if document:
-            yield document
+    named = (f"dataset {dataset_id} row {number}" for number in range(1, len(rows) + 1))
+    yield from _documents(zip(named, rows, strict=True))

@@ -235,7 +235,9 @@ class KSignedGrid(ScalarGrid):
     def affine(self, parameters: Parameters) -> Affine:
         scales, head = parameters
         step = head * scales
-        return Affine(torch.where(step == 0, 1.0, step), None, *_edges(step == 0, self._middle))
+        flat, middle = step == 0, float(self._middle)
+        low, high = (torch.where(flat, 0.0, edge) for edge in (-middle, middle - 1.0))
+        return Affine(torch.where(flat, 1.0, step), None, low, high)
 
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         snap_to_integers(scaled, affine)
@@ -246,11 +248,6 @@ class KSignedGrid(ScalarGrid):
         pack = pack_q3 if self.scheme.type == "Q3_K" else pack_signed
         data = pack(scales.to(torch.int8), codes, head.to(torch.float16))
         return GgufTensor(data.view(len(levels), -1), self.scheme)
-
-
-def _edges(flat: torch.Tensor, middle: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest signed level; both 0 where the step is."""
-    return torch.where(flat, 0.0, -float(middle)), torch.where(flat, 0.0, middle - 1.0)
 
 
 class GgufKind(Kind[GgufScheme]):

@@ -150,7 +150,9 @@ def quantize_table(
         importance: positive float32 `[n, width]`, or None.
     """
     if type_name == "IQ4_XS":
-        return _quantize_xs(blocks, importance)
+        x = blocks.view(-1, 8, 32)
+        fitted = fit_xs(x, error_weights(x, importance))
+        return pack_xs(fitted.scales, fitted.values.flatten(1), fitted.head)
     weights = error_weights(blocks.unsqueeze(1), importance).squeeze(1)
     if type_name == "MXFP4":
         return _quantize_mxfp4(blocks, weights)
@@ -254,12 +256,6 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `table_codes`: the bytes of 4-bit codes `[n, width]`."""
     nibbles = codes.to(torch.uint8).view(len(codes), -1, 2, 16)
     return (nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)).flatten(1)
-
-
-def _quantize_xs(blocks: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    x = blocks.view(-1, 8, 32)
-    fitted = fit_xs(x, error_weights(x, importance))
-    return pack_xs(fitted.scales, fitted.values.flatten(1), fitted.head)
 
 
 def fit_xs(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
