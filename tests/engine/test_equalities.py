@@ -74,6 +74,7 @@ def test_greedy_tokens_equal_transformers_in_any_batch(prompts, expected, max_nu
     assert run(engine(max_num_seqs=max_num_seqs), prompts) == expected
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("caching", [True, False])
 def test_greedy_tokens_do_not_depend_on_chunks_or_caching(prompts, expected, chunk, caching):

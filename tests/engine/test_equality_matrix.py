@@ -77,7 +77,7 @@ def run(built: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_two_features_leave_the_tokens_as_they_are(prompts, expected, pair):
     built = engine(**FEATURES[pair[0]], **FEATURES[pair[1]])
