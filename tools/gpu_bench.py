@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .gpu_parts import WHOLE, Finding, Parts, device_of, findings, parse, write_json
+from .gpu.parts import WHOLE, Finding, Parts, device_of, findings, parse, write_json
 
 COMMAND = (sys.executable, "-m", "tools.gpu_bench", "--run")
 
@@ -24,7 +24,7 @@ def main() -> None:
         name, home = given.run
         measure(name, Path(home), given)
         return
-    from .gpu_figures.figure import markdown
+    from .gpu.figure import markdown
 
     record = sections().run(given)
     print(markdown(record))
@@ -34,7 +34,7 @@ def main() -> None:
 
 def sections() -> Parts:
     """The sections of the record."""
-    from .gpu_figures.sections import SECTIONS
+    from .gpu.sections import SECTIONS
 
     seconds = {section.name: section.seconds for section in SECTIONS}
     return Parts("llmopt-gpu-bench/1", "section", seconds, COMMAND, _collected, write_json)
@@ -54,8 +54,8 @@ def measure(name: str, home: Path, given: argparse.Namespace) -> None:
     from llmopt.bench.machine.environment import describe
     from llmopt.engine.doctor.kernel_table import table
 
-    from .gpu_figures.sections import SECTIONS, World
-    from .gpu_figures.shapes import FULL, SMALL
+    from .gpu.sections import SECTIONS, World
+    from .gpu.shapes import FULL, SMALL
 
     section = next(section for section in SECTIONS if section.name == name)
     with findings(home) as say:

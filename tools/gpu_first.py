@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .gpu_parts import WHOLE, Finding, Parts, device_of, findings, parse, write, write_json
+from .gpu.parts import WHOLE, Finding, Parts, device_of, findings, parse, write, write_json
 
 COMMAND = (sys.executable, "-m", "tools.gpu_first", "--run")
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 def stages() -> Parts:
     """The stages of the record."""
-    from .gpu_contact.stages import STAGES
+    from .gpu.stages import STAGES
 
     seconds = {stage.name: stage.seconds for stage in STAGES}
     return Parts("llmopt-gpu-first/1", "stage", seconds, COMMAND, _collected, write_with_page)
@@ -50,7 +50,7 @@ def _collected(found: list[Finding]) -> dict[str, Any]:
 
 def write_with_page(path: Path, record: dict[str, Any]) -> None:
     """Write the record, and beside it the page."""
-    from .gpu_contact.expectation import page
+    from .gpu.expectation import page
 
     write_json(path, record)
     write(path.with_suffix(".md"), page(record))
@@ -71,10 +71,10 @@ def run_stage(name: str, home: Path, given: argparse.Namespace) -> None:
         import torch
         from llmopt.bench.machine.environment import describe
 
-        from .gpu_contact.expectation import Expectation
-        from .gpu_contact.stages import STAGES
-        from .gpu_figures.sections import World
-        from .gpu_figures.shapes import FULL, SMALL
+        from .gpu.expectation import Expectation
+        from .gpu.sections import World
+        from .gpu.shapes import FULL, SMALL
+        from .gpu.stages import STAGES
 
         device = device_of(given.small, given.interpret)
         stage = next(stage for stage in STAGES if stage.name == name)

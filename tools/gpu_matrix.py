@@ -18,8 +18,6 @@ from typing import Any
 from llmopt.engine.kernels.common.devices import GpuLimits, pretended_gpu
 
 from tools.triton_code import Compiled, compiling
-from tools.triton_code_launches import CODE_LAUNCHES
-from tools.triton_family_launches import FAMILY_LAUNCHES
 from tools.triton_launches import LAUNCHES
 
 KIB = 1024
@@ -128,7 +126,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Compile the launches for a capability, or those of `names`: a row for each kernel."""
     architecture = ARCHITECTURES[capability]
-    for name, launch in (LAUNCHES | FAMILY_LAUNCHES | CODE_LAUNCHES).items():
+    for name, launch in LAUNCHES.items():
         if only not in name or (names and name not in names):
             continue
         folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")

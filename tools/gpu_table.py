@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from document_part import put_part
-from gpu_figures.figure import markdown
+from gpu.figure import markdown
 
 MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
 

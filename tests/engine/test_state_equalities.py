@@ -17,10 +17,8 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS as BUNDLED
 from transformers import AutoTokenizer
 
-from tools.survey.engine_column import spread_weights
-
 from ..support.model_families import FAMILIES, LATENT, SHAPE, save_model
-from ..support.survey.case import Case, surveyed_types
+from ..support.survey.case import Case, spread_weights, surveyed_types
 
 MAX_TOKENS = 10
 LINEAR = {

@@ -16,11 +16,11 @@ import torch
 from llmopt.bench.machine.ceilings import copy_bandwidth
 
 from tools import gpu_bench
-from tools.gpu_figures import served
-from tools.gpu_figures.figure import Figure, compared, markdown
-from tools.gpu_figures.sections import SECTIONS, World
-from tools.gpu_figures.shapes import SMALL
-from tools.gpu_figures.theirs import Theirs
+from tools.gpu import peers
+from tools.gpu.figure import Figure, compared, markdown
+from tools.gpu.peers import Theirs
+from tools.gpu.sections import SECTIONS, World
+from tools.gpu.shapes import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,10 +55,10 @@ def test_what_the_rival_lacks_is_said() -> None:
 
 
 def test_servers_are_given_requests_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "_is_installed", lambda name: name == "vllm")
-    assert served.installed() == {"llmopt server": "llmopt", "vLLM": "vllm"}
-    assert served.missing() == ["SGLang"]
-    words = served.words("vllm", Path("folder"), 256, 100, 1024)
+    monkeypatch.setattr(peers, "_is_installed", lambda name: name == "vllm")
+    assert peers.installed() == {"llmopt server": "llmopt", "vLLM": "vllm"}
+    assert peers.missing() == ["SGLang"]
+    words = peers.words("vllm", Path("folder"), 256, 100, 1024)
     options = dict(zip(words[5:-2:2], words[6:-2:2], strict=True))
     middle, ratio = int(options["--random-input-len"]), float(options["--random-range-ratio"])
     assert round(middle * (1 - ratio)) == 100 and round(middle * (1 + ratio)) == 1024
@@ -73,7 +73,7 @@ def test_servers_are_given_requests_of_the_same_lengths(monkeypatch: pytest.Monk
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_every_section_measures(section, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(served, "_is_installed", lambda name: False)
+    monkeypatch.setattr(peers, "_is_installed", lambda name: False)
     monkeypatch.setattr(Theirs, "continuous", broken)  # on a CPU it takes all memory for its cache
     own = replace(world, home=tmp_path, left_out=[])
     figures = list(section.measure(own))

@@ -19,15 +19,14 @@ from llmopt.engine.doctor.self_test import KernelFinding as SelfTested
 from llmopt.engine.kernels.common.verdicts import VARIABLE
 
 from tools import gpu_first
-from tools.gpu_contact import machine, stages
-from tools.gpu_contact.expectation import Expectation, Facts, Finding, page, share
-from tools.gpu_contact.fitting import MODELS, largest
-from tools.gpu_contact.tiles import _changed, tiles
-from tools.gpu_figures import sections
-from tools.gpu_figures.ours import Ours
-from tools.gpu_figures.sections import World
-from tools.gpu_figures.shapes import FULL, SMALL
-from tools.gpu_parts import LINES, WHOLE, Parts, _ended, device_of, read
+from tools.gpu import machine, sections, stages
+from tools.gpu.expectation import Expectation, Facts, Finding, page, share
+from tools.gpu.machine import MODELS, largest
+from tools.gpu.ours import Ours
+from tools.gpu.parts import LINES, WHOLE, Parts, _ended, device_of, read
+from tools.gpu.sections import World
+from tools.gpu.shapes import FULL, SMALL
+from tools.gpu.tiles import _changed, tiles
 
 from ..support.pretended_cuda.card import Card
 from ..support.pretended_cuda.runtime import pretended_cuda
@@ -91,7 +90,7 @@ def test_the_8b_model_is_held_against_the_planner_with_a_profile(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     # torch's profiler wants CUPTI.
-    monkeypatch.setattr("tools.gpu_figures.ours._busy_seconds", lambda step: 0.0)
+    monkeypatch.setattr("tools.gpu.ours._busy_seconds", lambda step: 0.0)
     monkeypatch.setattr(stages, "profile", lambda *_: [("_attend", "1.0", "1.0")])
     shares = iter((0.0, 1e9))
     monkeypatch.setattr(stages, "expected_share", lambda *_: next(shares))
@@ -330,8 +329,8 @@ def test_a_search_of_tiles_ends_in_its_time_and_says_how_far_it_came(
     def launches(_: Any = None) -> Iterator[list[dict[str, Any]]]:
         yield [{"num_stages": 3}]
 
-    monkeypatch.setattr("tools.gpu_contact.tiles.seconds_of", second)
-    monkeypatch.setattr("tools.gpu_contact.tiles.launches", launches)
+    monkeypatch.setattr("tools.gpu.tiles.seconds_of", second)
+    monkeypatch.setattr("tools.gpu.tiles.launches", launches)
     with pretended_cuda(Card()):
         late = list(tiles(World("cuda", SMALL, tmp_path, ends=0.0)))
         whole = list(tiles(World("cuda", SMALL, tmp_path)))
@@ -339,7 +338,7 @@ def test_a_search_of_tiles_ends_in_its_time_and_says_how_far_it_came(
     assert "none is, of 0 of" in expectations(late)[0].seen
     assert all(each.met for each in expectations(whole))
     assert sum(isinstance(each, Facts) for each in whole) == len(expectations(whole)) > 0
-    monkeypatch.setattr("tools.gpu_contact.tiles.refuses_triton", lambda _: "it is not installed")
+    monkeypatch.setattr("tools.gpu.tiles.refuses_triton", lambda _: "it is not installed")
     (lacking,) = tiles(World("cuda", SMALL, tmp_path))
     assert isinstance(lacking, Expectation) and lacking.seen == "it is not installed"
 

@@ -17,13 +17,12 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 
-from tests.support.survey.case import Case, Verdict
+from tests.support.survey.case import Case, Verdict, spread_weights
 
 PROMPT_LENGTHS = (5, 23, 70)
 NEW_TOKENS = 16
 CHUNK = 9
 BLOCK = 4
-SPREAD = 0.1  # standard deviation of weights: with the usual 0.02, attention barely changes a token
 
 
 class EngineColumn:
@@ -60,21 +59,6 @@ class EngineColumn:
                 same = _common(result.completions[0].token_ids, expected)
                 return Verdict("wrong", f"prompt of {len(prompt)} tokens, token {same} differs")
         return Verdict("exact", _way(llm.engine.runner.decoder))
-
-
-def spread_weights(model: Any) -> Any:
-    """The model with random weights that are wide enough for every module to matter."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.is_floating_point() or parameter.numel() < 2:
-                continue
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            if parameter.dim() < 2:
-                parameter.add_(noise * SPREAD)
-            elif parameter.std() < SPREAD:
-                parameter.copy_(noise * SPREAD)
-    return model
 
 
 def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:

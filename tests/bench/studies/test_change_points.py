@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llmopt.bench.studies.history_series import change_points, most_distant_split
 
-from tools import history_error_rates as rates
+from ...support import change_point_rates as rates
 
 
 def energy(left: np.ndarray, right: np.ndarray) -> float:

@@ -22,9 +22,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from tools.survey.engine_column import EngineColumn, spread_weights
+from tools.survey.engine_column import EngineColumn
 
-from ...support.survey.case import Case, surveyed_types
+from ...support.survey.case import Case, spread_weights, surveyed_types
 
 ON_CPU = LoadingOptions(torch.device("cpu"), torch.float32)
 

@@ -21,11 +21,9 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
-from tools.survey.engine_column import spread_weights
-
 from ...support.lora_world import write_adapter
 from ...support.model_families import VOCAB, save_model
-from ...support.survey.case import Case, surveyed_types
+from ...support.survey.case import Case, spread_weights, surveyed_types
 
 CPU = torch.device("cpu")
 ON_CPU = LoadingOptions(CPU, torch.float32)

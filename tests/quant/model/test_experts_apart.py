@@ -19,10 +19,8 @@ from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
 from transformers import AutoTokenizer
 
-from tools.survey.engine_column import spread_weights
-
 from ...support.model_families import MODELS
-from ...support.survey.case import Case, surveyed_types
+from ...support.survey.case import Case, spread_weights, surveyed_types
 from ...support.survey.quantized import dequantized, loaded
 
 TOKENS = [17, 44, 23, 90, 31, 12, 55, 71, 18, 40, 66]

@@ -17,6 +17,7 @@ from .tiny import tiny_config
 
 TYPES = Path(__file__).with_name("types.json")
 MOST_PARAMETERS = 50_000_000
+SPREAD = 0.1  # standard deviation of weights: with the usual 0.02, attention barely changes a token
 Outcome = Literal["exact", "wrong", "refused", "missed", "traceback"]
 
 
@@ -69,6 +70,21 @@ class Case:
             attn_implementation="eager",
             trust_remote_code=False,
         )
+
+
+def spread_weights(model: Any) -> Any:
+    """The model with random weights that are wide enough for every module to matter."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or parameter.numel() < 2:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if parameter.dim() < 2:
+                parameter.add_(noise * SPREAD)
+            elif parameter.std() < SPREAD:
+                parameter.copy_(noise * SPREAD)
+    return model
 
 
 class Column(Protocol):

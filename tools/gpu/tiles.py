@@ -22,8 +22,8 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
-from ..gpu_figures.sections import World
 from .expectation import Expectation, Facts, Finding
+from .sections import World
 
 CHANGES: tuple[dict[str, int], ...] = (
     *({"num_stages": count} for count in (1, 2, 3, 4, 5)),

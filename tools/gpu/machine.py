@@ -1,18 +1,21 @@
-"""What a first contact needs of the machine: a torch with kernels for the card, Triton, memory, room."""
+"""Needs of a first contact: torch with kernels for the card, Triton, memory, and the model that fits it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from llmopt.engine.kernels.common.devices import refuses_triton
 from llmopt.engine.kernels.common.verdicts import driver_version
 from llmopt.engine.kernels.elementwise.dispatch import NORM, RowKernelQuery
+from llmopt.quant.families.config import model_shape
+from llmopt.quant.families.shapes import ModelShape
 
-from ..gpu_figures.sections import World
-from ..gpu_parts import room
 from .expectation import Expectation, Facts, Finding
+from .parts import room
+from .sections import KV_BYTES, World
+from .shapes import Scale, config_of
 
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels are compiled for in `make gpu-matrix`."""
@@ -84,3 +87,38 @@ def _triton(device: torch.device) -> Iterator[Finding]:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")
+"""From the largest."""
+WEIGHT_BYTES = 2
+USED = 0.9
+"""Of the free memory, as the engine takes it (`--gpu-memory-utilization`)."""
+BESIDE = 0.04
+"""Of the free memory: activations, logits and graphs."""
+
+Case = tuple[int, int, int]
+"""Batch, context and steps of decode."""
+
+
+def largest(scale: Scale, cases: Sequence[Case], free_bytes: int) -> tuple[str, list[Case]] | None:
+    """The largest model of which one sequence of each case fits, and the cases with batches that do.
+
+    None: not even the smallest does.
+    """
+    for name in MODELS:
+        shape = model_shape(config_of(name, scale))
+        fitted = [_fitted(shape, case, free_bytes) for case in cases]
+        if all(batch for batch, _, _ in fitted):
+            return name, fitted
+    return None
+
+
+def _fitted(shape: ModelShape, case: Case, free_bytes: int) -> Case:
+    """The case with its batch halved until it fits; a batch of 0: none does."""
+    batch, context, steps = case
+    room = (USED - BESIDE) * free_bytes - shape.num_parameters * WEIGHT_BYTES
+    each = shape.kv_bytes(context + steps, KV_BYTES)
+    while batch and batch * each > room:
+        batch //= 2
+    return batch, context, steps

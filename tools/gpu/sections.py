@@ -22,9 +22,8 @@ from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from .figure import OURS, PLAIN, Figure, figure
 from .ours import Ours, prompts_of
-from .served import installed, missing, throughput
+from .peers import Theirs, installed, missing, throughput
 from .shapes import FP8, INT4, Scale, config_of, write_checkpoint
-from .theirs import Theirs
 
 COPY, MATRIX = "copy bandwidth", "matrix rate"
 KV_BYTES = 2

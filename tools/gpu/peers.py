@@ -1,14 +1,20 @@
-"""transformers on the same weights and requests: `generate`, and its continuous batching."""
+"""Peers on the same weights and requests: transformers in this process, and servers that are installed."""
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .figure import OURS
 
 MAX_ROWS = 128
 """Of a batch: its cache is copied in every step, and 256 rows of 2,048 tokens would fill a GPU."""
@@ -91,3 +97,53 @@ class Theirs:
         if not getattr(manager.continuous_batching_config, "use_async_batching", None):
             lacks.append("async batching")
         self.shortcomings = lacks
+
+
+SERVERS = {"vLLM": "vllm", "SGLang": "sglang"}
+"""The peers, and what `--serve` and their programs are called."""
+LLMOPT = (sys.executable, "-c", "from llmopt.cli.main import main; main()")
+
+
+def installed() -> dict[str, str]:
+    """Peers whose programs are here, and ours before them: a server's figures stand beside a server's."""
+    there = {who: name for who, name in SERVERS.items() if _is_installed(name)}
+    return {f"{OURS} server": "llmopt", **there} if there else {}
+
+
+def missing() -> list[str]:
+    """Peers whose programs are not here."""
+    return [who for who, name in SERVERS.items() if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    beside = str(Path(sys.executable).parent)
+    return (shutil.which(name, path=beside) or shutil.which(name)) is not None
+
+
+def words(name: str, folder: Path, count: int, low: int, high: int) -> list[str]:
+    """The command of a run: `count` requests at once, of `low` to `high` tokens in and out."""
+    middle = (low + high) // 2
+    given = {
+        "serve": name,
+        "dataset": "random",
+        "num-prompts": count,
+        "request-rate": "inf",
+        "random-input-len": middle,
+        "random-output-len": middle,
+        "random-range-ratio": f"{(high - low) / (high + low):.3f}",
+    }
+    options = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return [*LLMOPT, "bench", str(folder), *options, "--ignore-eos", "--json"]
+
+
+def throughput(name: str, folder: Path, count: int, low: int, high: int) -> float:
+    """Output tokens per second of a server that is started for the run and stopped after it.
+
+    Raises:
+        RuntimeError: the run failed; its message is the last line of the command's errors.
+    """
+    run = subprocess.run(words(name, folder, count, low, high), capture_output=True, text=True)
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"llmopt bench --serve {name} ended with {run.returncode}: {last}")
+    return float(json.loads(run.stdout)["output_throughput"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..gpu_parts import WHOLE
+from .parts import WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.planner.speed import decode_step_bytes
 from llmopt.engine.planner.step_parameters import shared_value
 
-from ..gpu_figures.ours import Ours
-from ..gpu_figures.sections import KV_BYTES, Model, World
 from .expectation import Expectation, Facts, Finding, share
-from .fitting import MODELS, largest
-from .machine import machine
+from .machine import MODELS, largest, machine
+from .ours import Ours
+from .sections import KV_BYTES, Model, World
 from .tiles import tiles
 
 COPIED = 0.92
