@@ -168,43 +168,6 @@ class GraphSizes(NamedTuple):
     max_blocks: int
 
 
-class FollowedGraphs:
-    """The graphs of one rank, on its own shard and cache."""
-
-    def __init__(self, setting: GraphSetting, sizes: GraphSizes, group: Group) -> None:
-        self._model, self._broadcast = setting.model, group.broadcast
-        self._graphs: dict[str, StepGraphs | TokenGraphs] = {
-            "decode": StepGraphs(setting, sizes.sizes),
-            "tokens": TokenGraphs(setting, sizes.token_sizes),
-        }
-
-    @torch.inference_mode()
-    def capture(self, name: GraphName) -> str | None:
-        """Capture a graph; returns why it failed, or None."""
-        try:
-            self._graphs[name.kind].capture_padding(name.key)
-        except PeerLost:
-            raise
-        except Exception as error:  # rank 0 tells of it, and all ranks go on without the graph
-            return f"{type(error).__name__}: {first_line(error)}"
-        return None
-
-    @torch.inference_mode()
-    def replay(self, step: GraphReplay) -> None:
-        """Replay a graph on the inputs of rank 0."""
-        graphs, key = self._graphs[step.name.kind], step.name.key
-        graphs.static(key).share(step.unshared, self._broadcast)
-        graph = graphs.captured(key)
-        assert graph is not None, "rank 0 replays what every rank has captured"
-        hidden = graph.replay()
-        if step.num_logits:
-            self._model.logits(hidden[: step.num_logits])
-
-    def give_up(self, kind: str) -> None:
-        """Drop the graphs of a kind."""
-        self._graphs[kind].give_up()
-
-
 def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dtype) -> None:
     """All-reduce as many numbers as captured steps will: NCCL connects an algorithm when it is first used,
     which no capture may do. Every rank calls it."""
@@ -270,17 +233,17 @@ class _Calls:
     """The calls that rank 0 broadcasts, by name, on this rank's shard; `cache` is the first."""
 
     _cache: KvCache
+    _graphs: dict[str, StepGraphs | TokenGraphs]
 
     def __init__(
         self, model: CausalModel, setup: ShardSetup, group: Group, channel: Channel
     ) -> None:
         self._model, self._setup, self._group, self._channel = model, setup, group, channel
-        self._graphs: FollowedGraphs | None = None
 
     def cache(self, sizes: tuple[int, int, torch.dtype, int]) -> None:
         num_blocks, block_size, dtype, on_host = sizes
         given = block_size, self._setup.options.device, dtype, on_host
-        self._graphs = None
+        self._graphs = {}
         self._cache = KvCache(self._model.kv_layouts, num_blocks, *given)
 
     def forward(self, inputs: StepInputs) -> None:
@@ -294,20 +257,36 @@ class _Calls:
         cached = self._model, self._cache.layers, self._cache.block_size, sizes.max_blocks
         capture = capture_on(device, self._group.silent)
         setting = GraphSetting(*cached, device, dtype, capture, follows=True)
-        self._graphs = FollowedGraphs(setting, sizes, self._group)
+        decode, tokens = StepGraphs(setting, sizes.sizes), TokenGraphs(setting, sizes.token_sizes)
+        self._graphs = {"decode": decode, "tokens": tokens}
         warm_up(self._group, sizes, self._model.hidden_size, dtype)
 
+    @torch.inference_mode()
     def capture(self, name: GraphName) -> None:
-        assert self._graphs is not None
-        self._channel.send(self._graphs.capture(name))
+        """Capture a graph; replies why it failed, or None."""
+        refusal = None
+        try:
+            self._graphs[name.kind].capture_padding(name.key)
+        except PeerLost:
+            raise
+        except Exception as error:  # rank 0 tells of it, and all ranks go on without the graph
+            refusal = f"{type(error).__name__}: {first_line(error)}"
+        self._channel.send(refusal)
 
+    @torch.inference_mode()
     def replay(self, step: GraphReplay) -> None:
-        assert self._graphs is not None
-        self._graphs.replay(step)
+        """Replay a graph on the inputs of rank 0."""
+        graphs, key = self._graphs[step.name.kind], step.name.key
+        graphs.static(key).share(step.unshared, self._group.broadcast)
+        graph = graphs.captured(key)
+        assert graph is not None, "rank 0 replays what every rank has captured"
+        hidden = graph.replay()
+        if step.num_logits:
+            self._model.logits(hidden[: step.num_logits])
 
     def give_up(self, kind: str) -> None:
-        assert self._graphs is not None
-        self._graphs.give_up(kind)
+        """Drop the graphs of a kind."""
+        self._graphs[kind].give_up()
 
     def load_lora(self, adapter: tuple[str, Path]) -> None:
         key, folder = adapter
