@@ -216,12 +216,20 @@ def _refuses_native(kernel_query: ExpertsKernelQuery) -> str | None:
     return None if kernel_query.is_gated else "it takes gated MLPs"
 
 
-def _native(
-    experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
-) -> ExpertsKernel:
-    # They are gated: it refuses a query of others.
-    grouped = group_native(cast("Sequence[Expert]", experts), expert_ids.start, on_inputs)
-    return LoopedExperts(experts, expert_ids, count, on_inputs) if grouped is None else grouped
+MakeExperts = Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel]
+
+
+def _grouped_by(group: Callable[..., ExpertsKernel | None], otherwise: MakeExperts) -> MakeExperts:
+    """Group experts by a kernel, or make them by another where they differ too much for it."""
+
+    def make(
+        experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
+    ) -> ExpertsKernel:
+        # They are gated: it refuses a query of others.
+        grouped = group(cast("Sequence[Expert]", experts), expert_ids.start, on_inputs)
+        return otherwise(experts, expert_ids, count, on_inputs) if grouped is None else grouped
+
+    return make
 
 
 def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
@@ -235,33 +243,15 @@ def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
     )
 
 
-def _deep_gemm(
-    experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
-) -> ExpertsKernel:
-    from .triton_experts import group_deep_gemm
+_grouped = _grouped_by(lazily("moe.triton_experts", "group"), LoopedExperts)
+_deep_gemm = _grouped_by(lazily("moe.triton_experts", "group_deep_gemm"), _grouped)
 
-    grouped = group_deep_gemm(cast("Sequence[Expert]", experts), on_inputs)
-    return _grouped(experts, expert_ids, count, on_inputs) if grouped is None else grouped
-
-
-def _grouped(
-    experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
-) -> ExpertsKernel:
-    from .triton_experts import group
-
-    # They are gated: it refuses a query of others.
-    grouped = group(cast("Sequence[Expert]", experts), on_inputs)
-    return LoopedExperts(experts, expert_ids, count, on_inputs) if grouped is None else grouped
-
-
-EXPERTS: Operation[
-    ExpertsKernelQuery, Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel]
-] = Operation(
+EXPERTS: Operation[ExpertsKernelQuery, MakeExperts] = Operation(
     "experts",
     [
         Candidate("deep-gemm-grouped", _refuses_deep_gemm, _deep_gemm),
         Candidate("triton-grouped", _refuses_grouped, _grouped),
-        Candidate("native-grouped", _refuses_native, _native),
+        Candidate("native-grouped", _refuses_native, _grouped_by(group_native, LoopedExperts)),
         Candidate(LOOP, serves_all, LoopedExperts),
     ],
 )

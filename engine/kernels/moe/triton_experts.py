@@ -8,6 +8,7 @@ lies on the device; the kernel skips blocks without rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -92,15 +93,6 @@ def grouped_deep_gemm(linears: Sequence[ExpertLinear]) -> DeepGemmGroupedLinear 
     return DeepGemmGroupedLinear(ours)
 
 
-def gate_up_and_down(
-    experts: Sequence[Expert],
-) -> tuple[DeepGemmGroupedLinear, DeepGemmGroupedLinear] | None:
-    """Both linears of all experts, or None."""
-    gate_up = grouped_deep_gemm([expert.gate_up for expert in experts])
-    down = grouped_deep_gemm([expert.down for expert in experts])
-    return None if gate_up is None or down is None else (gate_up, down)
-
-
 class GroupedLinear:
     """Grouped GEMM: the same linear of every expert, `[out, in]` each, stacked into one packed weight."""
 
@@ -173,17 +165,23 @@ class GroupedExperts:
         return self._combine(gate, up)
 
 
-def group_deep_gemm(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
+def group_deep_gemm(
+    experts: Sequence[Expert], first: int, on_inputs: bool
+) -> GroupedExperts | None:
     """The experts on DeepGEMM's grouped GEMM; None: they are not in block FP8, or differ."""
-    if (linears := gate_up_and_down(experts)) is None:
-        return None
-    return GroupedExperts(*linears, experts[0].combine, len(experts), on_inputs)
+    return _grouped(experts, grouped_deep_gemm, on_inputs)
 
 
-def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
+def group(experts: Sequence[Expert], first: int, on_inputs: bool) -> GroupedExperts | None:
     """The experts as grouped GEMMs; None: they differ too much, or their weights cannot be packed."""
-    gate_up = _stacked([expert.gate_up for expert in experts])
-    down = _stacked([expert.down for expert in experts])
+    return _grouped(experts, _stacked, on_inputs)
+
+
+def _grouped(
+    experts: Sequence[Expert], stack: Callable[..., Any], on_inputs: bool
+) -> GroupedExperts | None:
+    gate_up = stack([expert.gate_up for expert in experts])
+    down = stack([expert.down for expert in experts])
     if gate_up is None or down is None:
         return None
     return GroupedExperts(gate_up, down, experts[0].combine, len(experts), on_inputs)

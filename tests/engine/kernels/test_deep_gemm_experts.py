@@ -111,7 +111,7 @@ def test_they_are_the_sum_of_the_experts(tokens: int, top_k: int) -> None:
     from llmopt.engine.kernels.moe.triton_experts import group_deep_gemm
 
     experts = [expert(number) for number in range(COUNT)]
-    grouped = group_deep_gemm(experts, False)
+    grouped = group_deep_gemm(experts, 0, False)
     assert grouped is not None and grouped.is_capturable
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
@@ -159,4 +159,4 @@ def test_other_experts_are_left_to_our_kernel() -> None:
 
     other = expert(1)
     other.gate_up.kernel = None
-    assert group_deep_gemm([expert(0), other], False) is None
+    assert group_deep_gemm([expert(0), other], 0, False) is None
