@@ -104,8 +104,7 @@ class WeightStruct(ctypes.Structure):
         *fields(
             numbers="out_features in_features bits kind base group step scale_kind offset_kind nested"
         ),
-        *fields(pointers="codes scales offsets outer_scales outer_offsets table"),
-        ("points", ctypes.c_void_p),
+        *fields(pointers="codes scales offsets outer_scales outer_offsets table points"),
         *fields(numbers="dim high_bits has_signs"),
         *fields(pointers="values sparse_rows sparse_columns sparse"),
         ("unit", ctypes.c_float),
@@ -121,88 +120,74 @@ class PackedWeight:
     """
 
     def __init__(self, grid: NativeGrid, max_step: int) -> None:
-        out_features, in_features = grid.shape
+        whole_row = -(-grid.shape[1] // CHUNK) * CHUNK
         if isinstance(grid, LookupTensor):
-            self._hold(_lookup_tensors(grid))
-            self._base = 0
-            self.struct = WeightStruct(
-                out_features=out_features,
-                in_features=in_features,
-                bits=grid.scheme.bits,
-                kind=4,
-                group=-(-in_features // CHUNK) * CHUNK,
-                step=max_step,
-                scale_kind=SCALE_KINDS.index(grid.table.dtype),
-                **self._pointers(),
-            )
-            return
-        if isinstance(grid, LatticeGrid):
-            self._hold(_lattice_tensors(grid))
-            self._base = BASE
-            self.struct = WeightStruct(
-                out_features=out_features,
-                in_features=in_features,
-                bits=8,
-                kind=3,
-                base=BASE,
-                group=grid.group,
-                step=step_of(grid.group, max_step),
-                scale_kind=SCALE_ODD,
-                nested=grid.nested,
-                dim=grid.points.shape[1],
-                high_bits=grid.high_bits,
-                has_signs=grid.signs is not None,
-                unit=grid.unit,
-                **self._pointers(),
-            )
-            return
-        whole = grid.group == PER_CHANNEL
-        group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
-        scales = packed_scales(grid)
-        tensors = {
-            "codes": pack_codes(grid.stored, grid.bits),
-            "scales": _panels(scales.scales),
-            "offsets": _panels(scales.offsets),
-            "outer_scales": scales.table
-            if scales.kind == SCALE_TABLE
-            else _panels(grid.outer_scales),
-            "outer_offsets": _panels(grid.outer_offsets),
-            "table": grid.table,
-        }
-        self._hold(tensors)
-        self._base = BASE if grid.table is not None else grid.base
-        self.struct = WeightStruct(
-            out_features=out_features,
-            in_features=in_features,
-            bits=grid.bits,
-            kind=2 if grid.is_fp8 else 1 if grid.table is not None else 0,
-            base=self._base,
-            group=group,
-            step=max_step if whole else step_of(group, max_step),
-            scale_kind=scales.kind,
-            offset_kind=scales.offset_kind,
-            nested=grid.nested,
-            unit=1.0,
-            **self._pointers(),
-        )
-
-    def _hold(self, tensors: dict[str, torch.Tensor | None]) -> None:
+            tensors = _lookup_tensors(grid)
+            read = {
+                "bits": grid.scheme.bits,
+                "kind": 4,
+                "group": whole_row,
+                "step": max_step,
+                "scale_kind": SCALE_KINDS.index(grid.table.dtype),
+            }
+        elif isinstance(grid, LatticeGrid):
+            tensors = _lattice_tensors(grid)
+            read = {
+                "bits": 8,
+                "kind": 3,
+                "base": BASE,
+                "group": grid.group,
+                "step": step_of(grid.group, max_step),
+                "scale_kind": SCALE_ODD,
+                "nested": grid.nested,
+                "dim": grid.points.shape[1],
+                "high_bits": grid.high_bits,
+                "has_signs": grid.signs is not None,
+                "unit": grid.unit,
+            }
+        else:
+            whole, scales = grid.group == PER_CHANNEL, packed_scales(grid)
+            tensors = _code_tensors(grid, scales)
+            read = {
+                "bits": grid.bits,
+                "kind": 2 if grid.is_fp8 else 1 if grid.table is not None else 0,
+                "base": BASE if grid.table is not None else grid.base,
+                "group": whole_row if whole else grid.group,
+                "step": max_step if whole else step_of(grid.group, max_step),
+                "scale_kind": scales.kind,
+                "offset_kind": scales.offset_kind,
+                "nested": grid.nested,
+                "unit": 1.0,
+            }
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         shared = "points"  # by all weights of a type
         self.nbytes = sum(t.nbytes for name, t in self._tensors.items() if name != shared)
-
-    def _pointers(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self.struct = WeightStruct(
+            out_features=grid.shape[0], in_features=grid.shape[1], **read, **pointers
+        )
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Dequantized weights of some input channels, float32 `[out, columns]`: 8-bit, per channel."""
         bytes_ = self._tensors["codes"].unflatten(-1, (PANEL, 4))
         chosen = bytes_[:, columns // CHUNK, columns % CHUNK // 4, :, columns % 4]
-        codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self._base
+        codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self.struct.base
         scales = self._tensors["scales"].flatten()
         if self.struct.scale_kind == SCALE_TABLE:
             scales = self._tensors["outer_scales"].index_select(0, scales.int())
         return (codes * scales.unsqueeze(1))[: self.struct.out_features]
+
+
+def _code_tensors(grid: CodeGrid, scales: PackedScales) -> dict[str, torch.Tensor | None]:
+    has_table = scales.kind == SCALE_TABLE
+    return {
+        "codes": pack_codes(grid.stored, grid.bits),
+        "scales": _panels(scales.scales),
+        "offsets": _panels(scales.offsets),
+        "outer_scales": scales.table if has_table else _panels(grid.outer_scales),
+        "outer_offsets": _panels(grid.outer_offsets),
+        "table": grid.table,
+    }
 
 
 def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
