@@ -245,6 +245,8 @@ def _dequantize(
     GRID: tl.constexpr,
 ):
     """Dequantize a weight to floats [outputs, inputs]. Grid: tiles of outputs, runs."""
+    # Triton 3.6 passes no plain text to a function.
+    KIND: tl.constexpr = GRID.kind
     PIECES: tl.constexpr = GRID.pieces
     WORDS: tl.constexpr = GRID.words
     # A word has an input of either half of a piece, or two neighbours.
@@ -270,17 +272,17 @@ def _dequantize(
             lanes = tl.arange(0, WORDS)[None, :] * SPACING
             for half in tl.static_range(2):
                 codes = front if half == 0 else back
-                value = decode(
-                    codes, scale, low, table_ptr, output, GRID, GRID.kind, 0, tl.float32
-                ).to(tl.float32)
+                value = decode(codes, scale, low, table_ptr, output, GRID, KIND, 0, tl.float32).to(
+                    tl.float32
+                )
                 if not GRID.is_affine:
                     value = value * scale[:, None]
                 out = value.to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
         else:
-            value = decode(
-                packed, scale, low, table_ptr, output, GRID, GRID.kind, 0, tl.float32
-            ).to(tl.float32)
+            value = decode(packed, scale, low, table_ptr, output, GRID, KIND, 0, tl.float32).to(
+                tl.float32
+            )
             if not GRID.is_affine:
                 value = value * scale[:, None]
             out = value.to(out_ptr.dtype.element_ty)

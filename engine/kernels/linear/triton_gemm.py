@@ -130,6 +130,7 @@ def _gemm(
     With `IS_SPLIT` (split-K) partial sums go to `split_ptr` [splits, rows, outputs], and the program of a
     tile that arrives last, by the count in `arrived_ptr`, adds them in their order.
     """
+    KIND: tl.constexpr = "element" if TABLE_PTX != "" else GRID.kind
     PIECES: tl.constexpr = GRID.pieces
     WORDS: tl.constexpr = GRID.words
     HALVES: tl.constexpr = GRID.has_halves
@@ -204,7 +205,7 @@ def _gemm(
                     table_ptr,
                     output,
                     GRID,
-                    "element" if TABLE_PTX != "" else GRID.kind,
+                    KIND,
                     MAGIC,
                     x.dtype,
                 ).to(x.dtype)
