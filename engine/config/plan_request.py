@@ -107,7 +107,7 @@ class PlanRequest:
     )
     request_rate: float | None = option(
         None,
-        "Simulate Poisson arrivals, in requests per second, for --concurrency clients.",
+        "Simulate Poisson arrivals, in requests per second, not --concurrency clients.",
         panel=_LOAD,
     )
     prefix_hit_rate: float = option(
