@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, e, log1p
 from typing import Any, NamedTuple
 
 from ...quant.base.errors import BadInput
@@ -51,11 +51,15 @@ class StepWork:
 
 
 class Loads(NamedTuple):
-    """Bytes, FLOP, messages and launches of one step on one rank."""
+    """Bytes, FLOP, messages and launches of one step on one rank.
+
+    `expert_bytes` are of all its experts; under uniform routing e to the `expert_miss` of them stay idle.
+    """
 
     linear_bytes: float
     linear_flops: float
     expert_bytes: float
+    expert_miss: float
     expert_flops: float
     cache_bytes: float
     cache_flops: float
@@ -110,7 +114,9 @@ def operator_seconds(loads: Any, roofs: Any, p: Mapping[str, Any]) -> dict[str, 
             loads.linear_flops / (roofs.linear_peak * p["linear.compute"]),
         ),
         "experts": longer(
-            loads.expert_bytes / (bandwidth * p["experts.bandwidth"]),
+            loads.expert_bytes
+            * (1 - e ** (loads.expert_miss * p["experts.spread"]))
+            / (bandwidth * p["experts.bandwidth"]),
             loads.expert_flops / (roofs.expert_peak * p["experts.compute"]),
         ),
         "decode attention": longer(
@@ -244,11 +250,11 @@ class StepModel:
         layers, experts = shape.num_layers, shape.experts
         message = per_rank * shape.hidden_size * ACTIVATION_BYTES
         mixture_layers = 0
-        expert_bytes = expert_flops = exchange_bytes = 0.0
+        expert_bytes = expert_miss = expert_flops = exchange_bytes = 0.0
         if experts is not None:
             mixture_layers = layers - len(experts.dense_layers)
-            touched = experts.expected_distinct(tokens) / experts.count
-            expert_bytes = weights.expert_bytes * touched
+            expert_bytes = weights.expert_bytes
+            expert_miss = tokens * log1p(-experts.per_token / experts.count)
             expert_flops = 2 * tokens * weights.used_expert_elements
             if parallel.attention_dp > 1:
                 exchange_bytes = 2 * mixture_layers * message * min(experts.per_token, parallel.ep)
@@ -261,6 +267,7 @@ class StepModel:
             linear_bytes=weights.linear_bytes + weights.head_bytes,
             linear_flops=2 * (per_rank * weights.linear_elements + rows * weights.head_elements),
             expert_bytes=expert_bytes,
+            expert_miss=expert_miss,
             expert_flops=expert_flops,
             cache_bytes=cache_bytes,
             cache_flops=cache_flops,

@@ -61,6 +61,7 @@ PRIORS = {
     "linear.compute": Prior(0.6, 0.4, (*_COMMON, *_DTYPES), _PEAK),
     "experts.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _BANDWIDTH),
     "experts.compute": Prior(0.4, 0.5, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _PEAK),
+    "experts.spread": Prior(0.8, 0.3, (), "tokens that routing is as even as"),
     "attention.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_ATTENTION), _BANDWIDTH),
     "attention.compute": Prior(0.3, 0.3, _COMMON, _PEAK),
     "prefill.compute": Prior(0.4, 0.6, (*_COMMON, *_ATTENTION), _PEAK),
