@@ -26,7 +26,7 @@ TPOT_SCALE, TTFT_SCALE = 0.08, 0.2
 """Errors beyond which the loss grows linearly."""
 SMALLEST_FACTOR = 0.02
 """A factor whose logarithm stays below this is dropped, and the rest are fitted again."""
-CORRECTION_ROWS = {"tpot": 1.0, "ttft": 2.0}
+CORRECTION_ROWS = {"tpot": 0.5, "ttft": 2.0}
 """Rows of no error that a correction is shrunk by."""
 
 SLOPE_ROWS = 20.0
