@@ -4,8 +4,8 @@ Rows equal in all columns but id, source and the two measurements are one config
 count once. Rows whose tensor- or data-parallel size is the square of the expert-parallel one, with the width
 of the experts split as often, are those of the plain size multiplied by it: they repeat the measurements of
 rows that say so. Sizes past eight, which no tensor parallelism of these models has, are ranks of attention
-data parallelism, and so is a size that multiplies the batch into the client's concurrency, and the factor by which
-the experts have more ranks than the attention.
+data parallelism, and so is a size that multiplies the batch into the client's concurrency, and the factor by
+which the experts have more ranks than the attention.
 """
 
 from __future__ import annotations
