@@ -104,9 +104,10 @@ def bench(
         requests = pd.read_parquet(run / "requests.parquet")
         steps = pd.read_parquet(run / "steps.parquet")
     ends = steps.start + steps.step_seconds
-    before = ends.groupby(steps.run).shift(fill_value=-1.0)
-    steps["seconds"] = ends - np.maximum(before, steps.start)
-    steps["overlaps"] = steps.start < before
+    before = ends.groupby(steps["run"]).shift()
+    # From one step's outputs to the next one's: a closed loop always has work, and the client's share counts.
+    steps["seconds"] = ends - before.fillna(steps["start"])
+    steps["overlaps"] = steps["start"] < before
     return requests, steps
 
 
