@@ -46,7 +46,7 @@ def convert(
     check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
     from ..quant.convert.convert import convert as run
-    from ..quant.open import open_checkpoint
+    from ..quant.models import open_checkpoint
     from .output.console import TerminalProgress, result_console, say
 
     opened = open_checkpoint(path, trust_remote_code=trust_remote_code)

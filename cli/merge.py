@@ -45,7 +45,7 @@ def merge(
     # Nothing before imports torch.
     from ..quant.convert.merge import WeightedAdapter
     from ..quant.convert.merge import merge as run
-    from ..quant.open import open_checkpoint
+    from ..quant.models import open_checkpoint
     from .output.console import TerminalProgress, result_console, say
 
     given = [WeightedAdapter(*pair) for pair in zip(adapters, factors, strict=True)]

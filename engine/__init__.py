@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..quant.base import openmp_spins  # before torch is loaded  # noqa: F401
+from ..quant.base import processor  # before torch is loaded  # noqa: F401
 
 if TYPE_CHECKING:
     from .base.sampling_params import SamplingParams

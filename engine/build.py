@@ -12,8 +12,7 @@ import torch
 
 from ..quant.load_processor import load_tokenizer
 from ..quant.model.checkpoint import read_json
-from ..quant.models import resolve_model
-from ..quant.open import open_checkpoint
+from ..quant.models import open_checkpoint, resolve_model
 from .base.device import choose_device, choose_dtype, enter_device
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (

@@ -1,4 +1,4 @@
-"""Resolving a model argument (folder, GGUF file, bundled name, hub id) to a local path."""
+"""Resolving a model argument (folder, GGUF file, bundled name, hub id) to a local path, and opening it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..recipes import DEFAULT_MODEL, MODELS
 from .base.errors import BadInput, first_line
-from .base.names import offer
+from .base.option import offer
 from .gguf.architecture import stored_config
 from .gguf.container import GgufFile
-from .model.checkpoint import GGUF_SUFFIX, gguf_file_of
+from .model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -100,3 +100,34 @@ def _from_hub(hub_id: str) -> Path:
         raise BadInput(
             f"model {hub_id!r} is no folder here and {where} did not give it: {reason}"
         ) from error
+
+
+def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
+
+    Args:
+        trust_remote_code: see `Checkpoint`.
+
+    Raises:
+        BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
+    """
+    file = gguf_file_of(Path(path))
+    if file is not None:
+        from .gguf.checkpoint import GgufCheckpoint  # imports torch
+
+        return GgufCheckpoint(file)
+    return Checkpoint(path, trust_remote_code=trust_remote_code)
+
+
+def open_plain(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a model likewise, a quantized `.gguf` file as its dequantized weights.
+
+    Raises:
+        BadInput: see `open_checkpoint`.
+    """
+    file = gguf_file_of(Path(path))
+    if file is not None:
+        from .gguf.checkpoint import DequantizedGguf  # imports torch
+
+        return DequantizedGguf(file)
+    return Checkpoint(path, trust_remote_code=trust_remote_code)

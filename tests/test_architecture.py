@@ -20,7 +20,7 @@ TORCH_FREE = (
     "engine.base.units",
     "engine.scheduling.detokenizer",
     "engine.planner",
-    "engine.probe.answers",
+    "engine.probe.facts",
     "engine.probe.facts",
     "cli",
 )

@@ -34,7 +34,7 @@ from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.cpu_measurements import Roofs
-from llmopt.quant.base.openmp_spins import without_openmp_spins
+from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.peers_models import KINDS, SHAPES, checkpoint

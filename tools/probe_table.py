@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from llmopt.engine.planner.catalog import table_configs
-from llmopt.engine.probe.answers import config_hash
+from llmopt.engine.probe.facts import config_hash
 from llmopt.engine.probe.oracle import probe
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.families.config import current_names, has_table_rule

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
-from ...quant.base.openmp_spins import without_openmp_spins
+from ...quant.base.processor import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.models import bundled_models, resolve_model

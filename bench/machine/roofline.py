@@ -17,7 +17,7 @@ from ...engine.planner.speed import (
 )
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
-from ...quant.open import open_checkpoint
+from ...quant.models import open_checkpoint
 from ..metrics.trace import LoadPass, StepRecord
 from .ceilings import Ceilings, measure_ceilings
 

@@ -26,8 +26,7 @@ from pydantic import (
 from ...engine.base.slo import parse_slo
 from ...engine.config.config import EngineConfig
 from ...quant.base.errors import BadInput
-from ...quant.base.names import offer
-from ...quant.base.option import Option, options_of
+from ...quant.base.option import Option, offer, options_of
 from ..metrics.metrics import METRICS
 from ..quality.passage import ProtocolOptions
 from . import definitions as of

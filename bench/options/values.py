@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...quant.base.errors import BadInput
-from ...quant.base.names import offer
-from ...quant.base.option import Limit
+from ...quant.base.option import Limit, offer
 
 if TYPE_CHECKING:
     import numpy as np

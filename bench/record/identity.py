@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.config.config import EngineConfig
-from ...quant.open import open_checkpoint
+from ...quant.models import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..load.load import ROUND_ROBIN
 from ..machine.environment import checkpoint_hash, hardware_facts, machine_name

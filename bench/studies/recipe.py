@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
-from ...quant.base.names import offer
+from ...quant.base.option import offer
 from ...quant.methods.options import check_group_size
 from ...quant.methods.registry import AUTO, METHODS, check_method, formats_asked
 from ...quant.model.checkpoint import read_json

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from ...quant.base.errors import BadInput
 from ...quant.load_processor import load_tokenizer
-from ...quant.models import resolve_model
-from ...quant.open import open_checkpoint
+from ...quant.models import open_checkpoint, resolve_model
 from ..options.options import BenchOptions
 from ..options.values import NAMES, TRACES, ThinkTime, check_dataset
 from .conversations import ConversationRules, agentic_workload

@@ -22,7 +22,7 @@ from ...quant.base.errors import BadInput
 from ...quant.families.config import is_classifier
 from ...quant.families.registry import type_of
 from ...quant.model.checkpoint import read_json
-from ...quant.open import open_checkpoint
+from ...quant.models import open_checkpoint
 from ..base.sampling_params import PoolingParams
 from ..scheduling.outputs import RequestOutput
 from ..scheduling.request import Request

@@ -27,7 +27,7 @@ from ...quant.families.shapes import ModelShape
 from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ...quant.model.checkpoint import GGUF_SUFFIX, INDEX_NAME, gguf_file_of, read_json
 from ...recipes import MODELS as BUNDLED
-from ..probe.answers import probed
+from ..probe.facts import probed
 from .probed_shape import ProbedShape
 from .weights import (
     BF16,

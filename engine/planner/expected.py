@@ -1,29 +1,218 @@
-"""Expected times of a plan: step model, loaded means and error band of a deployment.
+"""Expected times of a plan: the closed loop's steady state from the step model, and the error it had.
 
-Without a measured machine the operators are those fitted to measured deployments; with one (`--measured`)
-steps reach its shares of the roofs.
+Each of `concurrency` clients sends its next request when the last one ends. While a request decodes, the
+other residents are prefilled once each, which its decode steps wait for; a prompt waits for the step in
+flight, for prompts before it, for its share of the clients' first burst, and where the cache holds fewer
+sequences than there are clients, for a place in it. The event simulation refines these means. Without a
+measured machine the operators are those fitted to measured deployments; with one (`--measured`) steps
+reach its shares of the roofs.
+
+An error band held 90 % of the held-out deployments most like one. The bands are factors on a prediction, from
+rows that no parameter was fitted to; for a model that was not measured, from fits that had left the row's
+model out. `tools/plan_error` writes their file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from .devices import Device
-from .error_bands import ErrorBand, Likeness, batch_regime, error_band
 from .memory import Deployment, Reserve
 from .setup import Setup
 from .speed import Efficiency, StepTime, decode_time, prefill_time
-from .steady_state import SteadyState, steady_state
 from .step_model import (
     Loads,
     StepModel,
     StepWork,
     generation,
+    operator_seconds,
     weight_dtype,
 )
 from .step_parameters import Deployed, measured_parameters, parameter_file, resolve
+
+FEW, MANY = 8, 64
+"""Clients up to which a batch is small, and beyond which it is large."""
+FEWEST_ROWS = 20
+UNKNOWN = "no measurement near this: expect a factor of two"
+MEASURES = ("tpot", "ttft", "throughput")
+_KEYS = ("engine", "generation", "known", "kind", "regime")
+"""Properties that make rows alike; where rows are few, the last ones are given up."""
+
+
+Known = Literal["model measured", "model not measured"]
+
+
+def batch_regime(clients: int) -> str:
+    """A small, medium or large batch, by the clients."""
+    size = "small" if clients <= FEW else "medium" if clients <= MANY else "large"
+    return f"{size} batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured
+    in that engine, dense or mixture, and the batch regime."""
+
+    engine: str
+    generation: str
+    known: Known
+    kind: str
+    regime: str
+
+    @property
+    def band_names(self) -> list[str]:
+        """Names of the bands that cover it, the closest first. Engine, generation and `known` stay."""
+        parts = [getattr(self, name) for name in _KEYS]
+        return ["|".join(parts[:length]) for length in range(len(parts), 2, -1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBand:
+    """Factors on the predicted TPOT, TTFT and throughput that held 90 % of `num_rows` held-out rows, which
+    were alike in `alike`."""
+
+    tpot: tuple[float, float]
+    ttft: tuple[float, float]
+    throughput: tuple[float, float]
+    num_rows: int
+    alike: str
+
+    @property
+    def text(self) -> str:
+        """The band of TPOT in words."""
+        low, high = self.tpot
+        return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %, {self.num_rows} rows"
+
+
+@cache
+def _file() -> Mapping[str, Mapping[str, Any]]:
+    path = Path(__file__).with_name("error_bands.json")
+    return json.loads(path.read_text(encoding="utf-8"))["bands"]
+
+
+def error_band(
+    likeness: Likeness, bands: Mapping[str, Mapping[str, Any]] | None = None
+) -> ErrorBand | None:
+    """The band of the held-out rows most like a deployment; None where none is like it."""
+    known = _file() if bands is None else bands
+    for key in likeness.band_names:
+        if entry := known.get(key):
+            low_high = (tuple(entry[measure]) for measure in MEASURES)
+            return ErrorBand(*low_high, entry["rows"], key.replace("|", ", "))  # type: ignore[arg-type]
+    return None
+
+
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """Mean TTFT and TPOT in seconds, and output tokens per second of the whole deployment."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+    throughput: float
+
+
+class LoopTimes(NamedTuple):
+    """Seconds of the steps that a closed loop consists of: a decode of its residents, the same with one
+    prompt in it, and a prompt's part of a step that is full of prompts."""
+
+    decode: Any
+    mixed: Any
+    packed: Any
+
+
+class Loop(NamedTuple):
+    """A closed loop: prompt and output tokens, clients, and the sequences that are resident at once."""
+
+    prompt: Any
+    output: Any
+    concurrency: Any
+    resident: Any
+
+
+class LoopWorks(NamedTuple):
+    """Works whose seconds are `LoopTimes`; `packed` holds `packed_prompts`."""
+
+    decode: StepWork
+    mixed: StepWork
+    packed: StepWork
+    packed_prompts: int
+
+
+def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
+    """Steps of a loop. A prompt longer than a chunk counts as one step."""
+    context = loop.prompt + loop.output / 2
+    prompts = max(1, min(loop.concurrency, chunk_tokens // loop.prompt))
+    attended = prompts * loop.prompt * (loop.prompt + 1) / 2
+    return LoopWorks(
+        StepWork.of(loop.resident, context),
+        StepWork.of(loop.resident, context, loop.prompt),
+        StepWork(0, 0, prompts * loop.prompt, attended, prompts),
+        prompts,
+    )
+
+
+def loop_times(loads: tuple[Loads, Loads, Loads], prompts: Any, roofs: Any, p: Any) -> LoopTimes:
+    """Times of a loop's steps from their loads; of numbers or columns."""
+    decode, mixed, packed = (sum(operator_seconds(x, roofs, p).values()) for x in loads)
+    return LoopTimes(decode, mixed, packed / prompts)
+
+
+def closed_loop(loop: Loop, times: LoopTimes, p: Mapping[str, Any]) -> tuple[Any, Any]:
+    """TTFT and TPOT in seconds of a loop; of numbers or columns."""
+    added = times.mixed - times.decode
+    others = loop.resident - 1
+    tpot = times.decode + p["load.interference"] * others / loop.output * added
+    prefilling = loop.resident * added
+    busy = prefilling / (prefilling + loop.output * times.decode)
+    queued = p["load.queue"] * busy / (1 - busy + 1 / (loop.resident + 1)) * added
+    burst = p["load.burst"] * (loop.concurrency - 1) / 2 * times.packed
+    turns = loop.concurrency / loop.resident - 1
+    ttft = (
+        p["load.fixed"]
+        + p["load.prompt"] * added
+        + p["load.steps"] * times.decode
+        + queued
+        + burst
+        + turns * loop.output * tpot
+    )
+    return ttft, tpot
+
+
+def throughput(loop: Loop, ttft: Any, tpot: Any) -> Any:
+    """Output tokens per second of all clients."""
+    return loop.concurrency * loop.output / (ttft + (loop.output - 1) * tpot)
+
+
+def steady_state(
+    model: StepModel,
+    prompt: int,
+    output: int,
+    concurrency: int,
+    *,
+    resident: float | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> SteadyState:
+    """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
+    cache holds `resident` at once (by default what the step model expects)."""
+    if resident is None:
+        resident = model.resident_sequences(prompt, output)
+    loop = Loop(prompt, output, concurrency, min(concurrency, resident))
+    works, known = loop_works(loop, chunk_tokens), model.parameters
+    loads = (model.loads(works.decode), model.loads(works.mixed), model.loads(works.packed))
+    times = loop_times(loads, works.packed_prompts, model.roofs, known.values)
+    ttft, tpot = closed_loop(loop, times, known.values)
+    ttft *= known.ttft_factor({"prompt": prompt, "answer": output, "clients": concurrency})
+    tpot *= known.tpot_factor
+    return SteadyState(ttft, tpot, throughput(loop, ttft, tpot))
+
 
 _FIXED = ("norms and activations", "launches", "host")
 _LINKS = ("all-reduce", "all-to-all")

@@ -10,7 +10,7 @@ from fractions import Fraction
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .engine_rules import RULES, CacheKnobs
-from .error_bands import UNKNOWN
+from .expected import UNKNOWN
 from .kv_dtypes import kv_dtype
 from .memory import SAMPLER_COPIES
 from .plan import DeploymentPlan, DevicePlan

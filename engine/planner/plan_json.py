@@ -16,8 +16,7 @@ from ..probe.facts import PARTS
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs
-from .error_bands import MEASURES, UNKNOWN, ErrorBand
-from .expected import Expectation
+from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation, SteadyState
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
@@ -27,7 +26,6 @@ from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
 from .setup import Setup
 from .speed import Efficiency, StepTime
-from .steady_state import SteadyState
 from .weights import checkpoint_file_bytes
 
 SCHEMA = 1

@@ -9,8 +9,7 @@ import torch
 
 from ...quant.base.errors import BadInput
 from ...quant.load_processor import load_tokenizer
-from ...quant.models import resolve_model
-from ...quant.open import open_checkpoint
+from ...quant.models import open_checkpoint, resolve_model
 from ..cache.kv_cache import KvCache
 from ..config.compatibility import refuse
 from ..config.config import SpeculationConfig

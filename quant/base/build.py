@@ -23,8 +23,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from .openmp_spins import OPENMP_SPINS_ARE_BOUNDED
-from .processor import choose_path, processor_flags
+from .processor import OPENMP_SPINS_ARE_BOUNDED, choose_path, processor_flags
 
 MOST_SPINS = 10_000
 """Rounds of GOMP_SPINCOUNT after which idle threads still leave their cores soon enough."""

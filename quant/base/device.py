@@ -22,7 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .errors import BadInput
-from .names import device_names
+from .option import device_names
 
 HOST = torch.device("cpu")
 Task = TypeVar("Task")

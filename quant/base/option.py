@@ -1,14 +1,17 @@
 """Options, each defined once, in the metadata of its dataclass field.
 
 The command line, benchmarks, recipes, config files and keyword arguments are all generated from these
-definitions: name, type, default, limits and help of an option cannot differ between them.
+definitions: name, type, default, limits and help of an option cannot differ between them. The names that
+options take (devices, KV-cache dtypes) are checked here without torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, get_origin
 
@@ -214,3 +217,31 @@ def one_of(*choices: object) -> Limit:
 def share(value: float) -> str | None:
     """A limit: more than 0 and at most 1."""
     return None if 0 < value <= 1 else "a share in (0, 1] is needed"
+
+
+KINDS = ("cpu", "cuda")
+# The largest magnitude of each KV-cache dtype whose scales servers read from a checkpoint. vLLM refuses a
+# stored int8 scheme (`validate_kv_cache_scheme`) and measures its int8 scales itself, per token and head.
+LARGEST = {"fp8": 448.0}
+INT8_CACHE = "int8"
+KvStrategy = Literal["tensor", "attn_head"]  # as compressed-tensors calls them
+
+
+def offer(name: str, known: Collection[str]) -> str:
+    """The second half of a refusal: the known names most like `name`, if any is, and all of them."""
+    near = get_close_matches(name, known, n=2, cutoff=0.6)
+    start = f"the nearest is {' or '.join(near)}; " if near else ""
+    return f"{start}choose one of {', '.join(known)}"
+
+
+def device_names(asked: str) -> tuple[str, ...]:
+    """The names in `--device`, which has commas between them.
+
+    Raises:
+        BadInput: one of them is the name of no device.
+    """
+    names = tuple(name.strip() for name in asked.split(","))
+    for name in names:
+        if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
+            raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")
+    return names

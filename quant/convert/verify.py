@@ -20,8 +20,7 @@ from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..kinds.ggml.formats import read_gguf_headers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..model.parameters import ModelParameters, by_kind, model_parameters, plain_linears
-from ..models import check_local
-from ..open import open_checkpoint
+from ..models import check_local, open_checkpoint
 from ..plan.journal import sha256_of_file
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.selection import HEAD

@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import BadInput
-from ..base.names import offer
-from ..base.option import flag_of, options_of
+from ..base.option import flag_of, offer, options_of
 from ..base.scheme import SUPPORTED_BITS, Scheme
 from ..kinds.registry import format_names
 from . import schemes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
-from ..base.names import INT8_CACHE
+from ..base.option import INT8_CACHE
 from ..base.progress import Progress, Silent
 from ..kinds.registry import scheme_record
 from ..methods.registry import AUTO, AUTO_METHOD

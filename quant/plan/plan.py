@@ -10,7 +10,7 @@ import torch
 
 from ..base.device import devices_of
 from ..base.errors import BadInput
-from ..base.names import INT8_CACHE, KvStrategy
+from ..base.option import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
@@ -25,7 +25,7 @@ from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
-from ..open import open_plain
+from ..models import open_plain
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import kv_heads

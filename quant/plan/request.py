@@ -10,8 +10,16 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from ..base.errors import BadInput
-from ..base.names import INT8_CACHE, LARGEST, KvStrategy, device_names
-from ..base.option import option, option_like, options_of, within
+from ..base.option import (
+    INT8_CACHE,
+    LARGEST,
+    KvStrategy,
+    device_names,
+    option,
+    option_like,
+    options_of,
+    within,
+)
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked
 from ..stream.sources import check_source

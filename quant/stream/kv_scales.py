@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.names import LARGEST, KvStrategy
+from ..base.option import LARGEST, KvStrategy
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from llmopt.engine.planner.speed import (
 from llmopt.engine.planner.weights import UNQUANTIZED_BYTES
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 from transformers import PreTrainedTokenizerFast
 from worker import Run, serve
 

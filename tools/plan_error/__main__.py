@@ -14,8 +14,8 @@ import hashlib
 import json
 from pathlib import Path
 
-import llmopt.engine.planner.error_bands as error_bands_module
 import numpy as np
+from llmopt.engine.planner import expected
 
 from .columns import Column, Columns, Predicted
 from .cross import left_out
@@ -24,7 +24,7 @@ from .report import HEADER, LEGEND, bands, by, coverage, errors, judged_rows, li
 from .rivals import aiconfigurator, nearest_rows
 from .rows import packaged_csv, read_rows
 
-PLANNER = Path(error_bands_module.__file__).parent
+PLANNER = Path(expected.__file__).parent
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
-from llmopt.engine.planner.error_bands import FEWEST_ROWS, MEASURES, Likeness, error_band
+from llmopt.engine.planner.expected import FEWEST_ROWS, MEASURES, Likeness, error_band
 from llmopt.engine.planner.step_model import generation
 
 from .columns import Column, Columns, Predicted

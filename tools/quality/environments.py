@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.openmp_spins import without_openmp_spins
+from llmopt.quant.base.processor import without_openmp_spins
 
 WORKER = Path(__file__).with_name("worker.py")
 TORCH = "torch==2.13.0"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llmopt.bench.load import started_server
 from llmopt.bench.options.options import BenchOptions
-from llmopt.quant.base.openmp_spins import OPENMP_SPINS
+from llmopt.quant.base.processor import OPENMP_SPINS
 
 
 class Started(Exception):

@@ -15,7 +15,7 @@ from llmopt.engine.model.decoder.decoder import Decoder
 from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 

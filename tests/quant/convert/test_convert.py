@@ -23,7 +23,7 @@ from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.model.checkpoint import Checkpoint, read_json
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 from llmopt.quant.plan.manifest import MANIFEST_NAME, Conversion
 
 from ...support.format_support import MODULE, make, write_checkpoint

@@ -19,7 +19,7 @@ from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 from safetensors.torch import load_file, save_file
 
 from ...support.format_support import HELD, MODULE, make, stored, write_checkpoint

@@ -35,8 +35,7 @@ from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import resolve_model
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint, resolve_model
 from transformers import AutoModelForCausalLM
 
 from ...support.gguf_support import (

@@ -12,7 +12,7 @@ from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 

@@ -11,7 +11,7 @@ from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.open import open_plain
+from llmopt.quant.models import open_plain
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest, with_defaults

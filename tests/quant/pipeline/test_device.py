@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.cli.main import main
-from llmopt.quant.base import names
+from llmopt.quant.base import option
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.base import LayerResult
 from llmopt.quant.pipeline import quantized_layer
@@ -41,7 +41,7 @@ def test_everything_is_computed_on_the_device(
         options = {"group_size": None}
     elif method == "smoothquant":
         options["group_size"] = None
-    monkeypatch.setattr(names, "KINDS", ("cpu", NAME))
+    monkeypatch.setattr(option, "KINDS", ("cpu", NAME))
     save_model(tmp_path / "model", "LlamaConfig", TINY)
     here = quantize(request(tmp_path / "here", method, **options))
     solved: set[str] = set()
@@ -70,7 +70,7 @@ def test_everything_is_computed_on_the_device(
 def test_windows_and_experts_run_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr(names, "KINDS", ("cpu", NAME))
+    monkeypatch.setattr(option, "KINDS", ("cpu", NAME))
     save_model(tmp_path / "model", *FAMILIES[family])
     options = {"format": "compressed-tensors", "seq_len": 16, "num_samples": 1}
     asked = request(tmp_path / "here", "gptq", **options)
@@ -84,7 +84,7 @@ def test_windows_and_experts_run_on_the_device(
 def test_statistics_and_kv_ranges_are_kept_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "KINDS", ("cpu", NAME))
+    monkeypatch.setattr(option, "KINDS", ("cpu", NAME))
     options = {"stats": tmp_path / "stats", "kv_cache": "fp8", "format": "compressed-tensors"}
     save_model(tmp_path / "model", "LlamaConfig", TINY)
     with pretended_device():

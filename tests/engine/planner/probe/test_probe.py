@@ -16,13 +16,13 @@ from llmopt.engine.planner.catalog import shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.kv_dtypes import kv_dtype
 from llmopt.engine.planner.probed_shape import ProbedShape
-from llmopt.engine.probe import answers
+from llmopt.engine.probe import facts
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape
-from llmopt.quant.open import open_checkpoint
+from llmopt.quant.models import open_checkpoint
 
 from tools.survey.plan_column import PlanColumn
 
@@ -90,9 +90,9 @@ def test_every_type_of_transformers_is_listed() -> None:
 
 def test_bundled_answers_are_those_of_the_bundled_models() -> None:
     """A model of the table needs no torch: by its rule or by a kept answer."""
-    kept = json.loads(Path(answers.__file__).with_name("bundled.json").read_text())
+    kept = json.loads(Path(facts.__file__).with_name("bundled.json").read_text())
     without_rule = [raw for raw in table_configs().values() if not has_table_rule(raw)]
-    assert {answers.config_hash(current_names(raw)) for raw in without_rule} == set(kept)
+    assert {facts.config_hash(current_names(raw)) for raw in without_rule} == set(kept)
 
 
 def test_a_vision_model_counts_all_its_parts() -> None:
@@ -109,14 +109,14 @@ def test_an_answer_is_kept_by_config_and_read_again(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     raw = {"model_type": "olmo2", **TINY}
-    first = answers.probed(raw)
+    first = facts.probed(raw)
     (kept,) = (own_cache / "llmopt" / "probe").iterdir()
     monkeypatch.setattr("llmopt.engine.probe.oracle.probe", _must_not_run)
-    again = answers.probed({**raw, "_name_or_path": "elsewhere"})
+    again = facts.probed({**raw, "_name_or_path": "elsewhere"})
     assert again.as_dict() == first.as_dict()
     kept.write_text("{")
     with pytest.raises(AssertionError, match="probed again"):
-        answers.probed(raw)
+        facts.probed(raw)
 
 
 TINY: dict[str, Any] = {
