@@ -56,11 +56,11 @@ from .planner.cache_size import (
     size_states,
 )
 from .scheduling.block_pool import BlockPool
+from .scheduling.extensions import SwapSpace
 from .scheduling.prefix_cache import PrefixCache
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.state_pool import StatePool
-from .scheduling.swap_space import SwapSpace
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
 from .speculation.proposer import CachedProposer, Proposer
 

@@ -20,7 +20,7 @@ TORCH_FREE = (
     "engine.base.units",
     "engine.scheduling.detokenizer",
     "engine.planner",
-    "engine.probe.facts",
+    "engine.planner.catalog",
     "engine.probe.facts",
     "cli",
 )

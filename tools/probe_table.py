@@ -1,7 +1,7 @@
 """Write the probe's answers for the bundled models: `python tools/probe_table.py [NAME... | all]`.
 
 Planning a bundled model must import no torch, so what the probe says of those without a table rule is kept in
-`engine/probe/bundled.json`, by config hash. What is there stays, but for the models that are named.
+`engine/planner/bundled.json`, by config hash. What is there stays, but for the models that are named.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from llmopt.engine.planner.catalog import table_configs
-from llmopt.engine.probe.facts import config_hash
+from llmopt.engine.planner.catalog import config_hash, table_configs
 from llmopt.engine.probe.oracle import probe
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.families.config import current_names, has_table_rule
 
-BUNDLED = Path(__file__).parents[1] / "engine" / "probe" / "bundled.json"
+BUNDLED = Path(__file__).parents[1] / "engine" / "planner" / "bundled.json"
 
 
 def main() -> None:

@@ -1,20 +1,26 @@
 """Model lookup: the bundled table, an alias, a config file, a checkpoint folder, a GGUF file, or a hub id.
 
-Stored bytes are read from headers, without loading tensors.
+Stored bytes are read from headers, without loading tensors. Of a model without a rule in the table the
+probe's answer is read by config hash, the bundled models' whatever is installed, others' from a cache in the
+user's folder. It is valid for one transformers version: its modules define the cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.families.config import (
     check_depth,
@@ -27,7 +33,7 @@ from ...quant.families.shapes import ModelShape
 from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ...quant.model.checkpoint import GGUF_SUFFIX, INDEX_NAME, gguf_file_of, read_json
 from ...recipes import MODELS as BUNDLED
-from ..probe.facts import probed
+from ..probe.facts import ProbedModel
 from .probed_shape import ProbedShape
 from .weights import (
     BF16,
@@ -235,3 +241,65 @@ def _unknown(name: str, known: list[str]) -> str:
     close = get_close_matches(name.lower().rsplit("/", 1)[-1], known, n=4, cutoff=0.5)
     hint = f"close: {', '.join(close)}" if close else f"known: {', '.join(known)}"
     return f"no model {name!r} in the bundled table ({hint}); a folder, config.json or GGUF file works too"
+
+
+FORMAT = 1
+"""Raised whenever the probe measures something else: answers of another format are not read."""
+# Fields that name files, tokens and versions and change no size.
+_NO_SIZE = frozenset({"_name_or_path", "transformers_version", "architectures"})
+
+
+def probed(
+    raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+) -> ProbedModel:
+    """The bundled or cached answer for this config; else the model is probed and the answer kept.
+
+    Raises:
+        BadInput: the model cannot be probed.
+    """
+    key = config_hash(raw)
+    if (entry := _bundled().get(key)) is not None:
+        return ProbedModel.from_dict(entry)
+    path = cache_folder() / f"{key}-{version('transformers')}.json"
+    if (answer := _read(path)) is not None:
+        return answer
+    from ..probe.oracle import probe
+
+    answer = probe(raw, folder, trust_remote_code=trust_remote_code)
+    _keep(path, answer)
+    return answer
+
+
+def config_hash(raw: Mapping[str, Any]) -> str:
+    """SHA-256 of a config's fields, whatever their order."""
+    sized = {key: value for key, value in raw.items() if key not in _NO_SIZE}
+    text = json.dumps([FORMAT, sized], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """Folder of the kept answers: llmopt/probe in `XDG_CACHE_HOME` or `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "llmopt" / "probe"
+
+
+@cache
+def _bundled() -> Mapping[str, Any]:
+    return json.loads(Path(__file__).with_name("bundled.json").read_text(encoding="utf-8"))
+
+
+def _read(path: Path) -> ProbedModel | None:
+    """A kept answer; None if there is none, or it is damaged."""
+    try:
+        return ProbedModel.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(path: Path, answer: ProbedModel) -> None:
+    """Write an answer; a folder that cannot be written costs the next call its time, not this one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(answer.as_dict()).encode())
+    except (OSError, BadInput):
+        return

@@ -17,7 +17,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
 from ..base.slo import KEPT_UP, SLO_SHARE
-from .expected import SteadyState
+from .steady_state import SteadyState
 
 Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""

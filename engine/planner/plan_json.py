@@ -16,7 +16,7 @@ from ..probe.facts import PARTS
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs
-from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation, SteadyState
+from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
@@ -26,6 +26,7 @@ from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
 from .setup import Setup
 from .speed import Efficiency, StepTime
+from .steady_state import SteadyState
 from .weights import checkpoint_file_bytes
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...quant.base.errors import BadInput
 from .block_pool import BlockPool
-from .extension import SchedulerExtension
+from .extensions import SchedulerExtension
 from .prefix_cache import PrefixCache
 from .request import Request
 from .step_plan import Compaction, ScheduledRow, StepPlan

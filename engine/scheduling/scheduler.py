@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .block_pool import NULL_BLOCK, BlockPool, evict_blocks
 from .decode_schedule import DecodeSchedule, is_decode_batch
-from .extension import SchedulerExtension
+from .extensions import SchedulerExtension, SwapSpace
 from .kv_eviction import Compactor
 from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, Token
@@ -20,7 +20,6 @@ from .scheduler_config import (
 )
 from .state_pool import StatePool
 from .step_plan import BlockCopies, DecodeRows, ScheduledRow, StepPlan, scheduled_row
-from .swap_space import SwapSpace
 
 
 class Scheduler:

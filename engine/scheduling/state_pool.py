@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from .extension import SchedulerExtension
+from .extensions import SchedulerExtension
 from .request import NULL_SLOT, Request
 from .step_plan import Copies, ScheduledRow, StepPlan
 

@@ -22,7 +22,7 @@ OPTIONAL = {
         "engine/execution/lora_manager.py",
         "engine/config/adapters.py",
     ),
-    "swap": ("engine/scheduling/swap_space.py",),
+    "swap": ("engine/scheduling/extensions.py",),
     "state slots": ("engine/scheduling/state_pool.py", "engine/model/layers/state.py"),
     "images": ("engine/base/image_input.py", "engine/multimodal/"),
     "pooling": ("engine/execution/pooling.py",),

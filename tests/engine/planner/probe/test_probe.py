@@ -12,11 +12,11 @@ import torch
 from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.layers.spec import LoadingOptions
+from llmopt.engine.planner import catalog
 from llmopt.engine.planner.catalog import shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.kv_dtypes import kv_dtype
 from llmopt.engine.planner.probed_shape import ProbedShape
-from llmopt.engine.probe import facts
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.probe.oracle import probe
@@ -90,9 +90,9 @@ def test_every_type_of_transformers_is_listed() -> None:
 
 def test_bundled_answers_are_those_of_the_bundled_models() -> None:
     """A model of the table needs no torch: by its rule or by a kept answer."""
-    kept = json.loads(Path(facts.__file__).with_name("bundled.json").read_text())
+    kept = json.loads(Path(catalog.__file__).with_name("bundled.json").read_text())
     without_rule = [raw for raw in table_configs().values() if not has_table_rule(raw)]
-    assert {facts.config_hash(current_names(raw)) for raw in without_rule} == set(kept)
+    assert {catalog.config_hash(current_names(raw)) for raw in without_rule} == set(kept)
 
 
 def test_a_vision_model_counts_all_its_parts() -> None:
@@ -109,14 +109,14 @@ def test_an_answer_is_kept_by_config_and_read_again(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     raw = {"model_type": "olmo2", **TINY}
-    first = facts.probed(raw)
+    first = catalog.probed(raw)
     (kept,) = (own_cache / "llmopt" / "probe").iterdir()
     monkeypatch.setattr("llmopt.engine.probe.oracle.probe", _must_not_run)
-    again = facts.probed({**raw, "_name_or_path": "elsewhere"})
+    again = catalog.probed({**raw, "_name_or_path": "elsewhere"})
     assert again.as_dict() == first.as_dict()
     kept.write_text("{")
     with pytest.raises(AssertionError, match="probed again"):
-        facts.probed(raw)
+        catalog.probed(raw)
 
 
 TINY: dict[str, Any] = {
