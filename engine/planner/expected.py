@@ -1,11 +1,11 @@
-"""Expected times of a plan: step model, loaded means and the error that such plans had.
+"""Expected times of a plan: a closed loop in its steady state by the step model, and the error such plans had.
 
-Without a measured machine the operators are those fitted to measured deployments; with one (`--measured`)
-steps reach its shares of the roofs.
-
-An error band held 90 % of the held-out deployments most like one. The bands are factors on a prediction, from
-rows that no parameter was fitted to; for a model that was not measured, from fits that had left the row's
-model out. `tools/plan_error` writes their file.
+Each of `concurrency` clients sends its next request when the last one ends. While a request decodes, the
+other residents are prefilled once each, which its decode steps wait for; a prompt waits for the step in
+flight, for prompts before it, for its share of the clients' first burst, and where the cache holds fewer
+sequences than there are clients, for a place in it. The event simulation refines these means. Without a measured
+machine the operators are those fitted to measured deployments; with one (`--measured`) steps reach its shares
+of the roofs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,120 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .devices import Device
+from .load import SteadyState
 from .memory import Deployment, Reserve
 from .setup import Setup
 from .speed import Efficiency, StepTime, decode_time, prefill_time
-from .steady_state import SteadyState, steady_state
 from .step_model import (
     Loads,
     StepModel,
     StepWork,
     generation,
+    operator_seconds,
     weight_dtype,
 )
 from .step_parameters import Deployed, measured_parameters, parameter_file, resolve
+
+CHUNK_TOKENS = 8192
+
+
+class LoopTimes(NamedTuple):
+    """Seconds of the steps that a closed loop consists of: a decode of its residents, the same with one
+    prompt in it, and a prompt's part of a step that is full of prompts."""
+
+    decode: Any
+    mixed: Any
+    packed: Any
+
+
+class Loop(NamedTuple):
+    """A closed loop: prompt and output tokens, clients, and the sequences that are resident at once."""
+
+    prompt: Any
+    output: Any
+    concurrency: Any
+    resident: Any
+
+
+class LoopWorks(NamedTuple):
+    """Works whose seconds are `LoopTimes`; `packed` holds `packed_prompts`."""
+
+    decode: StepWork
+    mixed: StepWork
+    packed: StepWork
+    packed_prompts: int
+
+
+def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
+    """Steps of a loop. A prompt longer than a chunk counts as one step."""
+    context = loop.prompt + loop.output / 2
+    prompts = max(1, min(loop.concurrency, chunk_tokens // loop.prompt))
+    attended = prompts * loop.prompt * (loop.prompt + 1) / 2
+    return LoopWorks(
+        StepWork.of(loop.resident, context),
+        StepWork.of(loop.resident, context, loop.prompt),
+        StepWork(0, 0, prompts * loop.prompt, attended, prompts),
+        prompts,
+    )
+
+
+def loop_times(loads: tuple[Loads, Loads, Loads], prompts: Any, roofs: Any, p: Any) -> LoopTimes:
+    """Times of a loop's steps from their loads; of numbers or columns."""
+    decode, mixed, packed = (sum(operator_seconds(x, roofs, p).values()) for x in loads)
+    return LoopTimes(decode, mixed, packed / prompts)
+
+
+def closed_loop(loop: Loop, times: LoopTimes, p: Mapping[str, Any]) -> tuple[Any, Any]:
+    """TTFT and TPOT in seconds of a loop; of numbers or columns."""
+    added = times.mixed - times.decode
+    others = loop.resident - 1
+    tpot = times.decode + p["load.interference"] * others / loop.output * added
+    prefilling = loop.resident * added
+    busy = prefilling / (prefilling + loop.output * times.decode)
+    queued = p["load.queue"] * busy / (1 - busy + 1 / (loop.resident + 1)) * added
+    burst = p["load.burst"] * (loop.concurrency - 1) / 2 * times.packed
+    turns = loop.concurrency / loop.resident - 1
+    ttft = (
+        p["load.fixed"]
+        + p["load.prompt"] * added
+        + p["load.steps"] * times.decode
+        + queued
+        + burst
+        + turns * loop.output * tpot
+    )
+    return ttft, tpot
+
+
+def throughput(loop: Loop, ttft: Any, tpot: Any) -> Any:
+    """Output tokens per second of all clients."""
+    return loop.concurrency * loop.output / (ttft + (loop.output - 1) * tpot)
+
+
+def steady_state(
+    model: StepModel,
+    prompt: int,
+    output: int,
+    concurrency: int,
+    *,
+    resident: float | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> SteadyState:
+    """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
+    cache holds `resident` at once (by default what the step model expects)."""
+    if resident is None:
+        resident = model.resident_sequences(prompt, output)
+    loop = Loop(prompt, output, concurrency, min(concurrency, resident))
+    works, known = loop_works(loop, chunk_tokens), model.parameters
+    loads = (model.loads(works.decode), model.loads(works.mixed), model.loads(works.packed))
+    times = loop_times(loads, works.packed_prompts, model.roofs, known.values)
+    ttft, tpot = closed_loop(loop, times, known.values)
+    ttft *= known.ttft_factor({"prompt": prompt, "answer": output, "clients": concurrency})
+    tpot *= known.tpot_factor
+    return SteadyState(ttft, tpot, throughput(loop, ttft, tpot))
+
 
 FEW, MANY = 8, 64
 """Clients up to which a batch is small, and beyond which it is large."""

@@ -17,7 +17,6 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
 from ..base.slo import KEPT_UP, SLO_SHARE
-from .steady_state import SteadyState
 
 Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""
@@ -25,6 +24,15 @@ Lengths = tuple[int, int]
 DATASETS = ("sharegpt", "azure", "mooncake")
 TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
 """About a token of a vocabulary of 100,000: a word of English, or a piece of a long one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """Mean TTFT and TPOT in seconds, and output tokens per second of the whole deployment."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+    throughput: float
 
 
 @cache

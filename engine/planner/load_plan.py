@@ -9,13 +9,12 @@ from math import ceil, floor
 from ..base.slo import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
-from .expected import step_model
-from .load import Load, LoadResult, PlannedLoad, Slo
+from .expected import steady_state, step_model
+from .load import Load, LoadResult, PlannedLoad, Slo, SteadyState
 from .memory import Deployment
 from .setup import MILLION, SECONDS_PER_HOUR, Setup
 from .simulation import COUNTED, SimulatedServer, simulate
 from .solver import Solver
-from .steady_state import SteadyState, steady_state
 from .step_model import StepModel
 
 SIMULATED_ARRANGEMENTS = 2

@@ -21,12 +21,12 @@ from .devices import Device
 from .engine_rules import RULES, resident_tokens
 from .expected import ErrorBand, Expectation, fitted_efficiency
 from .kv_dtypes import kv_dtype
+from .load import SteadyState
 from .load_plan import LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
 from .setup import Cost, PlannedWorkload, Setup, cost_of
 from .solver import Constraint, DtypeChoice, Relaxation, Solver
 from .speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
-from .steady_state import SteadyState
 from .weights import WeightRecipe, weight_bytes
 
 

@@ -19,14 +19,13 @@ from .engine_rules import RULES, CacheKnobs
 from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
-from .load import PlannedLoad
+from .load import PlannedLoad, SteadyState
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
 from .setup import Setup
 from .speed import Efficiency, StepTime
-from .steady_state import SteadyState
 from .weights import checkpoint_file_bytes
 
 SCHEMA = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.engine.planner.steady_state import throughput
+from llmopt.engine.planner.expected import throughput
 from llmopt.engine.planner.step_model import Parallelism
 
 from tools.plan_error.columns import Columns, Predicted

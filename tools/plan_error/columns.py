@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from llmopt.engine.planner.steady_state import Loop, closed_loop, loop_times, loop_works, throughput
+from llmopt.engine.planner.expected import Loop, closed_loop, loop_times, loop_works, throughput
 from llmopt.engine.planner.step_model import (
     Loads,
     Roofs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import numpy as np
-from llmopt.engine.planner.steady_state import throughput
+from llmopt.engine.planner.expected import throughput
 
 from .columns import Column, Columns, Predicted
 from .rows import Row

@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
-from llmopt.engine.planner.expected import FEWEST_ROWS, Expectation, Likeness, error_band
+from llmopt.engine.planner.expected import (
+    FEWEST_ROWS,
+    Expectation,
+    Likeness,
+    error_band,
+    steady_state,
+)
+from llmopt.engine.planner.load import SteadyState
 from llmopt.engine.planner.memory import Deployment
 from llmopt.engine.planner.setup import Setup
-from llmopt.engine.planner.steady_state import SteadyState, steady_state
 from llmopt.engine.planner.step_model import Parallelism, StepModel, StepWork
 from llmopt.engine.planner.step_parameters import (
     StepParameters,
