@@ -31,6 +31,11 @@ def _page(plan: DeploymentPlan) -> Page:
     }
     if timed:
         svgs["roofline"] = _roofline_svg(timed[0])
+        svgs["times"] = _times_svg(timed, plan.setup.measured is None)
+        captions["times"] = (
+            "Means under that load. Whiskers: 90 % of the measured deployments most like it, which nothing "
+            "was fitted to; dashed: no measurement near it, a factor of two. None on a measured machine."
+        )
         captions["roofline"] = (
             f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase."
         )
@@ -114,6 +119,26 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
     if axis.get_legend_handles_labels()[1]:
         axis.legend(frameon=False, fontsize=8.5)
     return to_svg(figure, "Context against concurrency")
+
+
+def _times_svg(devices: Sequence[DevicePlan], whiskers: bool) -> str:
+    """Bars of the expected times, with the bands that measured ones were in as whiskers."""
+    loaded = [(device, device.loaded) for device in devices if device.loaded is not None]
+    figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
+    names = [f"{device.deployment.gpus} x {device.gpu}" for device, _ in loaded]
+    for axis, quantity, colour in zip(axes, ("tpot", "ttft"), SERIES, strict=False):
+        for place, (device, means) in enumerate(loaded):
+            value = 1e3 * getattr(means, f"{quantity}_seconds")
+            low, high = (0.5, 2.0) if device.band is None else getattr(device.band, quantity)
+            axis.barh([place], [value], color=colour, height=0.6)
+            if whiskers:
+                dashed = "--" if device.band is None else "-"
+                axis.plot([low * value, high * value], [place] * 2, dashed, color=INK, marker="|")
+        axis.set_xlabel(f"{quantity.upper()}, ms")
+        axis.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(loaded)), names)
+    axes[0].invert_yaxis()
+    return to_svg(figure, "Expected TPOT and TTFT under load, with the error of such plans")
 
 
 def _roofline_svg(device: DevicePlan) -> str:

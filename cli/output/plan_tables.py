@@ -306,9 +306,24 @@ def _notes(plan: DeploymentPlan) -> list[str]:
             f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
             f"({share.source}). TTFT is of one whole prompt on an idle engine."
         )
+        notes += _errors(plan)
     if any(device.device.memory_is_estimated for device in plan.devices):
         notes.append("~ what a process sees is estimated as 94 % of the label.")
     return notes
+
+
+def _errors(plan: DeploymentPlan) -> list[str]:
+    """How far measured deployments like these were from such plans; nothing for a measured machine."""
+    if plan.setup.measured is not None:
+        return []
+    gpus: dict[str, list[str]] = {}
+    for device in plan.devices:
+        if device.loaded is not None:
+            gpus.setdefault(device.error_words, []).append(device.gpu)
+    return [
+        f"Error, {', '.join(names[:4])}{f' and {len(names) - 4} more' if names[4:] else ''}: {words}."
+        for words, names in gpus.items()
+    ]
 
 
 def _share(part: float) -> str:

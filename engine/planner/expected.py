@@ -181,8 +181,20 @@ class ErrorBand:
     @property
     def text(self) -> str:
         """The band of TPOT in words."""
-        low, high = self.tpot
-        return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %, {self.num_rows} rows"
+        return f"{_percent(self.tpot)}, {self.num_rows} rows"
+
+    @property
+    def words(self) -> str:
+        """The bands of TPOT and TTFT in a sentence."""
+        return (
+            f"measured was {_percent(self.tpot)} off in TPOT, {_percent(self.ttft)} in TTFT, for 90 % of the "
+            f"{self.num_rows} held-out rows most like it ({self.alike})"
+        )
+
+
+def _percent(band: tuple[float, float]) -> str:
+    low, high = band
+    return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %"
 
 
 @cache

@@ -277,6 +277,8 @@ def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"TPOT {_time(loaded.tpot_seconds)}, TTFT {_time(loaded.ttft_seconds)}, "
         f"{loaded.throughput:,.4g} tokens/s",
     )
+    if plan.setup.measured is not None:
+        return
     yield Formula(
         "error of TPOT",
         "measured / predicted - 1 of 90 % of the held-out deployments most like it",

@@ -19,7 +19,7 @@ from .cache_size import (
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, resident_tokens
-from .expected import ErrorBand, Expectation, fitted_efficiency
+from .expected import UNKNOWN, ErrorBand, Expectation, fitted_efficiency
 from .kv_dtypes import kv_dtype
 from .load import SteadyState
 from .load_plan import LoadPlan, LoadPlanner, order_of
@@ -105,6 +105,11 @@ class DevicePlan:
         if self.load is not None:
             return self.load.result.output_tokens_per_second
         return None if self.loaded is None else self.loaded.throughput
+
+    @property
+    def error_words(self) -> str:
+        """How far measured deployments most like this one were from such plans."""
+        return UNKNOWN if self.band is None else self.band.words
 
     @property
     def tokens_per_second_bound(self) -> float | None:

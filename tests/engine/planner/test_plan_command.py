@@ -110,14 +110,14 @@ def test_a_plan_goes_into_no_folder_that_is_missing(
         assert "no folder" in capsys.readouterr().err
 
 
-def test_the_page_holds_three_figures_and_every_formula(
+def test_the_page_holds_four_figures_and_every_formula(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.html"
     options = ["--model", "gpt-oss-120b", "--ctx", "128k", "--concurrency", "4"]
     assert call(*options, "--html", str(path)) == 0
     page = path.read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     for words in ("Serving gpt-oss-120b", "Fits on 2 x H100 SXM", "ridge 295 FLOP/B", "FLOP"):
         assert words in page
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -128,6 +128,17 @@ def test_the_page_holds_three_figures_and_every_formula(
     page = path.read_text()
     assert "Does not fit on 1 x 24 GiB" in page
     assert page.count("<svg") == 2  # no speed is known
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [("vllm", "held-out rows most like it"), ("llmopt", "expect a factor of two")],
+)
+def test_a_plan_prints_the_error_of_such_plans(
+    engine: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--model", "llama-70b", "--gpu", "h100", "--tp", "4", "--engine", engine) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_context_past_the_limit_warns_and_plans(capsys: pytest.CaptureFixture[str]) -> None:
