@@ -186,6 +186,8 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
     if alias := aliases.get(key):
         key = alias["means"]
         note = f"{name} means {key}: {alias['because']}"
+    elif key not in models and (known := _published(key) or _begun(key)):
+        key, note = known, f"{name} means {known}, as the table has it"
     if entry := models.get(key):
         shape = shape_of(entry["config"])
         return PlannedModel(key, shape, entry["config"], entry["source"], note)
@@ -194,6 +196,26 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
     if _HUB_ID.fullmatch(name) and not name.endswith((".json", GGUF_SUFFIX)):
         return _from_hub(name, _unknown(name, [*models, *aliases]), trust_remote_code)
     raise BadInput(_unknown(name, [*models, *aliases]))
+
+
+def _published(hub_id: str) -> str | None:
+    """The table's model that a hub id names: its publisher's, the tuned sibling of one shape included."""
+    owner, _, name = hub_id.partition("/")
+    for key, entry in _table()["models"].items():
+        found = re.search(rf"{re.escape(owner)}(?:--|/)([\w.-]+)", entry["source"].lower())
+        if name and found and _untuned(found[1].partition("_config")[0]) == _untuned(name):
+            return key
+    return None
+
+
+def _untuned(name: str) -> str:
+    return re.sub(r"^meta-|-(instruct|chat|it|hf)$", "", name)
+
+
+def _begun(name: str) -> str | None:
+    """The one model of the table whose name begins so, as `qwen3-235b` begins `qwen3-235b-a22b`."""
+    found = [key for key in _table()["models"] if key.startswith(f"{name}-")]
+    return found[0] if len(found) == 1 else None
 
 
 def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedModel:

@@ -36,6 +36,36 @@ def test_an_unknown_name_suggests_near_ones() -> None:
         find_model("lama-70b")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3-235b", "qwen3-235b-a22b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B", "llama-3.1-70b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+    ],
+)
+def test_names_as_people_type_them(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither network nor hub cache is asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = find_model(name)
+    assert model.shape == find_model(key).shape
+    assert model.note == f"{name} means {key}, as the table has it"
+
+
+@pytest.mark.parametrize("name", ["someone/Llama-3.1-8B", "qwen3-v", "llama-3.1"])
+def test_a_name_of_another_owner_or_of_several_models_is_not_guessed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(BadInput, match="no model"):
+        find_model(name)
+
+
 def test_a_hub_id_is_fetched_only_when_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
