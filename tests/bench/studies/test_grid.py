@@ -132,7 +132,9 @@ def test_a_grid_records_failures_and_goes_on(tmp_path: Path, capsys: Any) -> Non
     )
     load = written(tmp_path / "load.json", [{"max_concurrency": 1}, {"max_concurrency": 4}])
     out = tmp_path / "grid"
+    # On a busy machine disturbed passes are measured again, which changes nothing that is asserted.
     words = ["--serve-params", serve, "--bench-params", load, "--output", out]
+    words += ["--max-redone-passes", "0"]
     assert bench(*words) == 1
     record = json.loads((out / "grid.json").read_text())
     by_key = {row["cell"]: row for row in record["cells"]}

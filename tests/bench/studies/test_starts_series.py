@@ -94,6 +94,7 @@ def test_the_budget_of_starts_ends_it(
     assert names() == ["base", "new", "new", "base"]
 
 
+@pytest.mark.whole
 def test_the_budget_of_minutes_stops_a_start_that_hangs(
     environments: tuple[Path, Path], behave: Behave, tmp_path: Path
 ) -> None:
