@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
-from llmopt.engine.kernels.common.cpu_measurements import Roofs
+from llmopt.engine.kernels.common.cpu_measurements import CpuRoofs
 from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -147,7 +147,7 @@ def measure(
     workers: Sequence[Worker],
     cases: Sequence[str],
     rounds: int,
-    roofs: Roofs,
+    roofs: CpuRoofs,
     keep: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     """Run every worker in every round, and pass on all results so far after each."""
@@ -196,7 +196,7 @@ def write(
     given: argparse.Namespace,
     cases: Sequence[str],
     workers: Sequence[Worker],
-    roofs: Roofs,
+    roofs: CpuRoofs,
     loads: Sequence[Mapping[str, Any]],
     found: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -325,7 +325,7 @@ def main() -> None:
             print(f"loaded {row.name}: {json.dumps(worker.about)}", flush=True)
         if given.pause:
             input("all are loaded: Enter begins\n")
-        roofs = Roofs(given.threads)
+        roofs = CpuRoofs(given.threads)
         keep = partial(write, given, cases, workers, roofs, loads)
         measure(workers, cases, given.rounds, roofs, keep)
     finally:

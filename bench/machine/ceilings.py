@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...engine.doctor.self_test import self_test
-from ...engine.kernels.common.cpu_measurements import NoRoofs, Roofs
+from ...engine.kernels.common.cpu_measurements import CpuRoofs, NoRoofs
 
 FAR_BYTES = 256 << 20
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
@@ -66,7 +66,7 @@ def device_roofs(device: torch.device) -> dict[str, float]:
     if device.type != "cpu":
         return found
     try:
-        roofs = Roofs(torch.get_num_threads())
+        roofs = CpuRoofs(torch.get_num_threads())
     except NoRoofs:
         return found
     for _ in range(5):

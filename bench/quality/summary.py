@@ -49,7 +49,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 MIN_BLOCKS = 20
 MIN_SEGMENT = 16
-# Resamples whose weights are in memory at once.
+# PositionBlocks whose weights are in memory at once.
 _BATCH = 16
 Interval = tuple[float | None, float | None]
 NUM_PASSAGES = 5
@@ -59,7 +59,7 @@ SMALLEST_REST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class PositionBlocks:
     """The block of each position.
 
     Attributes:
@@ -73,7 +73,7 @@ class Blocks:
     seed: int = 0
 
     @classmethod
-    def over(cls, document: np.ndarray, window: np.ndarray, seed: int = 0) -> Blocks:
+    def over(cls, document: np.ndarray, window: np.ndarray, seed: int = 0) -> PositionBlocks:
         """Documents where there are several, else windows; segments of them where they are too few."""
         several = len(document) > 0 and bool(document[0] != document[-1])
         labels, kind = (document, "documents") if several else (window, "windows")
@@ -108,7 +108,7 @@ class Blocks:
         return self._interval(self.resampled_means(values))
 
     def resampled_means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of a column in each resample; resamples of equal `Blocks` are the same."""
+        """The mean of a column in each resample; resamples of equal `PositionBlocks` are the same."""
         sums = np.bincount(self.of, np.asarray(values, np.float64), self.count)
         counts = np.bincount(self.of, minlength=self.count).astype(np.float64)
         return np.concatenate([(w @ sums) / (w @ counts) for w in self.weights()])
@@ -271,13 +271,13 @@ def summarize(
     )
 
 
-def blocks_of(series: QualitySeries, seed: int = 0) -> Blocks:
+def blocks_of(series: QualitySeries, seed: int = 0) -> PositionBlocks:
     """The blocks over which the positions of a series are resampled."""
-    return Blocks.over(series.needed("document"), series.needed("window"), seed)
+    return PositionBlocks.over(series.needed("document"), series.needed("window"), seed)
 
 
 def _kl_values(
-    kl: np.ndarray, blocks: Blocks, intervals: dict[str, Interval]
+    kl: np.ndarray, blocks: PositionBlocks, intervals: dict[str, Interval]
 ) -> dict[str, float | None]:
     """Mean, quantiles and maximum of the KL divergence; adds the intervals of those that have one."""
     values: dict[str, float | None] = {"kl_nats": float(kl.mean(dtype=np.float64))}

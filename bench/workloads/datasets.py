@@ -76,7 +76,7 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
         raise BadInput(
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
         )
-    asked = Asked(name, path, options, tokenizer, max_model_len)
+    asked = DatasetRequest(name, path, options, tokenizer, max_model_len)
     workload = asked.build(_BUILDERS[name])
     if options.think_time != "0" and (name == "frozen" or not workload.is_multi_turn):
         raise BadInput(
@@ -155,7 +155,7 @@ def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DatasetRequest:
     """A requested data set, with its options, tokenizer and context length."""
 
     name: str
@@ -202,7 +202,7 @@ class Asked:
         )
 
 
-def _sharegpt(asked: Asked) -> Workload:
+def _sharegpt(asked: DatasetRequest) -> Workload:
     path = asked.path
     if path is not None and str(path) == HUB and not path.exists():
         path = download_sharegpt()
@@ -210,7 +210,7 @@ def _sharegpt(asked: Asked) -> Workload:
     return asked.build(builder, path=path)
 
 
-def _trace(asked: Asked) -> Workload:
+def _trace(asked: DatasetRequest) -> Workload:
     options = asked.options
     return asked.build(
         trace_workload,
@@ -221,14 +221,14 @@ def _trace(asked: Asked) -> Workload:
     )
 
 
-def _random_mm(asked: Asked) -> Workload:
+def _random_mm(asked: DatasetRequest) -> Workload:
     """Random prompts with images; the texts have the options of `random`, as in vLLM."""
     names = ("input_len", "output_len", "prefix_len", "range_ratio")
     given = {name: getattr(asked.options, f"random_{name}") for name in names}
     return asked.build(with_random_images, texts=asked.build(random_workload, **given))
 
 
-def _hub(asked: Asked) -> Workload:
+def _hub(asked: DatasetRequest) -> Workload:
     rows = asked.build(hub_rows, name=str(asked.path), subset=asked.options.hf_subset)
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
 

@@ -46,7 +46,7 @@ class TunableBlock(Protocol):
         ...
 
 
-class Rounding(ABC):
+class TunedRounding(ABC):
     """Tuned parameters of one linear; see `IntRounding`, `GridRounding` and `TunedScales`.
 
     Args:
@@ -77,7 +77,7 @@ class Rounding(ABC):
 
 def tune(
     block: TunableBlock,
-    roundings: Mapping[str, Rounding],
+    roundings: Mapping[str, TunedRounding],
     shapes: Mapping[str, torch.Size],
     *,
     iters: int,
@@ -162,7 +162,7 @@ def _backward(block: TunableBlock, samples: torch.Tensor, plain: float) -> float
 
 @torch.no_grad()
 def _step(
-    roundings: Mapping[str, Rounding], weights: Mapping[str, nn.Parameter], rate: float
+    roundings: Mapping[str, TunedRounding], weights: Mapping[str, nn.Parameter], rate: float
 ) -> None:
     """Descend where there is a gradient: an expert that no token of the batch reached stays as it is."""
     for name, rounding in roundings.items():
@@ -174,7 +174,7 @@ def _step(
 
 
 @torch.no_grad()
-def _write(roundings: Mapping[str, Rounding], weights: Mapping[str, nn.Parameter]) -> None:
+def _write(roundings: Mapping[str, TunedRounding], weights: Mapping[str, nn.Parameter]) -> None:
     for name, rounding in roundings.items():
         rounding.write(weights[name].data)
 

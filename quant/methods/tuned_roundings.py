@@ -25,14 +25,14 @@ from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.base.transformed import TransformedTensor
 from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
-from .sign_descent import Rounding
+from .sign_descent import TunedRounding
 
 _VALUES = 2**16  # weights at a time: small enough to stay in a core's cache
 _DECAYS = (0.9, 0.95)
 _TINY = 1e-30
 
 
-class IntRounding(Rounding):
+class IntRounding(TunedRounding):
     """The tuned parameters of a linear.
 
     Args:
@@ -191,7 +191,7 @@ class IntRounding(Rounding):
             share[rows].sub_((end[rows] * slope).sign_(), alpha=rate).clamp_(0, 1)
 
 
-class GridRounding(Rounding):
+class GridRounding(TunedRounding):
     """The tuned parameters of a linear; the gradient passes through the rounding (straight-through).
 
     Args:
@@ -227,8 +227,8 @@ class GridRounding(Rounding):
         return self._grid.round(moved, self._parameters).flatten(1)
 
 
-class TunedScales(Rounding):
-    """The tuned scales of a linear's inputs and outputs; see `Rounding`."""
+class TunedScales(TunedRounding):
+    """The tuned scales of a linear's inputs and outputs; see `TunedRounding`."""
 
     def __init__(self, tensor: TransformedTensor):
         self._tensor, sides = tensor, tensor.transforms

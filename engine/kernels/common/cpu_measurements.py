@@ -26,7 +26,7 @@ class NoRoofs(RuntimeError):
     """There are no C kernels to measure with; the message gives the reason."""
 
 
-class Roofs:
+class CpuRoofs:
     """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
 
     Raises:

@@ -19,7 +19,7 @@ from .activations import RUN, ActivationQuant, QuantizedActivations
 from .reference import GatedActivation
 
 
-class Rounding(NamedTuple):
+class RowRounding(NamedTuple):
     """Compile-time part of a quantization; `run`: the group size, 0 of rows that stay floats."""
 
     run: int = 0
@@ -127,7 +127,7 @@ def empty_quantized(
     )
 
 
-def rounding(activation_quant: ActivationQuant, row: int) -> Rounding:
+def rounding(activation_quant: ActivationQuant, row: int) -> RowRounding:
     """Compile-time part of `quantize_block` for rows of a program, whose group is `row` elements at most."""
     activations = activation_quant.activations
     run, is_int8 = (
@@ -135,7 +135,7 @@ def rounding(activation_quant: ActivationQuant, row: int) -> Rounding:
         activations.kind == "int8",
     )
     levels = 127.5 if is_int8 else E4M3_MAX
-    return Rounding(run, levels, is_int8, activation_quant.input_scale is not None)
+    return RowRounding(run, levels, is_int8, activation_quant.input_scale is not None)
 
 
 def store_arguments(
@@ -149,7 +149,7 @@ def store_arguments(
 
 def store_float_arguments(unread: torch.Tensor) -> dict[str, Any]:
     """The same arguments for an unquantized output; `unread` fills the unused pointers."""
-    return {"scale_ptr": unread, "fixed_ptr": unread, "num_runs": 0, "TO": Rounding()}
+    return {"scale_ptr": unread, "fixed_ptr": unread, "num_runs": 0, "TO": RowRounding()}
 
 
 def block_of(size: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
-from llmopt.bench.quality.summary import Blocks, quantile, summarize
+from llmopt.bench.quality.summary import PositionBlocks, quantile, summarize
 from llmopt.quant.base.errors import BadInput
 
 PASSAGE = Passage(
@@ -96,10 +96,10 @@ def test_an_aborted_series_leaves_nothing() -> None:
 
 def test_blocks_are_documents_windows_or_segments() -> None:
     windows = np.repeat(np.arange(40), 30)
-    joined = Blocks.over(np.zeros(1200), windows)
+    joined = PositionBlocks.over(np.zeros(1200), windows)
     assert (joined.count, joined.kind) == (40, "windows")
-    assert Blocks.over(windows // 2, windows).kind == "documents"
-    two = Blocks.over(np.zeros(1200), windows // 20)
+    assert PositionBlocks.over(windows // 2, windows).kind == "documents"
+    two = PositionBlocks.over(np.zeros(1200), windows // 20)
     assert two.kind == "segments of 60 positions" and two.count == 20
     # A segment is within one window.
     assert all(len(set((windows // 20)[two.of == block])) == 1 for block in range(20))
@@ -107,7 +107,10 @@ def test_blocks_are_documents_windows_or_segments() -> None:
 
 def test_quantiles_of_resamples_equal_numpy() -> None:
     rng = np.random.default_rng(0)
-    values, blocks = rng.exponential(size=600), Blocks.over(np.arange(600) // 20, np.zeros(600))
+    values, blocks = (
+        rng.exponential(size=600),
+        PositionBlocks.over(np.arange(600) // 20, np.zeros(600)),
+    )
     resampled = blocks.resampled_quantiles(values, 0.9)
     weights = np.concatenate(list(blocks.weights()))
     for index in (0, 500, 999):
@@ -121,7 +124,9 @@ def test_intervals_cover_the_truth() -> None:
     for seed in range(60):
         level = np.repeat(rng.normal(size=40), 25)
         values = level + rng.normal(size=1000)
-        low, high = Blocks.over(np.repeat(np.arange(40), 25), np.zeros(1000), seed).mean(values)
+        low, high = PositionBlocks.over(np.repeat(np.arange(40), 25), np.zeros(1000), seed).mean(
+            values
+        )
         assert low is not None and high is not None
         covered += low <= 0 <= high
     assert covered >= 51  # 57 expected of 60; 51 or fewer has a chance of 1 %
