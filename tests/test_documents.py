@@ -156,7 +156,7 @@ def options_of_commands() -> frozenset[str]:
 
 @cache
 def options_of_tools() -> frozenset[str]:
-    """What the scripts of tools/ and of the tests' support take."""
+    """Options that the scripts of tools/ and of the tests' support take."""
     folders = (ROOT / "tools", ROOT / "tests" / "support")
     texts = (text_of(path) for folder in folders for path in folder.rglob("*.py"))
     return frozenset(name for text in texts for name in re.findall(r'"(--[a-z][\w-]*)"', text))

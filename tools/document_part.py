@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def part_of(path: Path, name: str) -> str:
-    """What a document holds between the lines of `name`."""
+    """Read what a document holds between the lines of `name`."""
     return _divided(path, name)[1].strip("\n")
 
 

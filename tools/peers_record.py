@@ -12,7 +12,7 @@ COLUMNS = {
     "first_token_seconds": "first token",
     "process_seconds": "process to first token",
 }
-"""Of the start-up of an engine."""
+"""Figures of an engine's start-up."""
 
 
 def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, float]:

@@ -40,7 +40,7 @@ USAGE = (
     "steal_seconds",
     "involuntary_switches",
 )
-"""Of a pass, in the recording."""
+"""Columns of a pass in the recording."""
 Rows = list[dict[str, Any]]
 
 

@@ -42,7 +42,7 @@ def collected(marks: str) -> set[str]:
 
 
 def run_nodes(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
-    """What functions run, with the first line of its statement."""
+    """Nodes that run within functions, each with the first line of its statement."""
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()

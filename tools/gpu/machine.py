@@ -93,9 +93,9 @@ MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")
 """From the largest."""
 WEIGHT_BYTES = 2
 USED = 0.9
-"""Of the free memory, as the engine takes it (`--gpu-memory-utilization`)."""
+"""Share of the free memory, as the engine takes it (`--gpu-memory-utilization`)."""
 BESIDE = 0.04
-"""Of the free memory: activations, logits and graphs."""
+"""Share of the free memory for activations, logits and graphs."""
 
 Case = tuple[int, int, int]
 """Batch, context and steps of decode."""

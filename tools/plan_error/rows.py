@@ -58,17 +58,17 @@ class Row:
 
     @property
     def regime(self) -> str:
-        """Its batch regime."""
+        """The batch regime."""
         return batch_regime(self.concurrency)
 
     @property
     def planned(self) -> PlannedModel:
-        """Its model in the planner's table."""
+        """The row's model, as the planner has it."""
         return _model(self.model)
 
     @property
     def recipe(self) -> WeightRecipe:
-        """Its weight format."""
+        """The weight format."""
         return _recipe(self.model, self.weights)
 
 
