@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...engine.base.units import format_gib, format_tokens
+from ...engine.planner.expected import UNKNOWN_FACTORS
 from ...engine.planner.explain import explain
 from ...engine.planner.plan import DeploymentPlan, DevicePlan
 from ...engine.planner.speed import attainable_flops
@@ -31,10 +32,11 @@ def _page(plan: DeploymentPlan) -> Page:
     }
     if timed:
         svgs["roofline"] = _roofline_svg(timed[0])
-        svgs["times"] = _times_svg(timed, plan.setup.measured is None)
+        svgs["times"] = _times_svg(timed, plan.setup.measured is not None)
         captions["times"] = (
             "Means under that load. Whiskers: 90 % of the measured deployments most like it, which nothing "
-            "was fitted to; dashed: no measurement near it, a factor of two. None on a measured machine."
+            "was fitted to; dashed: no measurement near it, a factor of two. On a measured machine: as its "
+            "own rows left it."
         )
         captions["roofline"] = (
             f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase."
@@ -121,7 +123,7 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
     return to_svg(figure, "Context against concurrency")
 
 
-def _times_svg(devices: Sequence[DevicePlan], whiskers: bool) -> str:
+def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
     """Bars of the expected times, with the bands that measured ones were in as whiskers."""
     loaded = [(device, device.loaded) for device in devices if device.loaded is not None]
     figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
@@ -129,10 +131,11 @@ def _times_svg(devices: Sequence[DevicePlan], whiskers: bool) -> str:
     for axis, quantity, colour in zip(axes, ("tpot", "ttft"), SERIES, strict=False):
         for place, (device, means) in enumerate(loaded):
             value = 1e3 * getattr(means, f"{quantity}_seconds")
-            low, high = (0.5, 2.0) if device.band is None else getattr(device.band, quantity)
+            band = device.band
+            low, high = UNKNOWN_FACTORS if band is None else getattr(band, quantity)
             axis.barh([place], [value], color=colour, height=0.6)
-            if whiskers:
-                dashed = "--" if device.band is None else "-"
+            if band or not measured:
+                dashed = "--" if band is None else "-"
                 axis.plot([low * value, high * value], [place] * 2, dashed, color=INK, marker="|")
         axis.set_xlabel(f"{quantity.upper()}, ms")
         axis.grid(axis="y", visible=False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...engine.planner.catalog import find_model
 from ...engine.planner.kv_dtypes import OF_ENGINE
+from ...engine.planner.own_runs import OwnRow
 from ...engine.planner.plan_json import WrittenPlan, read_plan
-from ..metrics.trace import LoadPass
+from ..metrics.trace import LoadPass, RequestTrace
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
@@ -26,9 +28,14 @@ def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
 
 
 def residuals(
-    plan: WrittenPlan, engine: Engine, passes: Sequence[LoadPass], metrics: Mapping[str, Any]
+    plan: WrittenPlan,
+    engine: Engine,
+    passes: Sequence[LoadPass],
+    metrics: Mapping[str, Any],
+    clients: int | None,
 ) -> dict[str, Any]:
-    """`llmopt.plan` of a result: a row per quantity, and the settings that differ from the plan.
+    """`llmopt.plan` of a result: a row per quantity, the settings that differ from the plan, and the run as a
+    row of this machine, which `kv-plan --measured` takes; None where no `clients` sent a closed loop.
 
     `metrics` are the distributions of the run, in milliseconds. Times are predicted again for its mean
     prompt and for the mean batch and context of its decode steps, so that a residual reflects the machine
@@ -60,7 +67,45 @@ def residuals(
             _row("TPOT", "ms", _milliseconds(tpot), metrics["tpot"].get("median"), step),
         ],
         "differs": _differences(plan, engine),
+        "row": None if clients is None else _own_row(plan, engine, traces, metrics, clients),
     }
+
+
+def _own_row(
+    plan: WrittenPlan,
+    engine: Engine,
+    traces: Sequence[RequestTrace],
+    metrics: Mapping[str, Any],
+    clients: int,
+) -> dict[str, Any] | None:
+    """The run as `OwnRow`; None without times, or on another kind of device than the planned one."""
+    on_cpu, model = engine.device.type == "cpu", plan.model
+    ttft, tpot = (metrics[name].get("mean") for name in ("ttft", "tpot"))
+    if not ttft or not tpot or on_cpu != (plan.values.get("gpu_kind") == "cpu"):
+        return None
+    prompt, output = (
+        max(1, round(fmean(getattr(trace, name) for trace in traces)))
+        for name in ("prompt_len", "output_len")
+    )
+    config = engine.scheduler.config
+    held = engine.stats.kv_blocks_total * config.block_size // (prompt + output)
+    return asdict(
+        OwnRow(
+            model=plan.values["model"],
+            path=model.source,
+            weights=model.as_stored().label,
+            gpu=plan.values["gpu"],
+            engine="llmopt",
+            kv_bytes_per_element=plan.values["kv_bytes_per_element"],
+            block_size=config.block_size,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            clients=clients,
+            resident=max(1, min(config.max_num_seqs, held)),
+            ttft_ms=ttft,
+            tpot_ms=tpot,
+        )
+    )
 
 
 def _row(

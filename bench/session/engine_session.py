@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,9 @@ class EngineSession(BenchSession):
             "tasks": self._task_record,
         }
         if self._plan is not None:
-            parts["plan"] = residuals(self._plan, engine, passes, measured.metrics)
+            closed = math.isinf(options.rate) and options.ramp_up_strategy is None
+            clients = options.concurrency if closed else None
+            parts["plan"] = residuals(self._plan, engine, passes, measured.metrics, clients)
         return TargetFacts(options.model or short_name(self._model), parts)
 
     def _measure(self, number: int, description: str) -> MeasuredPass:

@@ -29,6 +29,10 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
         out.print(_residuals(against))
         for difference in against["differs"]:
             say(f"not as planned: {difference}")
+        if against["row"]:
+            say(
+                "a row of this machine: kv-plan --measured takes this run, or a folder of such runs"
+            )
 
 
 def _residuals(part: Mapping[str, Any]) -> Table:

@@ -313,12 +313,10 @@ def _notes(plan: DeploymentPlan) -> list[str]:
 
 
 def _errors(plan: DeploymentPlan) -> list[str]:
-    """How far measured deployments like these were from such plans; nothing for a measured machine."""
-    if plan.setup.measured is not None:
-        return []
+    """How far measured deployments like these were from such plans; of a measured machine its own rows."""
     gpus: dict[str, list[str]] = {}
     for device in plan.devices:
-        if device.loaded is not None:
+        if device.loaded is not None and (device.band or plan.setup.measured is None):
             gpus.setdefault(device.error_words, []).append(device.gpu)
     return [
         f"Error, {', '.join(names[:4])}{f' and {len(names) - 4} more' if names[4:] else ''}: {words}."

@@ -139,7 +139,8 @@ class PlanRequest:
     kv_eviction: str | None = option_like(EngineConfig, "kv_eviction")
     measured: Path | None = option(
         None,
-        "A run of `llmopt bench`: use its measured ceilings, not a data sheet's.",
+        "A run of `llmopt bench`: use its measured ceilings, not a data sheet's. Runs of `bench --plan`, one "
+        "or a folder of them, are rows of this machine that correct the plan and narrow its error.",
         panel=_MONEY,
     )
     draft_tokens: int | None = option(

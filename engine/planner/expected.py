@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from .devices import Device
 from .load import SteadyState
 from .memory import Deployment, Reserve
+from .own_rows import OwnRows, level
 from .setup import Setup
 from .speed import Efficiency, StepTime, decode_time, prefill_time
 from .step_model import (
@@ -135,6 +136,7 @@ FEW, MANY = 8, 64
 """Clients up to which a batch is small, and beyond which it is large."""
 FEWEST_ROWS = 20
 UNKNOWN = "no measurement near this: expect a factor of two"
+UNKNOWN_FACTORS = (0.5, 2.0)
 MEASURES = ("tpot", "ttft", "throughput")
 _KEYS = ("engine", "generation", "known", "kind", "regime")
 """Properties that make rows alike; where rows are few, the last ones are given up."""
@@ -177,15 +179,21 @@ class ErrorBand:
     throughput: tuple[float, float]
     num_rows: int
     alike: str
+    own: bool = False
 
     @property
     def text(self) -> str:
         """The band of TPOT in words."""
-        return f"{_percent(self.tpot)}, {self.num_rows} rows"
+        return f"{_percent(self.tpot)}, {self.alike if self.own else f'{self.num_rows} rows'}"
 
     @property
     def words(self) -> str:
         """The bands of TPOT and TTFT in a sentence."""
+        if self.own:
+            return (
+                f"{self.alike} moved TPOT and TTFT and leave {_percent(self.tpot)} in TPOT, "
+                f"{_percent(self.ttft)} in TTFT, 9 times in 10"
+            )
         return (
             f"measured was {_percent(self.tpot)} off in TPOT, {_percent(self.ttft)} in TTFT, for 90 % of the "
             f"{self.num_rows} held-out rows most like it ({self.alike})"
@@ -198,21 +206,32 @@ def _percent(band: tuple[float, float]) -> str:
 
 
 @cache
-def _file() -> Mapping[str, Mapping[str, Any]]:
-    path = Path(__file__).with_name("error_bands.json")
-    return json.loads(path.read_text(encoding="utf-8"))["bands"]
+def _bands() -> Mapping[str, Mapping[str, Any]]:
+    """Bands of measured GPU deployments, and of CPUs by this project's own records."""
+    files = map(Path(__file__).with_name, ("error_bands.json", "cpu_band.json"))
+    parts = (json.loads(file.read_text(encoding="utf-8"))["bands"] for file in files)
+    return {key: entry for part in parts for key, entry in part.items()}
 
 
 def error_band(
     likeness: Likeness, bands: Mapping[str, Mapping[str, Any]] | None = None
 ) -> ErrorBand | None:
     """The band of the held-out rows most like a deployment; None where none is like it."""
-    known = _file() if bands is None else bands
+    known = _bands() if bands is None else bands
     for key in likeness.band_names:
         if entry := known.get(key):
             low_high = (tuple(entry[measure]) for measure in MEASURES)
             return ErrorBand(*low_high, entry["rows"], key.replace("|", ", "))  # type: ignore[arg-type]
     return None
+
+
+def narrowed_band(own: OwnRows, known: ErrorBand | None) -> ErrorBand:
+    """The band of a machine with rows of its own, from that of deployments like it."""
+    tpot, ttft, throughput = (
+        own.band(measure, UNKNOWN_FACTORS if known is None else getattr(known, measure))
+        for measure in MEASURES
+    )
+    return ErrorBand(tpot, ttft, throughput, len(own.tpot), own.text, own=True)
 
 
 _FIXED = ("norms and activations", "launches", "host")
@@ -228,12 +247,13 @@ class Expectation:
     device: Device
     steps: StepModel
     measured: Efficiency | None = None
+    own: OwnRows | None = None
 
     @classmethod
     def of(cls, deployment: Deployment, device: Device, model: str, setup: Setup) -> Expectation:
         """The expectation for a model of that name."""
         steps = step_model(deployment, device, setup, model)
-        return cls(deployment, device, steps, setup.measured)
+        return cls(deployment, device, steps, setup.measured, own_of(device, setup))
 
     @property
     def efficiency(self) -> Efficiency:
@@ -263,8 +283,11 @@ class Expectation:
         return steady_state(self.steps, prompt, output, clients, resident=max(1, resident))
 
     def band(self, clients: int) -> ErrorBand | None:
-        """The error of deployments like this one; None where none was measured."""
-        return None if self.measured is not None else error_band(self.likeness(clients))
+        """The error of deployments like this one, narrowed by rows of the machine; None without either."""
+        # On a CPU the bands are of plans that take the shares of a run; on a GPU, of fitted ones.
+        is_alike = (self.device.kind == "cpu") == (self.measured is not None)
+        known = error_band(self.likeness(clients)) if is_alike else None
+        return known if self.own is None else narrowed_band(self.own, known)
 
     def likeness(self, clients: int) -> Likeness:
         """Properties that its error depends on. Its model is known where the fit has a correction of it."""
@@ -273,7 +296,8 @@ class Expectation:
         has_correction = key in parameter_file()["corrections"]["tpot"]
         known = "model measured" if has_correction else "model not measured"
         kind = "mixture" if steps.shape.experts else "dense"
-        return Likeness(steps.engine, generation(self.device), known, kind, batch_regime(clients))
+        where = "cpu" if self.device.kind == "cpu" else generation(self.device)
+        return Likeness(steps.engine, where, known, kind, batch_regime(clients))
 
     def _step_time(self, work: StepWork, outside: float) -> StepTime:
         """The step's time, with `outside` seconds of a request beside it."""
@@ -298,6 +322,12 @@ class Expectation:
         )
 
 
+def own_of(device: Device, setup: Setup) -> OwnRows | None:
+    """The rows of one's own machine, if they are of this device and engine."""
+    own = setup.own
+    return own if own and (own.gpu, own.engine) == (device.name, setup.engine) else None
+
+
 def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
     """The step model of a deployment of a model of that name."""
     parameters, share = None, setup.measured
@@ -305,6 +335,8 @@ def step_model(deployment: Deployment, device: Device, setup: Setup, model: str)
         parameters = measured_parameters(
             share.bandwidth, share.compute, share.seconds_per_layer, share.source
         )
+        if (own := own_of(device, setup)) is not None:
+            parameters = replace(parameters, tpot_log=level(own.tpot), ttft_log=level(own.ttft))
     return StepModel.build(
         deployment.shape,
         deployment.recipe,

@@ -277,11 +277,13 @@ def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"TPOT {_time(loaded.tpot_seconds)}, TTFT {_time(loaded.ttft_seconds)}, "
         f"{loaded.throughput:,.4g} tokens/s",
     )
-    if plan.setup.measured is not None:
+    if plan.setup.measured is not None and device.band is None:
         return
     yield Formula(
         "error of TPOT",
-        "measured / predicted - 1 of 90 % of the held-out deployments most like it",
+        "the band of deployments like it, moved and narrowed by this machine's own rows"
+        if device.band and device.band.own
+        else "measured / predicted - 1 of 90 % of the held-out deployments most like it",
         device.band.alike if device.band else f"{plan.setup.engine} on {device.gpu}",
         device.band.text if device.band else UNKNOWN,
     )

@@ -1,12 +1,11 @@
-"""Command-line options of `llmopt kv-plan`, resolved into a plan; a measured run in place of a data sheet."""
+"""Command-line options of `llmopt kv-plan`, resolved into a plan; measured runs in place of a data sheet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...quant.base.errors import BadInput
-from ...quant.model.checkpoint import read_json
 from ..base.slo import required_slo
 from ..base.units import parse_bytes, parse_size, parse_tokens
 from ..config.config import EngineConfig
@@ -17,10 +16,9 @@ from .devices import Device, choose_devices
 from .images import image_load, probed_image_tokens
 from .kv_dtypes import kv_dtype
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
+from .own_runs import MeasuredRun, own_rows, read_runs, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
-from .speed import Efficiency
-from .step_parameters import shared_value
 from .weights import WeightRecipe, recipe_for
 
 
@@ -31,7 +29,9 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         BadInput: an invalid option value, or one that contradicts the model.
     """
     model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
-    devices, measured = _devices(ask)
+    recipe = _recipe(ask, model)
+    runs = _runs(ask, model, recipe)
+    devices = _devices(ask, runs)
     on_cpu = all(device.kind == "cpu" for device in devices)
     block_size = ask.block_size
     if block_size is None:
@@ -49,24 +49,26 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     if load is None and ask.slo is not None:
         load = _asked(ask, ((workload.prompt_tokens, workload.answer_tokens),))
     workload = replace(workload, load=load)
+    engine = "llmopt" if ask.engine == "all" else ask.engine
     setup = Setup(
         tp=ask.tp,
         pp=ask.pp,
         ep=ask.ep,
         attention_dp=ask.attention_dp,
-        engine="llmopt" if ask.engine == "all" else ask.engine,
+        engine=engine,
         utilization=ask.utilization,
         max_num_batched_tokens=ask.max_num_batched_tokens,
         max_num_seqs=ask.max_num_seqs,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
-        measured=measured,
+        measured=together(runs).efficiency if runs else None,
+        own=own_rows(runs, (model.name, recipe.label), devices, engine) if runs else None,
         prices=_prices(ask),
         speculation=None
         if ask.draft_tokens is None
         else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
-    return make_plan(model, _recipe(ask, model), workload, devices, setup=setup, ranked=ranked)
+    return make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked)
 
 
 def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:
@@ -109,72 +111,27 @@ def _asked(ask: PlanRequest, lengths: tuple[Lengths, ...]) -> PlannedLoad:
     return PlannedLoad(load, slo, ask.dataset)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRun:
-    """A run's measured roofline ceilings (bandwidth, FLOP/s), and the MBU and MFU that it reached."""
-
-    machine: str
-    bandwidth: float
-    flops: float
-    efficiency: Efficiency
-    is_cpu: bool
-
-    def device(self, host: Device) -> Device:
-        """`host` with the measured ceilings; one peak is used for every dtype."""
-        peaks = {"bf16": self.flops, "float32": self.flops}
-        source = f"measured on {self.machine}"
-        return replace(host, bandwidth=self.bandwidth, peaks=peaks, source=source)
-
-
-def read_run(path: Path) -> MeasuredRun:
-    """Read a run folder or its `result.json`.
-
-    Raises:
-        BadInput: there is no such result, or it has no roofline points for both phases.
-    """
-    file = path / "result.json" if path.is_dir() else path
-    result = read_json(file).get("llmopt") or {}
-    try:
-        roofline = result["roofline"]
-        ceilings = roofline["ceilings"]
-        points = {point["phase"]: point for point in roofline["points"]}
-        efficiency = Efficiency(
-            bandwidth=points["decode"]["mbu"],
-            compute=points["prefill"]["mfu"],
-            seconds_per_layer=0.0,
-            seconds_per_all_reduce=shared_value("all_reduce.latency"),
-            source=f"measured in {file}",
-        )
-        return MeasuredRun(
-            machine=result["environment"]["machine"],
-            bandwidth=ceilings["bandwidth"],
-            flops=ceilings["flops"],
-            efficiency=efficiency,
-            is_cpu=str(result["identity"]["device"]).startswith("cpu"),
-        )
-    except (KeyError, TypeError) as error:
-        raise BadInput(
-            f"{file} holds no roofline with both phases ({error}): give the result of a llmopt bench run"
-        ) from error
-
-
-def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency | None]:
+def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
+    """The devices; of those without a data sheet, with the ceilings that the runs measured."""
     memory = None if ask.gpu_memory is None else parse_bytes(ask.gpu_memory)
-    if ask.measured is None:
-        return choose_devices(ask.gpus, memory), None
-    run = read_run(ask.measured)
+    if not runs:
+        return choose_devices(ask.gpus, memory)
+    run = together(runs)
     if not ask.gpus and memory is None:
         if not run.is_cpu:
             raise BadInput(
                 f"{ask.measured} was measured on a GPU: name it with --gpu, or give --gpu-memory"
             )
-        return [run.device(host) for host in choose_devices(["cpu"], None)], run.efficiency
-    # Measured ceilings for devices without a data sheet, and the measured efficiency for all.
+        return [run.device(host) for host in choose_devices(["cpu"], None)]
     devices = choose_devices(ask.gpus, memory)
-    return (
-        [run.device(device) if device.bandwidth is None else device for device in devices],
-        run.efficiency,
-    )
+    return [run.device(device) if device.bandwidth is None else device for device in devices]
+
+
+def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[MeasuredRun, ...]:
+    if ask.measured is None:
+        return ()
+    on_cpu = ask.gpu_memory is None and all(name.lower() == "cpu" for name in ask.gpus)
+    return read_runs(ask.measured, (model.name, recipe.label), on_cpu=on_cpu)
 
 
 def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:

@@ -16,6 +16,7 @@ from .images import ImageLoad
 from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
 from .memory import Reserve
+from .own_rows import OwnRows
 from .speed import Efficiency
 
 # Default fraction of the context that is output, the rest is prompt.
@@ -210,6 +211,7 @@ class Setup:
     max_num_seqs: int | None = None
     kv_cache_bytes: int | None = None
     measured: Efficiency | None = None
+    own: OwnRows | None = None
     prices: Prices | None = None
     speculation: Speculation | None = None
 

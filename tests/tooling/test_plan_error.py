@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from llmopt.engine.planner import expected
 from llmopt.engine.planner.expected import throughput
 from llmopt.engine.planner.step_model import Parallelism
 
 from tools.plan_error.columns import Columns, Predicted
+from tools.plan_error.cpu_records import (
+    KEY,
+    PREFILL,
+    Configuration,
+    band,
+    configurations,
+    transfers,
+)
 from tools.plan_error.fit import PRIORS, as_json, fit, levenberg_marquardt
+from tools.plan_error.own_machine import COUNTS, corrected, lines
 from tools.plan_error.report import bands, coverage, judged_rows
 from tools.plan_error.rivals import nearest_rows
 from tools.plan_error.rows import parallelism, read_rows, split_group
@@ -142,3 +153,36 @@ def test_interpolation_returns_what_it_knows_and_bands_hold_their_rows(tmp_path:
     assert found["vllm|hopper|model not measured"]["rows"] == len(judged) // 2 == 36
     share, count = coverage(judged)["tpot"]
     assert 0 <= share <= 1 and count <= len(judged)
+
+
+def test_rows_of_a_deployment_correct_the_others_of_it(tmp_path: Path) -> None:
+    columns = Columns.of(read_rows(written(tmp_path, loads())))
+    factors = {group: 1.3 + 0.2 * i for i, group in enumerate({r.group for r in columns.rows})}
+    factor = np.array([factors[row.group] for row in columns.rows])
+    predicted = Predicted(*(column / factor for column in columns.measured))
+    judged = judged_rows(columns, predicted, ())
+    none, two = (corrected(judged, count) for count in (0, 2))
+    assert len(none) == len(two) > 0
+    errors = [np.median([abs(one.error) for one in found]) for found in (none, two)]
+    assert errors[1] < 0.6 * errors[0]
+    assert np.median([one.span for one in two]) < np.median([one.span for one in none])
+    assert len(list(lines(judged))) == 1 + len(COUNTS)
+
+
+def test_cpu_configurations_predict_each_other_as_a_run_does() -> None:
+    known = configurations()
+    assert len({one.model for one in known}) >= 4
+    found = list(transfers(known))
+    assert all(fitted != held_out for fitted, held_out, _, _ in found)
+    entry = json.loads(Path(expected.__file__).with_name("cpu_band.json").read_text())["bands"][KEY]
+    assert band(found, len(known)) == entry, "python -m tools.plan_error.cpu_records --write"
+    low, high = entry["tpot"]
+    assert low < 1 < high
+
+
+def test_a_cpu_step_is_predicted_by_the_longer_of_its_bytes_and_operations() -> None:
+    run = Configuration("a", "run", {"alone": (100.0, 1.0, 1.0), PREFILL: (0.0, 50.0, 2.0)})
+    other = Configuration("b", "other", {"alone": (300.0, 1.0, 4.0), "batch 16": (1.0, 500.0, 9.0)})
+    assert other.predicted("alone", "alone", run) == 3.0
+    assert other.predicted("batch 16", "alone", run) == 20.0
+    assert {(m, r) for _, _, m, r in transfers([run, other])} == {("tpot", 4 / 3), ("tpot", 0.45)}

@@ -79,7 +79,7 @@ def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
     return {
         key: {"rows": len(ratios)}
         | {
-            name: [float(f"{q:.3g}") for q in _quantiles([ratio[i] for ratio in ratios])]
+            name: [float(f"{q:.3g}") for q in held_quantiles([ratio[i] for ratio in ratios])]
             for i, name in enumerate(MEASURES)
         }
         for key, ratios in sorted(held.items())
@@ -87,8 +87,8 @@ def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _quantiles(ratios: list[float]) -> Column:
-    """Quantiles that leave a row's half beyond the outermost, as a new row would."""
+def held_quantiles(ratios: list[float]) -> Column:
+    """Quantiles, `HELD`, that leave a row's half beyond the outermost, as a new row would."""
     return np.quantile(ratios, HELD, method="weibull")
 
 

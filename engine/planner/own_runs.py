@@ -1,0 +1,214 @@
+"""Runs of `llmopt bench` as a plan takes them: roofs that were measured, shares of them, and rows.
+
+A run that was held against a plan (`bench --plan`) is a row: a load of one deployment with its mean times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
+from .catalog import PlannedModel, find_model
+from .devices import Device
+from .expected import Expectation
+from .load import SteadyState
+from .memory import Deployment
+from .own_rows import OwnRows, level
+from .setup import Setup
+from .speed import Efficiency
+from .step_parameters import shared_value
+
+Deployable = tuple[str, str]
+"""Names of a model and of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRow:
+    """A closed loop that a run measured: mean times in milliseconds, and the most sequences at once.
+
+    `path` is where the run had its model, whose weights were as stored.
+    """
+
+    model: str
+    path: str
+    weights: str
+    gpu: str
+    engine: str
+    kv_bytes_per_element: float
+    block_size: int
+    prompt_tokens: int
+    output_tokens: int
+    clients: int
+    resident: int
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def deployed(self) -> Deployable:
+        """Model and weights."""
+        return self.model, self.weights
+
+    @property
+    def loop(self) -> tuple[int, int, int]:
+        """Prompt and output tokens, and clients."""
+        return self.prompt_tokens, self.output_tokens, self.clients
+
+    def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> SteadyState:
+        """Expected means of its loop on a device."""
+        recipe, element = model.as_stored(), self.kv_bytes_per_element
+        deployment = Deployment(model.shape, recipe, element, self.block_size)
+        expected = Expectation.of(deployment, device, model.name, setup)
+        return expected.loaded(*self.loop, self.resident)
+
+    def request_seconds(self, ttft_seconds: float, tpot_seconds: float) -> float:
+        """Seconds of a request with these times."""
+        return ttft_seconds + (self.output_tokens - 1) * tpot_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run's measured roofline ceilings (bandwidth, FLOP/s), the MBU and MFU that it reached, and its row,
+    if it was held against a plan."""
+
+    machine: str
+    bandwidth: float
+    flops: float
+    efficiency: Efficiency
+    is_cpu: bool
+    row: OwnRow | None = None
+
+    def device(self, host: Device) -> Device:
+        """`host` with the measured ceilings; one peak is used for every dtype."""
+        peaks = {"bf16": self.flops, "float32": self.flops}
+        source = f"measured on {self.machine}"
+        return replace(host, bandwidth=self.bandwidth, peaks=peaks, source=source)
+
+
+def read_runs(path: Path, planned: Deployable, *, on_cpu: bool) -> tuple[MeasuredRun, ...]:
+    """Read a run's folder or its `result.json`, or a folder of runs: those with a row on a CPU or on a GPU,
+    and of them those of the planned model where there are any.
+
+    Raises:
+        BadInput: there is no such result, it has no roofline points for both phases, or runs are of
+            several machines.
+    """
+    if not path.is_dir() or (path / "result.json").exists():
+        return (read_run(path),)
+    with_rows = [file for file in sorted(path.glob("*/result.json")) if _row(_parts(file))]
+    runs = [run for run in map(read_run, with_rows) if run.is_cpu == on_cpu]
+    if not runs:
+        where = "a CPU" if on_cpu else "a GPU"
+        raise BadInput(
+            f"{path} holds no run of `llmopt bench --plan` on {where}: give a run's folder"
+        )
+    if len(machines := sorted({run.machine for run in runs})) > 1:
+        raise BadInput(f"{path} has runs of {' and '.join(machines)}: name one run, or part them")
+    return tuple([run for run in runs if run.row and run.row.deployed == planned] or runs)
+
+
+def together(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """One run with the means of the ceilings and shares of several."""
+    first, shares = runs[0], [run.efficiency for run in runs]
+    if len(runs) == 1:
+        return first
+    efficiency = replace(
+        first.efficiency,
+        bandwidth=fmean(one.bandwidth for one in shares),
+        compute=fmean(one.compute for one in shares),
+        source=f"measured in {len(runs)} runs",
+    )
+    bandwidth, flops = fmean(r.bandwidth for r in runs), fmean(r.flops for r in runs)
+    return replace(first, bandwidth=bandwidth, flops=flops, efficiency=efficiency)
+
+
+def own_rows(
+    runs: Sequence[MeasuredRun], planned: Deployable, devices: Sequence[Device], engine: str
+) -> OwnRows | None:
+    """The rows on one of the devices by the engine, against predictions at the shares of all runs: one for
+    each load of the planned model, or one for each other model; of models that are still where they were."""
+    known = {device.name: device for device in devices if device.bandwidth and device.peaks}
+    rows = [run.row for run in runs if run.row is not None]
+    rows = [row for row in rows if row.engine == engine and row.gpu in known]
+    rows = [row for row in rows if row.gpu == rows[0].gpu]
+    of_model = any(row.deployed == planned for row in rows)
+    setup = Setup(engine=engine, measured=together(runs).efficiency)
+    alike: dict[tuple[object, ...], list[tuple[OwnRow, SteadyState]]] = {}
+    for row in rows:
+        if (model := _model_of(row)) is not None:
+            key = row.loop if of_model else row.deployed
+            predicted = row.predicted(model, known[row.gpu], setup)
+            alike.setdefault(key, []).append((row, predicted))
+    return _ratios(list(alike.values()), of_model) if alike else None
+
+
+def _ratios(groups: Sequence[Sequence[tuple[OwnRow, SteadyState]]], of_model: bool) -> OwnRows:
+    """Measured / predicted of groups of rows; a group counts once, with its mean."""
+
+    def means(log_ratio: Any) -> tuple[float, ...]:
+        return tuple(fmean(log_ratio(*pair) for pair in group) for group in groups)
+
+    ttft = means(lambda row, state: log(row.ttft_ms / 1e3 / state.ttft_seconds))
+    tpot = means(lambda row, state: log(row.tpot_ms / 1e3 / state.tpot_seconds))
+    moved = exp(level(ttft)), exp(level(tpot))
+
+    def throughput(row: OwnRow, state: SteadyState) -> float:
+        expected = row.request_seconds(moved[0] * state.ttft_seconds, moved[1] * state.tpot_seconds)
+        return log(expected / row.request_seconds(row.ttft_ms / 1e3, row.tpot_ms / 1e3))
+
+    first = groups[0][0][0]
+    return OwnRows(first.gpu, first.engine, tpot, ttft, means(throughput), of_model)
+
+
+def _model_of(row: OwnRow) -> PlannedModel | None:
+    try:
+        return find_model(row.path)
+    except BadInput:
+        return None
+
+
+def _parts(file: Path) -> Mapping[str, Any]:
+    return read_json(file).get("llmopt") or {}
+
+
+def _row(parts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return (parts.get("plan") or {}).get("row")
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read a run folder or its `result.json`.
+
+    Raises:
+        BadInput: there is no such result, or it has no roofline points for both phases.
+    """
+    file = path / "result.json" if path.is_dir() else path
+    result = _parts(file)
+    try:
+        roofline = result["roofline"]
+        ceilings = roofline["ceilings"]
+        points = {point["phase"]: point for point in roofline["points"]}
+        efficiency = Efficiency(
+            bandwidth=points["decode"]["mbu"],
+            compute=points["prefill"]["mfu"],
+            seconds_per_layer=0.0,
+            seconds_per_all_reduce=shared_value("all_reduce.latency"),
+            source=f"measured in {file}",
+        )
+        row = _row(result)
+        return MeasuredRun(
+            machine=result["environment"]["machine"],
+            bandwidth=ceilings["bandwidth"],
+            flops=ceilings["flops"],
+            efficiency=efficiency,
+            is_cpu=str(result["identity"]["device"]).startswith("cpu"),
+            row=None if row is None else OwnRow(**{f.name: row[f.name] for f in fields(OwnRow)}),
+        )
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{file} holds no roofline with both phases ({error}): give the result of a llmopt bench run"
+        ) from error
