@@ -11,10 +11,11 @@ import typer
 
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
+from ..engine.server.protocol.serving_options import ServedModelOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models
-from .serving import ServedModelOptions, app_options
+from .serving import app_options
 
 if TYPE_CHECKING:
     from ..engine.server.batch_file import BatchFile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -56,9 +56,8 @@ def quantize(
         given["target_bytes"] = parse_bytes(size)
     kind = asked["gguf_type"] or (f"{bpw:g}bpw" if bpw else size)
     default = _default_output(label, asked["method"], given.get("bits"), kind)
-    # None is what is best for the method; a program that leaves these two away gets neither of them.
+    # None is what is best for the method; a program that leaves it away gets no rotation.
     given.setdefault("rotations", None)
-    given["options"] = replace(given["options"], asymmetric=asked["asymmetric_calibration"])
     request = QuantizeRequest(
         model=folder, model_name=label, output=output or Path(default), **given
     )

@@ -15,7 +15,8 @@ from .options.shared import FolderOptions, Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench.studies.recipe import Recipe, Stages
+    from ..bench.studies.recipe import Recipe
+    from ..bench.studies.recipe_results import Stages
     from ..quant.base.progress import Progress
 
 
@@ -32,30 +33,55 @@ def run(
         Path | None,
         typer.Option(help="Resume the recipe in this run folder, from the first unfinished stage."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model in place of the recipe's: a folder, a name, a hub id."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="A value in place of the recipe's, such as bench.num_prompts=200 or "
+            "variants.awq.quantize.bits=8; repeatable.",
+        ),
+    ] = None,
     folder: FolderOptions,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes; do nothing.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe: bench, quantize, verify, bench again, compare, report."""
+    """Run a recipe: quantize, verify, serve, bench, compare, report."""
     from ..quant.base.errors import BadInput
-    from ..quant.models import resolve_model
 
+    if schema:
+        _print_schema()
+        return
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
+    if resume is not None and (model is not None or changes):
+        raise BadInput("--model and --set are of a new run: omit them with --resume")
     if not dry_run:
         _check_writable(folder, resume)
-    stages, steps = _wanted(recipe, resume)
+    stages, steps = _wanted(recipe, resume, model, changes or ())
     if dry_run:
         _show_steps(steps, as_json)
         return
-    resolve_model(steps.model)  # before torch is imported
+    _check_models(steps)  # before torch is imported
 
-    from ..bench.studies.recipe import Stages
+    from ..bench.studies.recipe_results import Stages
+
+    _run(stages or Stages.begin(folder.folder(steps.name), steps), as_json)
+
+
+def _run(stages: Stages, as_json: bool) -> None:
+    """Carry out what is left of a recipe, and end with its exit code."""
     from .output.console import TerminalProgress, result_console, say
 
-    stages = stages or Stages.begin(folder.folder(steps.name), steps)
     resumes = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
     with TerminalProgress(lambda: resumes) as progress:
         done = _carry_out(stages, progress)
@@ -66,6 +92,28 @@ def run(
     say(f"Report: {stages.folder / 'report.html'}", out)
     if done.record["exit_code"]:
         raise typer.Exit(done.record["exit_code"])
+
+
+def _print_schema() -> None:
+    import json
+
+    from ..bench.studies.recipe import Recipe
+
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+def _check_models(recipe: Recipe) -> None:
+    """Raises `BadInput` for a model that is not there, other than those of running servers."""
+    from ..bench.load.presets import preset
+    from ..bench.studies.recipe import bench_of
+    from ..quant.models import is_local, resolve_model
+
+    for variant in (None, *recipe.variants):
+        options = bench_of(recipe, variant)
+        if options.serve is not None:
+            preset(options.serve).find(options.serve, options.serve_program)
+        if options.base_url is None and (options.serve is None or is_local(options.model or "")):
+            resolve_model(options.model)
 
 
 def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
@@ -87,13 +135,16 @@ def _show_steps(recipe: Recipe, as_json: bool) -> None:
         say(f"{number}. {line}", out)
 
 
-def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
+def _wanted(
+    recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
+) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
-    from ..bench.studies.recipe import Stages, read_recipe
+    from ..bench.studies.recipe_file import read_recipe
+    from ..bench.studies.recipe_results import Stages
     from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:
-        return None, read_recipe(recipe)
+        return None, read_recipe(recipe, model, changes)
     if resume is not None and recipe is None:
         stages = Stages.resume(resume)
         return stages, stages.recipe

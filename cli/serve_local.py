@@ -9,12 +9,11 @@ import typer
 
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServerOptions
+from ..engine.server.protocol.serving_options import HandoverOptions, ServingOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_config, with_options
 from .options.shared import ModelOptions, check_models
 from .serving import (
-    HandoverOptions,
-    ServingOptions,
     app_options,
     hand_over,
     options_given,

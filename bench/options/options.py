@@ -6,9 +6,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
+from difflib import get_close_matches
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import (
     AfterValidator,
@@ -22,11 +34,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
 
 from ...engine.base.slo import parse_slo
 from ...engine.config.config import EngineConfig
 from ...quant.base.errors import BadInput
-from ...quant.base.option import Option, offer, options_of
+from ...quant.base.option import Option, offer, options_of, spellings, word_name
 from ..metrics.metrics import METRICS
 from ..quality.passage import ProtocolOptions
 from . import definitions as of
@@ -35,31 +49,84 @@ from .values import BACKENDS, POOLING, ThinkTime, check_dataset
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def model_of(*configs: type, only: Collection[str] = ()) -> type[BaseModel]:
+def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = ()) -> Any:
     """A pydantic model with a field for each option of the configs; values may also be text.
+
+    A key may be any spelling of the option. The options of a nested config are fields beside it too, as on a
+    command line, and make it where they are given. The class is made when a module is loaded, so it is opaque
+    to type checkers.
 
     Args:
         only: of these fields; empty: of all.
+        but: leave these fields out.
     """
     definitions: dict[str, Any] = {}
+    nested: dict[str, type] = {}
     for config in configs:
         hints, options = get_type_hints(config), options_of(config)
         for field in fields(config):
-            if field.name not in options or (only and field.name not in only):
+            one = options.get(field.name)
+            if one is None or (only and field.name not in only) or field.name in but:
                 continue
-            one = options[field.name]
-            names = AliasChoices(field.name, *one.former_names)
-            default: dict[str, Any] = (
-                {"default_factory": field.default_factory}
-                if field.default_factory is not MISSING
-                else {"default": field.default}
-            )
-            kind = Annotated[
-                hints[field.name], BeforeValidator(one.value), AfterValidator(_within(one))
-            ]
-            info = Field(validation_alias=names, repr=not one.secret, **default)
+            kind, info = _field_of(field, hints[field.name], one)
+            if one.config is not None:
+                nested[field.name], kind = one.config, SkipJsonSchema[kind]
+                definitions |= _words_of_nested(one.config)
             definitions[field.name] = (kind, info)
-    return create_model(f"{configs[0].__name__}Fields", **definitions)
+    name = configs[0].__name__
+    gathered: Any = model_validator(mode="after")(_gathering(nested))
+    validators = {f"gathered_{name}": gathered} if nested else {}
+    return create_model(f"{name}Fields", __validators__=validators, **definitions)
+
+
+def _field_of(field: Any, hint: Any, one: Option, **more: Any) -> tuple[Any, Any]:
+    """(type, pydantic field) of an option."""
+    if not more and field.default_factory is not MISSING:
+        more = {"default_factory": field.default_factory}
+    elif not more:
+        more = {"default": field.default}
+    parsed = one.word is not None and get_origin(hint) is not Literal
+    read = BeforeValidator(
+        partial(_value, one), json_schema_input_type=hint | one.word if parsed else hint
+    )
+    names = AliasChoices(*spellings(field.name, one))
+    info = Field(validation_alias=names, repr=not one.secret, description=one.help, **more)
+    return Annotated[hint, read, AfterValidator(_within(one))], info
+
+
+def _words_of_nested(config: type) -> dict[str, Any]:
+    """Optional fields for the options of a nested config, by the names of their flags."""
+    hints, options = get_type_hints(config), options_of(config)
+    made = {}
+    for field in fields(config):
+        one = options[field.name]
+        hint = hints[field.name] | None
+        made[word_name(field.name, one)] = _field_of(field, hint, one, default=None, exclude=True)
+    return made
+
+
+def _gathering(nested: Mapping[str, type]) -> Callable[[Any], Any]:
+    """A validator that makes nested configs of the fields of their options, and unsets those."""
+
+    def gathered(self: Any) -> Any:
+        given = {word: getattr(self, word) for word in self.model_fields_set}
+        for field, config in nested.items():
+            names = {word_name(name, one): name for name, one in options_of(config).items()}
+            if found := {names[word]: value for word, value in given.items() if word in names}:
+                make: Any = getattr(config, "asked", config)
+                values = {name: value for name, value in found.items() if value is not None}
+                self.__dict__.update({field: make(**values)}, **dict.fromkeys(names))
+                self.model_fields_set.difference_update(names)
+                self.model_fields_set.add(field)
+        return self
+
+    return gathered
+
+
+def _value(one: Option, value: Any) -> Any:
+    """The value of a field; a text may stand for a list of one."""
+    is_list = get_origin(one.word) is list and isinstance(value, str)
+    return one.value([value] if is_list else value)
 
 
 def _within(known: Option) -> Callable[[Any], Any]:
@@ -80,20 +147,47 @@ def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise BadInput(f"{where}: unknown key {key!r}") from error
-        reason = first["msg"].removeprefix("Value error, ")
-        if not key:  # a constraint over several options
-            raise BadInput(f"{where}: {reason}") from error
-        raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error
+        raise BadInput(f"{where}: {words_of_error(model, error)}") from error
+
+
+def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
+    """The first error in one line: the key, what is wrong with it, and of an unknown key the nearest one."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _keys_beside(model, first["loc"])
+        near = get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)
+        return f"unknown key {key!r}: the nearest is {near[0]}"
+    reason = first["msg"].removeprefix("Value error, ")
+    if not key:  # a constraint over several options
+        return reason
+    return f"{key}: {reason} (given: {first.get('input')!r})"
+
+
+def _keys_beside(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+    """The keys that may stand at a place in values of `model`."""
+    for step in place[:-1]:
+        found = next((f for name, f in model.model_fields.items() if step in _names(name, f)), None)
+        model = model if found is None else _model_in(found.annotation) or model
+    return [key for name, field in model.model_fields.items() for key in _names(name, field)]
+
+
+def _names(name: str, field: FieldInfo) -> list[Any]:
+    alias = field.validation_alias
+    return alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+
+
+def _model_in(kind: Any) -> type[BaseModel] | None:
+    """The pydantic model in a type such as `tuple[Model, ...]`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for part in get_args(kind) if (found := _model_in(part))), None)
 
 
 DEFAULT_CONCURRENCY = 8
 
-# Made when the module is loaded, so opaque to type checkers; `BenchOptions.engine` returns the typed config.
-_EngineFields: Any = model_of(EngineConfig)
+# `BenchOptions.engine` returns the typed config.
+_EngineFields = model_of(EngineConfig)
 if TYPE_CHECKING:
 
     class _Load(of.DataOptions, of.ConversationOptions, of.ArrivalOptions, of.LoadOptions): ...
@@ -107,7 +201,13 @@ else:
     _Fields = model_of(*of.BENCH_GROUPS)
 
 
-class BenchOptions(_Fields, _EngineFields, BaseModel):
+class BenchFields(_Fields, _EngineFields, BaseModel):
+    """The options of a benchmark, each valid by itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BenchOptions(BenchFields):
     """Options of one benchmark: those of `EngineConfig`, plus data set, load, measurement and output.
 
     With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
@@ -115,11 +215,9 @@ class BenchOptions(_Fields, _EngineFields, BaseModel):
     open loop too, and so is a data set that brings its own arrival times.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     model: str | None = None
     # Set internally for a server that was started for this run; not an option.
-    started_server: dict[str, Any] | None = None
+    started_server: SkipJsonSchema[dict[str, Any] | None] = None
 
     @field_validator("dataset")
     @classmethod

@@ -1,40 +1,42 @@
-"""Recipes: the YAML schema of quantize-and-compare and capacity workflows, the journal, and the results.
+"""Recipes: the schema of YAML workflows that quantize, serve, bench and compare, or find a capacity.
 
-The journal is written after each stage, so that an interrupted run can be resumed.
+The steps have the options of `quantize`, `bench` and `serve-local` under their names, from the definitions of
+those commands.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
-from ...quant.base.atomic_io import write_atomically
+from ...engine.base.units import parse_bytes
+from ...engine.config.config import EngineConfig
+from ...engine.deploy.engine_commands import server_command
+from ...engine.server.protocol.server_options import ServerOptions
+from ...engine.server.protocol.serving_options import HandoverOptions, ServedModelOptions
 from ...quant.base.errors import BadInput
-from ...quant.base.option import offer
-from ...quant.methods.options import check_group_size
-from ...quant.methods.registry import AUTO, METHODS, check_method, formats_asked
-from ...quant.model.checkpoint import read_json
+from ...quant.base.option import options_of, words_of
+from ...quant.methods.options import MethodOptions
+from ...quant.methods.registry import METHODS, formats_asked
+from ...quant.models import is_local
 from ...quant.plan.request import QuantizeRequest
-from ...quant.stream.sources import check_source
-from ...recipes import DEFAULT_MODEL, ROOT
-from ..gate.compare import Comparison
-from ..gate.limits import GateOutcome, parse_share
+from ...recipes import DEFAULT_MODEL
+from ..gate.limits import Limit, parse_gate, parse_share
 from ..gate.quality_checks import QualityGate
-from ..options.options import BenchOptions, checked, model_of
+from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
-from ..record.result import RunData
-
-if TYPE_CHECKING:
-    from yaml.nodes import Node
-
-    from ...quant.convert.verify import VerifyReport  # loads torch, which a dry run does not need
-
+from .grid_plan import server_words
 
 BASE_NAME = "original"
 
@@ -43,34 +45,121 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-_STEP = ("method", "group_size", "symmetric", "format", "calibration", "num_samples", "seq_len")
-_STEP += ("ignore", "seed")
-# Made when the module is loaded, so opaque to type checkers.
-_StepFields: Any = model_of(QuantizeRequest, only=_STEP)
+def _given(step: BaseModel, *configs: type) -> dict[str, Any]:
+    """The options that a step has, of some configs or all, by the names of their fields."""
+    known = {name for config in configs for name in options_of(config)} if configs else None
+    names = step.model_fields_set if known is None else step.model_fields_set & known
+    return {name: getattr(step, name) for name in names}
 
 
-class QuantizeStep(_StepFields, _Strict):
+class QuantizeStep(model_of(QuantizeRequest), _Strict):
     """Options of `llmopt quantize`, by the same names and with the same defaults."""
 
-    bits: int = 4  # printed by a dry run, so no default that only the method knows
+    @field_validator("target_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _known_names(self) -> Self:
-        check_method(self.method)
-        formats_asked(self.format)
-        if self.method != AUTO:
-            METHODS[self.method].choose_bits(self.bits)
-        check_group_size(self.group_size)
-        if self.calibration is not None:
-            check_source(self.calibration)
+    def _possible(self) -> Self:
+        self.request(Path(), Path(), "")
+        if len(formats_asked(self.format)) > 1:
+            raise ValueError(
+                f"--format {self.format}: a variant is one checkpoint, give one format"
+            )
         return self
+
+    @property
+    def words(self) -> str:
+        """The method and its width, in words."""
+        method = METHODS.get(self.method)
+        width = f"{self.bits or (method and method.bits)} bits"
+        if self.target_bpw is not None:
+            width = f"{self.target_bpw:g} bits per weight"
+        elif self.target_bytes is not None:
+            width = f"{self.target_bytes:,} bytes"
+        return f"{self.method}, {self.gguf_type or width}"
+
+    def request(self, model: Path, output: Path, name: str) -> QuantizeRequest:
+        """The quantization of `model` as `llmopt quantize` does it.
+
+        Raises:
+            BadInput: options that no model could fulfil.
+        """
+        given = {
+            "rotations": None,
+            "options": MethodOptions.asked(),
+            **_given(self, QuantizeRequest),
+        }
+        return QuantizeRequest(model=model, output=output, model_name=name, **given)
+
+
+_SERVER = (HandoverOptions, ServedModelOptions, EngineConfig, ServerOptions)
+_ANOTHER = ("pipeline_parallel_size", "ray")
+
+
+class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "script")), _Strict):
+    """Options of `llmopt serve-local`, by the same names, for a server that is started on a free port: with
+    `engine`, that of vLLM, SGLang or TensorRT-LLM."""
+
+    scripted_output: Path | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_keys(cls, values: Any) -> Any:
+        return _refuse(values, "host", "port", "served_model_name", "json", "print_command")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        _ = self.arguments
+        return self
+
+    @property
+    def arguments(self) -> str:
+        """The options as words of the server's command line.
+
+        Raises:
+            BadInput: options that contradict each other, or that the server has no equivalent of.
+        """
+        asked: dict[str, Any] = {}
+        for config in _SERVER:
+            asked |= words_of(config, _given(self, config))
+        asked.pop("engine", None)
+        if self.engine != "llmopt":
+            return shlex.join(server_command(self.engine).options(asked))
+        if others := [name for name in _ANOTHER if name in asked]:
+            raise BadInput(f"{others[0]} is for another engine")
+        EngineConfig(**_given(self, EngineConfig))
+        ServerOptions(**_given(self, ServerOptions))
+        if self.scripted_output is not None:
+            asked["scripted_output"] = str(self.scripted_output)
+        return shlex.join(server_words(asked))
+
+
+def _refuse(values: Any, *keys: str) -> Any:
+    """The values of a step, without keys that the recipe itself sets."""
+    for key in keys:
+        if isinstance(values, Mapping) and key in values:
+            raise ValueError(f"{key!r} is set by the recipe itself")
+    return values
 
 
 class Variant(_Strict):
-    """A checkpoint to create and to measure against the original."""
+    """Another checkpoint, GGUF file, server or set of options, measured against the original.
+
+    Attributes:
+        model: a folder, a GGUF file, a bundled model's name or a hub id; by default the recipe's. Of a server
+            at `bench.base_url`: the model's name there.
+        quantize: makes a checkpoint of `model`. A variant of a name alone is quantized with the defaults.
+        serve_local: options of the server to start; `bench.serve` names others.
+        bench: options that differ from those of the recipe.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-    quantize: QuantizeStep = QuantizeStep()
+    model: str | None = None
+    quantize: QuantizeStep | None = None
+    serve_local: ServeStep | None = None
+    bench: BenchFields = BenchFields()
 
     @field_validator("name")
     @classmethod
@@ -79,19 +168,58 @@ class Variant(_Strict):
             raise ValueError(f"{name!r} is taken")
         return name
 
+    @field_validator("bench", mode="before")
+    @classmethod
+    def _own_keys(cls, values: Any) -> Any:
+        return _refuse(values, "model", "name")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.bench.base_url is not None and (self.quantize or self.serve_local):
+            raise ValueError(
+                "the server at base_url has its model: leave quantize and serve_local away"
+            )
+        if self.serve_local and self.bench.serve:
+            raise ValueError("serve_local and bench.serve each start a server: give one")
+        return self
+
+    @property
+    def made(self) -> QuantizeStep | None:
+        """The quantization to make; None: there is nothing to make."""
+        is_alone = self.model_fields_set == {"name"}
+        return QuantizeStep() if is_alone else self.quantize
+
 
 class CompareStep(_Strict):
-    """How the variants are compared. Without `gate` the verdicts are informational and the exit code is 0."""
+    """How the variants are compared, by the options of `llmopt compare`.
 
-    gate: bool = True
+    Attributes:
+        gate: limits in place of `threshold`; true: those of the other keys; false: the verdicts inform, and
+            the exit code is 0.
+    """
+
+    gate: bool | str = True
     threshold: str | float = "5%"
     max_ppl_increase: str | float | None = None
     max_kl: float | None = None
     min_top1: str | float | None = None
 
+    @field_validator("gate", mode="before")
+    @classmethod
+    def _limits(cls, value: Any) -> Any:
+        if value in ("true", "false"):
+            return value == "true"
+        if isinstance(value, str):
+            parse_gate(value)
+        return value
+
     @property
     def share(self) -> float:
         return parse_share(str(self.threshold))
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        return parse_gate(self.gate) if isinstance(self.gate, str) else ()
 
     @property
     def quality_gate(self) -> QualityGate:
@@ -102,14 +230,18 @@ class CapacityStep(_Strict):
     """Capacity of one model on this machine: a sweep over users, beside the planner's prediction.
 
     Attributes:
-        loads: numbers of users such as `1,2,4,8`, or `auto`.
-        context: maximum tokens of a sequence; by default the model's limit.
+        sweep_concurrency: numbers of users such as `1,2,4,8`, or `auto`.
+        max_model_len: maximum tokens of a sequence; by default the model's limit.
     """
 
-    loads: str = "auto"
-    context: Annotated[int, Field(ge=2)] | None = None
+    sweep_concurrency: str = Field(
+        "auto", validation_alias=AliasChoices("sweep_concurrency", "loads")
+    )
+    max_model_len: Annotated[int, Field(ge=2)] | None = Field(
+        None, validation_alias=AliasChoices("max_model_len", "context")
+    )
 
-    @field_validator("loads")
+    @field_validator("sweep_concurrency")
     @classmethod
     def _known(cls, text: str) -> str:
         parse_loads(text, "concurrency")
@@ -117,12 +249,13 @@ class CapacityStep(_Strict):
 
 
 class Recipe(_Strict):
-    """Quantize a model in one or several ways, verify each, bench them beside it, compare, report; or
-    find the `capacity` of one model.
+    """Quantize a model in one or several ways, verify each, bench them and other variants beside it, compare,
+    report; or find the `capacity` of one model.
 
-    `interleave` loads all models at once and interleaves their passes (paired runs), so that drift of the
-    machine affects all alike; without it they run one after another. `num_threads`
-    are the CPU threads of every step.
+    `interleave` loads all models, or starts all servers, at once and interleaves their passes (paired runs),
+    so that drift of the machine affects all alike; without it they run one after another. `num_threads` are
+    the CPU threads of every step here. `bench` and `serve_local` hold for the original, and for each variant
+    that says nothing else.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -131,17 +264,15 @@ class Recipe(_Strict):
     interleave: bool = False
     num_threads: Annotated[int, Field(ge=1)] | None = None
     bench: BenchOptions = BenchOptions()
+    serve_local: ServeStep | None = None
     variants: tuple[Variant, ...] = ()
     capacity: CapacityStep | None = None
     compare: CompareStep = CompareStep()
 
-    @field_validator("bench")
+    @field_validator("bench", mode="before")
     @classmethod
-    def _own_keys(cls, options: BenchOptions) -> BenchOptions:
-        for key in ("model", "name", "reference", "num_threads", "base_url", "serve"):
-            if key in options.model_fields_set:
-                raise ValueError(f"{key!r} is set by the recipe itself")
-        return options
+    def _own_keys(cls, values: Any) -> Any:
+        return _refuse(values, "model", "name", "started_server")
 
     @field_validator("variants")
     @classmethod
@@ -155,66 +286,98 @@ class Recipe(_Strict):
     def _one_purpose(self) -> Self:
         if bool(self.variants) == (self.capacity is not None):
             raise ValueError("give variants to compare, or a capacity to find")
+        if self.serve_local and (self.bench.serve or self.bench.base_url):
+            raise ValueError(
+                "serve_local, bench.serve and bench.base_url each name a server: give one"
+            )
+        is_served = self.serve_local or self.bench.serve or self.bench.base_url
+        if self.capacity is not None and is_served:
+            raise ValueError("capacity is of the engine in this process: leave servers away")
         return self
 
+    @property
+    def model_name(self) -> str:
+        return self.model or DEFAULT_MODEL
 
-def read_recipe(name: str) -> Recipe:
-    """A recipe from a YAML file, or the bundled one of that name.
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of a benchmark."""
+        return self.bench.num_threads or self.num_threads
+
+    def dump(self, *, exclude_unset: bool = False) -> dict[str, Any]:
+        """The recipe as plain values, without keys and headers, which are secret."""
+        secret: Any = {
+            "bench": {"api_key": True, "header": True},
+            "serve_local": {"api_keys": True, "admin_api_key": True},
+        }
+        hidden = {**secret, "variants": {"__all__": secret}}
+        return self.model_dump(mode="json", exclude_unset=exclude_unset, exclude=hidden)
+
+
+_WHERE = ("serve", "serve_args", "serve_program", "base_url", "endpoint", "backend")
+
+
+def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) -> BenchOptions:
+    """The benchmark of the original, or of a variant: the recipe's, with what the variant says.
+
+    Args:
+        model: of the variant, where it is made.
 
     Raises:
-        BadInput: no such recipe, YAML that does not parse (with the line), an unknown key or a value
-            that does not fit (naming the key, the file and the line).
+        BadInput: options that contradict each other.
     """
-    import yaml
-
-    path = Path(name).expanduser()
-    if not path.is_file():
-        bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
-        if name not in bundled:
-            raise BadInput(
-                f"no recipe {name!r}: give a YAML file, or a bundled recipe: {offer(name, sorted(bundled))}"
-            )
-        path = bundled[name]
-    try:
-        text = path.read_text(encoding="utf-8")
-        values, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadInput(f"{path}{line}: not YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
-        raise BadInput(f"{path}: a recipe is a YAML mapping, not {type(values).__name__}")
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        place = f"{path}, line {line_of(root, error.errors()[0]['loc'])}"
-        return checked(Recipe, values, place)  # raises the same error in one line
-    try:
-        _ = recipe.compare.share, recipe.compare.quality_gate
-    except BadInput as error:
-        raise BadInput(f"{path}, line {line_of(root, ['compare'])}: compare: {error}") from error
-    return recipe
+    given, serve = _given(recipe.bench), recipe.serve_local
+    name, own = BASE_NAME, {}
+    model = recipe.model if variant is None else model or variant.model or recipe.model
+    if variant is not None:
+        name, own = variant.name, _given(variant.bench)
+        serve = variant.serve_local or serve
+        at_url = "base_url" in given and variant.made is not None
+        if variant.serve_local or at_url or {"serve", "base_url"} & own.keys():
+            given = {key: value for key, value in given.items() if key not in _WHERE}
+    if {"serve", "base_url"} & own.keys() or "base_url" in given:
+        serve = None
+    given |= own
+    if serve is not None:
+        extra = given.get("serve_args") or ""
+        given |= {"serve": serve.engine, "serve_args": f"{serve.arguments} {extra}".strip() or None}
+    if recipe.num_threads is not None:
+        given.setdefault("num_threads", recipe.num_threads)
+    if given.get("serve") == "llmopt" and given.get("num_threads") is not None:
+        words = given.get("serve_args") or ""
+        given["serve_args"] = f"--num-threads {given['num_threads']} {words}".strip()
+    if given.get("base_url") is not None and variant is not None:
+        model = variant.model  # asked of the server if it is not named
+        if is_local(recipe.model_name):
+            given.setdefault("tokenizer", recipe.model_name)
+    place = "bench" if variant is None else f"variants.{name}.bench"
+    return checked(BenchOptions, {**given, "model": model, "name": name}, place)
 
 
 def steps_of(recipe: Recipe) -> list[str]:
     """The steps of a recipe as text, one line per step (dry run). Nothing is loaded."""
-    model = recipe.model or DEFAULT_MODEL
+    model = recipe.model_name
     if recipe.capacity is not None:
         return [
             f"bench {model} with 1 user: the ceilings of this machine and the efficiency reached",
             f"plan {model} with those ceilings",
-            f"bench {model} with {recipe.capacity.loads} users: {recipe.bench.dataset}, "
+            f"bench {model} with {recipe.capacity.sweep_concurrency} users: {recipe.bench.dataset}, "
             f"{recipe.bench.num_prompts} prompts at each load",
             "write report.html: the plan beside the measured knee",
         ]
     lines = []
     for variant in recipe.variants:
-        step = variant.quantize
-        lines.append(
-            f"quantize {model} to checkpoints/{variant.name}: {step.method}, {step.bits} bits"
-        )
-        lines.append(f"verify checkpoints/{variant.name}")
+        if (step := variant.made) is not None:
+            source = variant.model or model
+            lines.append(f"quantize {source} to checkpoints/{variant.name}: {step.words}")
+            lines.append(f"verify checkpoints/{variant.name}")
+    for variant in (None, *recipe.variants):
+        options = bench_of(recipe, variant)
+        if options.serve is not None:
+            words = " ".join(filter(None, [options.serve, options.serve_args]))
+            lines.append(f"serve {options.name} by {words}")
+        elif options.base_url is not None:
+            lines.append(f"take {options.name} from {options.base_url}")
     names = ", ".join([BASE_NAME, *(variant.name for variant in recipe.variants)])
     order = "in turns" if recipe.interleave else "one after another"
     bench = recipe.bench
@@ -222,166 +385,8 @@ def steps_of(recipe: Recipe) -> list[str]:
         f"bench {names} {order}: {bench.dataset}, {bench.num_prompts} prompts, {bench.num_runs} passes"
     )
     for variant in recipe.variants:
-        lines.append(
-            f"compare {variant.name} with {BASE_NAME}, threshold {recipe.compare.threshold}"
-        )
+        gate = recipe.compare.gate
+        limits = gate if isinstance(gate, str) else f"threshold {recipe.compare.threshold}"
+        lines.append(f"compare {variant.name} with {BASE_NAME}, {limits}")
     verdicts = "decide" if recipe.compare.gate else "do not decide"
     return [*lines, f"write report.html; the verdicts {verdicts} the exit code"]
-
-
-def line_of(root: Node | None, path: Sequence[int | str]) -> int:
-    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest existing ancestor;
-    for a key, the line of the key."""
-    import yaml
-
-    line, node = 1, root
-    for step in path:
-        if isinstance(node, yaml.MappingNode):
-            pairs = [(key, value) for key, value in node.value if key.value == str(step)]
-            if not pairs:
-                break
-            key, node = pairs[-1]
-            line = key.start_mark.line + 1
-        elif (
-            isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value)
-        ):
-            node = node.value[step]
-            line = node.start_mark.line + 1
-        else:
-            break
-    return line
-
-
-JOURNAL_NAME = "journal.json"
-
-
-class Stages:
-    """The journal of a recipe's folder: the recipe, and the names of finished stages."""
-
-    def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
-        self.folder = folder
-        self.recipe = recipe
-        self._done = list(done)
-
-    @classmethod
-    def begin(cls, folder: Path, recipe: Recipe) -> Stages:
-        """A new folder with nothing finished."""
-        folder.mkdir(parents=True)
-        stages = cls(folder, recipe)
-        stages._write()
-        return stages
-
-    @classmethod
-    def resume(cls, folder: Path) -> Stages:
-        """Read the journal of an earlier run's folder.
-
-        Raises:
-            BadInput: there is none, or it is damaged.
-        """
-        path = folder / JOURNAL_NAME
-        if not path.is_file():
-            raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
-        journal = read_json(path)
-        try:
-            return cls(folder, Recipe.model_validate(journal["recipe"]), tuple(journal["done"]))
-        except (KeyError, TypeError, ValidationError) as error:
-            raise BadInput(f"{path} is damaged: run the recipe anew") from error
-
-    def is_done(self, name: str) -> bool:
-        return name in self._done
-
-    def finish(self, name: str) -> None:
-        """Record that a stage's outputs are complete."""
-        self._done.append(name)
-        self._write()
-
-    def clear(self, name: str) -> Path:
-        """The output folder of an unfinished stage, with partial outputs removed."""
-        target = self.folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        return target
-
-    def _write(self) -> None:
-        # Unset options are not written: some defaults depend on which options are set.
-        recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
-        journal = {"schema": 1, "recipe": recipe, "done": self._done}
-        write_atomically(self.folder / JOURNAL_NAME, json.dumps(journal, indent=2) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class VariantRun:
-    """The results of one variant; `manifest` is its checkpoint's."""
-
-    variant: Variant
-    manifest: Mapping[str, Any]
-    verified: VerifyReport
-    data: RunData
-    comparison: Comparison
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeRun:
-    """A finished recipe: the original's run and those of the variants."""
-
-    recipe: Recipe
-    folder: Path
-    base: RunData
-    variants: tuple[VariantRun, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
-        verdict: regression before no verdict before pass."""
-        if not all(variant.verified.ok for variant in self.variants):
-            return 1
-        if not self.recipe.compare.gate:
-            return 0
-        return GateOutcome.of(variant.comparison.outcome for variant in self.variants).exit_code
-
-    def record(self) -> dict[str, Any]:
-        """The recipe's own `result.json`."""
-        return {
-            "recipe": self.recipe.model_dump(mode="json"),
-            "exit_code": self.exit_code,
-            "base": BASE_NAME,
-            "variants": {
-                variant.variant.name: {
-                    "verified": {
-                        **asdict(variant.verified),
-                        "folder": None,
-                        "ok": variant.verified.ok,
-                    },
-                    "comparison": variant.comparison.as_dict(),
-                }
-                for variant in self.variants
-            },
-        }
-
-
-def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
-    """{name: result} of the original and every variant, in order."""
-    named: Sequence[RunData] = [run.base, *(variant.data for variant in run.variants)]
-    return {data.name: data.result for data in named}
-
-
-FORMULAS = {
-    "predicted sequences": "tokens that the planned KV cache holds / tokens of a sequence, rounded down",
-    "predicted TPOT": "the planner's decode step for that many sequences at the mean context (prompt + "
-    "half of the output), with the ceilings measured here and the efficiency that one user reached",
-    "predicted tokens/s": "users / predicted TPOT: decode alone, no prompts",
-    "residual": "measured / predicted − 1",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityRun:
-    """A finished capacity recipe.
-
-    Attributes:
-        sweep: the record of the sweep.
-        record: the recipe's `result.json`.
-    """
-
-    folder: Path
-    sweep: Mapping[str, Any]
-    record: Mapping[str, Any]

@@ -3,6 +3,7 @@ recipe, whose page is its sweep's with the plan beside the measured knee."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from ..report.figures import (
 )
 from ..report.parts import report_page, warnings
 from ..report.sweep import load_text, sweep_page, sweep_verdict
-from .recipe import BASE_NAME, FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
+from .recipe import BASE_NAME
+from .recipe_results import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
 
 HEADER = (
     "model",
@@ -66,7 +68,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
 
 def recipe_verdict(run: RecipeRun) -> ReportVerdict:
     """One sentence: the best variant by quality, and whether all checkpoints were verified."""
-    broken = [variant.variant.name for variant in run.variants if not variant.verified.ok]
+    broken = [variant.variant.name for variant in run.variants if not variant.is_sound]
     if broken:
         return ReportVerdict(
             "bad",
@@ -77,17 +79,22 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
     base = run.base.result["llmopt"]
     record = best.data.result["llmopt"]
     ratio = weight_share(run.base.result, best.data.result)
-    headline = f"{best.variant.name} keeps {percent(ratio, 0)} of the weight bytes"
+    headline = best.variant.name
+    if ratio is not None:
+        headline += f" keeps {percent(ratio, 0)} of the weight bytes"
     scored = record["quality"]
     if scored and base["quality"]:
         change = scored["perplexity"] / base["quality"]["perplexity"] - 1
-        headline += f" at {percent(change, 1, signed=True)} perplexity"
+        headline += (
+            f" {'is ' if ratio is None else ''}at {percent(change, 1, signed=True)} perplexity"
+        )
     speed = best.data.result["output_throughput"] / run.base.result["output_throughput"] - 1
+    files = "" if best.verified is None else best.verified.status.partition(":")[0]
     sentence = (
-        f"It agrees with the original on the likeliest next token at "
+        f"It agrees with the {BASE_NAME} on the likeliest next token at "
         f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
         f"Throughput changes by {percent(speed, 0, signed=True)}{own_verdict(best, 'output_throughput')}. "
-        f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}. "
+        f"{f'Every checkpoint was read back and is {files}. ' if files else ''}"
         f"{widened_words(f'the {BASE_NAME}', run.base.result)}"
     ).strip()
     gated = run.recipe.compare.gate
@@ -110,7 +117,7 @@ def quality_key(variant: VariantRun) -> float:
     scored = variant.data.result["llmopt"]["quality"]
     if scored and scored["kl_nats"] is not None:
         return scored["kl_nats"]
-    return variant.manifest["summary"]["error"]
+    return math.inf if variant.manifest is None else variant.manifest["summary"]["error"]
 
 
 def gate_sentence(run: RecipeRun) -> str:

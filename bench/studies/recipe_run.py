@@ -1,9 +1,10 @@
-"""Recipes: quantize, verify, bench, compare, report; or a capacity plan beside a measured sweep."""
+"""Recipes: quantize, verify, serve, bench, compare, report; or a capacity plan beside a measured sweep."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from ...engine.planner.plan_request import PlanRequest, plan_for
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
-from ...quant.convert.verify import verify
-from ...quant.methods.options import MethodOptions
-from ...quant.model.checkpoint import read_json
+from ...quant.convert.verify import VerifyReport, verify
+from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.manifest import MANIFEST_NAME
-from ...quant.plan.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
+from ..gate.outputs import write_outputs
+from ..load.started_server import served
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
 from ..record.result import BenchRun, plain, to_json
@@ -32,10 +33,11 @@ from ..report.parts import write_page
 from ..report.sweep import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
-from .recipe import BASE_NAME, CapacityRun, Recipe, RecipeRun, Stages, Variant, VariantRun
+from .recipe import BASE_NAME, Recipe, Variant, bench_of
 from .recipe_page import recipe_page
+from .recipe_results import CapacityRun, RecipeRun, Stages, VariantRun
 
-SINGLE, SWEEP, PLAN_NAME = "single", "sweep", "plan.json"
+SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.xml"
 
 
 def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
@@ -49,66 +51,85 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     """
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
-    model = recipe.model or DEFAULT_MODEL
-    resolve_model(model)
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)
-    names, proofs = {BASE_NAME: model}, []
+    runs, proofs = [bench_of(recipe, None)], []
     for variant in recipe.variants:
-        output = folder / "checkpoints" / variant.name
-        # Checkpoints are written atomically: one that exists is complete, in the journal or not.
-        if not (output / MANIFEST_NAME).is_file():
-            progress.note(f"quantize: {variant.name}")
-            make_checkpoint(recipe, variant, output, progress)
-            stages.finish(f"quantize {variant.name}")
-        # A resumed run verifies again, so that exactly the measured files are verified.
-        verified = verify(output, progress)
-        progress.note(f"verify {variant.name}: {verified.status}")
-        proofs.append((read_json(output / MANIFEST_NAME), verified))
-        names[variant.name] = str(output)
-    progress.note(f"bench {', '.join(names)}")
-    base, *others = measure(stages, names, progress)
+        model = None
+        if variant.made is not None:
+            model = str(served_path(make_checkpoint(stages, variant, progress)))
+        runs.append(bench_of(recipe, variant, model))
+        proofs.append(verified_files(runs[-1], progress))
+    for one in runs:
+        if one.base_url is None and one.serve is None:
+            resolve_model(one.model)
+    progress.note(f"bench {', '.join(str(one.name) for one in runs)}")
+    base, *others = measure(stages, runs, progress)
     variants = tuple(
         VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
     write_atomically(folder / "result.json", to_json(run.record()))
+    for variant in variants:
+        verdict_file = folder / variant.variant.name / JUNIT_NAME
+        write_outputs(variant.data, variant.comparison, verdict_file, None)
     write_page(recipe_page(run), folder)
     return run
 
 
+def verified_files(
+    options: BenchOptions, progress: Progress
+) -> tuple[Mapping[str, Any] | None, VerifyReport | None]:
+    """(manifest, verification) of a checkpoint that llmopt made, else None; a resumed run verifies again, so
+    that exactly the measured files are verified."""
+    path = Path(options.model or "").expanduser()
+    folder = path.parent if path.is_file() else path
+    if options.model is None or not (folder / MANIFEST_NAME).is_file():
+        return None, None
+    verified = verify(folder, progress)
+    progress.note(f"verify {options.name}: {verified.status}")
+    return read_json(folder / MANIFEST_NAME), verified
+
+
 def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
     """The recipe's comparison of one variant."""
-    return compare(base, new, threshold=recipe.compare.share, gate=recipe.compare.quality_gate)
+    limits, quality = recipe.compare.limits, recipe.compare.quality_gate
+    return compare(base, new, threshold=recipe.compare.share, limits=limits, gate=quality)
 
 
-def measure(stages: Stages, models: Mapping[str, str], progress: Progress) -> list[RunData]:
-    """Bench every model of {name: model} under the recipe's load, the first being the reference, into
-    `folder/name`, skipping finished stages. Interleaved models are one stage."""
-    recipe = stages.recipe
-    reference = next(iter(models.values()))
-    options = [
-        recipe.bench.model_copy(
-            update={
-                "model": model,
-                "name": name,
-                "reference": None if name == BASE_NAME else reference,
-                "num_threads": recipe.num_threads,
-            }
-        )
-        for name, model in models.items()
-    ]
-    if recipe.interleave:
+def measure(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> list[RunData]:
+    """Carry out every benchmark, the first being of the original, into a folder of its name, skipping
+    finished stages. Servers are started and stopped. Interleaved benchmarks are one stage."""
+    if stages.recipe.interleave:
         if not stages.is_done("bench in turns"):
-            keep(run_interleaved(options, progress), stages)
+            with ExitStack() as stack:
+                ready = [stack.enter_context(served(one, progress)) for one in runs]
+                paired = [with_reference(one, ready[0]) for one in ready]
+                keep(run_interleaved(paired, progress), stages)
             stages.finish("bench in turns")
     else:
-        for name, one in zip(models, options, strict=True):
-            if not stages.is_done(f"bench {name}"):
-                keep([run_bench(one, progress)], stages)
-                stages.finish(f"bench {name}")
-    return [RunData.read(stages.folder / name) for name in models]
+        for one in runs:
+            if not stages.is_done(f"bench {one.name}"):
+                with served(one, progress) as ready:
+                    keep([run_bench(with_reference(ready, runs[0]), progress)], stages)
+                stages.finish(f"bench {one.name}")
+    return [RunData.read(stages.folder / str(one.name)) for one in runs]
+
+
+def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
+    """The options with the original as the reference of quality: its model beside a model of this process,
+    its server, if that runs, beside a server."""
+    if options.name == BASE_NAME or options.reference is not None or not options.quality:
+        return options
+    if options.base_url is not None:
+        reference = base.base_url
+    elif base.base_url is None or base.started_server is not None:
+        # A server that was started: `tokenizer` is where its model lies.
+        reference = base.tokenizer if base.started_server else base.model or DEFAULT_MODEL
+    else:
+        reference = None
+    return options.model_copy(update={"reference": reference})
 
 
 def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
@@ -121,22 +142,26 @@ def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
         raise KeyboardInterrupt
 
 
-def make_checkpoint(recipe: Recipe, variant: Variant, output: Path, progress: Progress) -> None:
-    """Quantize the recipe's model with the options of `variant`."""
+def make_checkpoint(stages: Stages, variant: Variant, progress: Progress) -> Path:
+    """Quantize the model of a variant into the recipe's folder, unless that is done."""
+    name = variant.model or stages.recipe.model_name
+    output = stages.folder / "checkpoints" / variant.name
+    # Checkpoints are written atomically: one that exists is complete, in the journal or not.
+    if variant.made is None or (output / MANIFEST_NAME).is_file():
+        return output
+    progress.note(f"quantize: {variant.name}")
     output.parent.mkdir(exist_ok=True)
-    step = variant.quantize.model_dump()
-    request = QuantizeRequest(
-        model=resolve_model(recipe.model),
-        output=output,
-        model_name=recipe.model or DEFAULT_MODEL,
-        rotations=None,
-        options=MethodOptions(asymmetric=None),
-        **step,
-    )
     try:
-        quantize(request, progress)
+        quantize(variant.made.request(resolve_model(name), output, name), progress)
     except BadInput as error:
         raise BadInput(f"variant {variant.name}: {error}") from error
+    stages.finish(f"quantize {variant.name}")
+    return output
+
+
+def served_path(folder: Path) -> Path:
+    """A checkpoint's folder, or the GGUF file in it, which llama.cpp's server asks for."""
+    return gguf_file_of(folder) or folder
 
 
 def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRun:
@@ -155,8 +180,8 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     options = recipe.bench.model_copy(
         update={
             "model": recipe.model,
-            "num_threads": recipe.num_threads,
-            "max_model_len": recipe.bench.max_model_len or step.context,
+            "num_threads": recipe.threads,
+            "max_model_len": recipe.bench.max_model_len or step.max_model_len,
         }
     )
     if not stages.is_done(SINGLE):
@@ -168,7 +193,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
         sweep_target = SweepTarget(
             options.model_copy(update={"name": recipe.name}), "concurrency", progress
         )
-        found = sweep_loads(sweep_target, parse_loads(step.loads, "concurrency"))
+        found = sweep_loads(sweep_target, parse_loads(step.sweep_concurrency, "concurrency"))
         write_sweep(found.as_dict(), stages.clear(SWEEP))
         if found.interrupted:
             raise KeyboardInterrupt
@@ -176,7 +201,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     sweep = read_json(folder / SWEEP / SWEEP_NAME)
     record = plain(
         {
-            "recipe": recipe.model_dump(mode="json", exclude_unset=True),
+            "recipe": recipe.dump(exclude_unset=True),
             "exit_code": 1 if sweep["knee"] is None else 0,
             "knee": sweep["knee"],
             **beside(written, sweep),

@@ -83,20 +83,27 @@ class ServerCommand:
         Raises:
             BadInput: the engine has no equivalent of an option or its value.
         """
+        return [self.program, *self.words, model, *self.options({**self.defaults, **asked})]
+
+    def options(self, asked: Mapping[str, Any]) -> list[str]:
+        """The part of the command line for options of `serve-local` alone.
+
+        Raises:
+            BadInput: the engine has no equivalent of an option or its value.
+        """
         unknown = [name for name in asked if name not in self.table and name not in self.together]
         if unknown:
             listed = ", ".join(shown(name) for name in unknown)
             raise BadInput(
                 f"{listed}: {self.title}'s server has nothing that means the same; leave it out"
             )
-        everything = {**self.defaults, **asked}
         words = [
             word
-            for name, value in everything.items()
+            for name, value in asked.items()
             if name in self.table
             for word in self._translated(name, value)
         ]
-        return [self.program, *self.words, model, *words, *self.combined(asked)]
+        return [*words, *self.combined(asked)]
 
     def find(self) -> str:
         """The executable beside this Python, or on the PATH.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from .errors import BadInput
@@ -113,6 +114,14 @@ def word_name(name: str, one: Option) -> str:
     return flag_of(name, one).removeprefix("--").replace("-", "_")
 
 
+def spellings(name: str, one: Option) -> tuple[str, ...]:
+    """The keys of a mapping that mean a field: the names of its flags, the field's own, and former ones."""
+    flags = [word_name(name, one), *one.flag.split(), *one.hidden_flags]
+    words = [flag.partition("/")[0].strip().removeprefix("--") for flag in flags]
+    known = [*(word.replace("-", "_") for word in words if word), name, *one.former_names]
+    return tuple(dict.fromkeys(known))
+
+
 def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords for a config, of `given`, with former names replaced and strings parsed.
 
@@ -144,6 +153,26 @@ def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
         elif (word := words.get(word_name(name, one))) is not None:
             found[name] = one.value(word)
     return found
+
+
+def words_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of a command line that give a config these values, by the names of their flags."""
+    words: dict[str, Any] = {}
+    for name, one in options_of(config).items():
+        value = values.get(name)
+        if value is None or (value is False and one.flag and "/" not in one.flag):
+            continue  # a switch without --no- is only switched on
+        if one.config is not None:
+            inner = {each: getattr(value, each) for each in options_of(one.config)}
+            words |= words_of(one.config, inner)
+        elif isinstance(value, Mapping):
+            words[word_name(name, one)] = [f"{key}={each}" for key, each in value.items()]
+        elif isinstance(value, Collection) and not isinstance(value, str):
+            words[word_name(name, one)] = [str(each) for each in value]
+        else:
+            is_text = one.word is str or isinstance(value, Path)
+            words[word_name(name, one)] = str(value) if is_text else value
+    return words
 
 
 def word_and_default(hint: Any, default: Any, one: Option) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..base.errors import BadInput
 from ..base.option import Limit, check_limits, flag_of, option, options_of
@@ -100,6 +100,11 @@ class MethodOptions:
         "autoround, trellis, quip: calibration samples in a step.",
         limit=_least(1, "give at least 1 sample"),
     )
+
+    @classmethod
+    def asked(cls, asymmetric: bool | None = None, **others: Any) -> MethodOptions:
+        """The options of a command line, where `asymmetric` is what is best for the method."""
+        return cls(asymmetric=asymmetric, **others)
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import typer.main
 from llmopt.cli import main, serve_local
-from llmopt.cli.serving import ServingOptions
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.protocol.serving_options import ServingOptions
 
 Served = tuple[EngineConfig, ServerOptions, ServingOptions]
 

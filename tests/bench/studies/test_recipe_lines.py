@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from llmopt.bench.studies.recipe import line_of, read_recipe, steps_of
+from llmopt.bench.studies.recipe import steps_of
+from llmopt.bench.studies.recipe_file import line_of, read_recipe
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 from llmopt.quant.base.errors import BadInput

@@ -119,7 +119,8 @@ def test_capacity_puts_the_plan_beside_the_knee(
     [
         ("name: x\n", "give variants to compare, or a capacity to find"),
         ("name: x\ncapacity: {loads: many}\n", "write auto, or numbers"),
-        ("name: x\nvariants: [{name: a}]\nbench: {serve: vllm}\n", "'serve' is set by the recipe"),
+        ("name: x\nvariants: [{name: a}]\nbench: {name: y}\n", "'name' is set by the recipe"),
+        ("name: x\ncapacity: {}\nbench: {serve: vllm}\n", "leave servers away"),
     ],
 )
 def test_recipe_errors_have_messages(
