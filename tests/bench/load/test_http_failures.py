@@ -161,7 +161,7 @@ def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
     [
         ("500", "HTTP 500: out of memory"),
         ("500-in-stream", "the server says: out of memory"),
-        ("hang", "no complete response within 5 s: no headers received"),
+        ("hang", "no complete response within 2 s: no headers received"),
         ("hang-in-stream", "no complete response within 5 s: it stopped after"),
         ("closed-early", "closed before a response"),
         ("closed-in-stream", "the connection ended within the response, stopped after"),
@@ -171,8 +171,9 @@ def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
 )
 def test_failure_messages(server: Server, fleet: Fleet, script: str, said: str) -> None:
     url = f"http://127.0.0.1:{server.port}/{script}"
-    # A limit that passes in silence alone, and not while the headers of `hang-in-stream` are on their way.
-    found = fleet.run(endpoint(url, timeout=5.0 if "hang" in script else 60.0), requests(3), 3)
+    # Limits that pass in silence alone, and not while the headers of `hang-in-stream` are on their way.
+    timeout = {"hang": 2.0, "hang-in-stream": 5.0}.get(script, 60.0)
+    found = fleet.run(endpoint(url, timeout=timeout), requests(3), 3)
     assert len(found.exchanges) == 3
     for one in found.exchanges:
         assert said in one.answer.error
