@@ -13,17 +13,19 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..record.comparable import (
+    FAILURE,
+    Difference,
     clock_change,
+    differs_by,
     incomparable,
     served_weight_bytes,
-    server_changes,
     unknown_facts,
     widened_notes,
 )
 from ..record.result import RunData, plain
-from .counts import check_count, failure_words, length_change, mean_value, relative_change
+from .aspects import ASPECTS, AspectVerdict, aspects_of
+from .counts import check_count, failure_words
 from .limits import (
-    COUNTED,
     Counted,
     GateOutcome,
     Limit,
@@ -43,16 +45,13 @@ from .measured import (
     other_load,
 )
 from .quality_checks import QualityGate, check_quality, quality_changes
-from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
+from .run_conditions import disturbed, other_lengths, unusable
+from .sequential import OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
 from .verdict import LimitVerdict, MeasuredVerdict, undecided_words
 
-LENGTH_TOLERANCE = 0.10
-MIN_REQUESTS = 8
-# Above this share of failed requests the speeds are those of the survivors.
-MOST_FAILED = 0.01
-
-INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "dtype"}
+# What keeps a limit from being judged: a condition in which the runs differ, or a lack of evidence.
+Gap = Difference | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,10 @@ class Comparison:
         num_pairs: pairs of starts behind it; 0 for two runs.
         settled: whether more pairs of starts could not change the verdict.
         curves: the operating curve of each measured limit, for paired starts.
+        aspects: the verdicts on speed, quality and memory.
+        decided_by: the limits, or the conditions, that the outcome follows from; of a pass none.
+        conditions: those of the list that forbade a verdict.
+        differs_by: clauses on what was varied, which no verdict minds.
     """
 
     outcome: GateOutcome
@@ -81,6 +84,10 @@ class Comparison:
     curves: tuple[OperatingCurve, ...] = ()
     unknown: tuple[str, ...] = ()
     tasks: tuple[TaskChange, ...] = ()
+    aspects: tuple[AspectVerdict, ...] = ()
+    decided_by: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
+    differs_by: tuple[str, ...] = ()
 
     @property
     def verdicts(self) -> tuple[LimitVerdict, ...]:
@@ -97,6 +104,7 @@ class Comparison:
         verdicts = {
             "deltas": [one.as_dict() for one in self.deltas],
             "checks": [one.as_dict() for one in self.checks],
+            "aspects": [one.as_dict() for one in self.aspects],
         }
         return plain({**asdict(self), **verdicts, "exit_code": self.outcome.exit_code})
 
@@ -116,16 +124,20 @@ def compare(
     if comparison.reasons:
         return comparison
     comparison = replace(comparison, tasks=task_changes(base, new))
-    gaps: list[str] = []
+    gaps: list[Gap] = []
     if failed := failure_words([base], [new]):
         if failed[0] is GateOutcome.REGRESSION:
-            return replace(comparison, outcome=failed[0], reasons=(failed[1],))
-        gaps.append(failed[1])
+            return conclude(comparison, [failed[1]], [])
+        gaps.append(Difference(FAILURE, failed[1]))
     chosen = with_waiting(limits) or speed_limits(threshold)
     measured = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
-    if measured and (reason := unusable(base, new)):
+    reason = unusable(base, new)
+    speed = str(reason)
+    if measured and reason:
         gaps.insert(0, reason)
         measured = []
+    elif not measured and not reason:
+        speed = judge_in_runs(speed_limits(threshold)[0], base, new, num_limits=1, same=same)
     found = [
         judge_in_runs(limit, base, new, num_limits=len(measured), same=same) for limit in measured
     ]
@@ -140,7 +152,7 @@ def compare(
     if not limits:
         said = f"no metric is {threshold:.1%} worse: a change of that size would show"
         said = "both are the same run" if same else said
-    return conclude(comparison, [], gaps, said)
+    return conclude(comparison, [], gaps, said, speed)
 
 
 def judge_starts(
@@ -173,9 +185,12 @@ def judge_starts(
     most = max(max_pairs, len(base))
     plan = SequentialPlan(most, len(measured), len(base) if final else most)
     faults: list[str] = []
-    gaps: list[str] = []
+    gaps: list[Gap] = []
     if failed := failure_words(base, new):
-        (faults if failed[0] is GateOutcome.REGRESSION else gaps).append(failed[1])
+        if failed[0] is GateOutcome.REGRESSION:
+            faults.append(failed[1])
+        else:
+            gaps.append(Difference(FAILURE, failed[1]))
     if measured and (reason := other_lengths(base, new)):
         gaps.append(reason)
     found = [judge_in_starts(limit, base, new, plan) for limit in measured]
@@ -199,18 +214,25 @@ def _before_limits(
     quality and memory of the first starts that scored."""
     results = base[0].result, new[0].result
     pairs = zip(base, new, strict=True)
-    blocking = [reason for a, b in pairs for reason in incomparable(a.result, b.result)]
+    found = [difference for a, b in pairs for difference in incomparable(a.result, b.result)]
     comparison = Comparison(
         GateOutcome.NO_VERDICT,
-        tuple(dict.fromkeys(blocking)),
+        (),
         base[0].name,
         new[0].name,
         threshold,
         notes=remarks(*results),
         unknown=unknown_facts(*results),
+        differs_by=differs_by(*results),
     )
-    if blocking:
-        return comparison
+    if found:
+        reasons = tuple(dict.fromkeys(map(str, found)))
+        names = tuple(dict.fromkeys(one.condition for one in found))
+        verdict, why = GateOutcome.NO_VERDICT.value, "; ".join(reasons)
+        aspects = tuple(AspectVerdict(each, verdict, reason=why) for each in ASPECTS)
+        return replace(
+            comparison, reasons=reasons, aspects=aspects, decided_by=names, conditions=names
+        )
     before, after = scored_start(base), scored_start(new)
     memory = memory_changes(before.result, after.result)
     return replace(comparison, quality=quality_changes(before, after), memory=memory)
@@ -238,21 +260,43 @@ def scored_start(starts: Sequence[RunData]) -> RunData:
 
 
 def conclude(
-    comparison: Comparison, faults: Sequence[str], gaps: Sequence[str], said: str
+    comparison: Comparison,
+    faults: Sequence[str],
+    gaps: Sequence[Gap],
+    said: str = "",
+    speed: MeasuredVerdict | str = "no limit is on a speed",
 ) -> Comparison:
     """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided
-    limit or one of `gaps` is no verdict, and `said` describes a pass."""
+    limit or one of `gaps` is no verdict, and `said` describes a pass.
+
+    `speed` is shown where no limit is on one, or says why there is none; faults and gaps are all of speeds.
+    """
     verdicts = comparison.verdicts
     others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in gaps]
     outcome = GateOutcome.of([*(one.outcome for one in verdicts), *others])
-    reasons = (said,)
+    reasons, texts = (said,), [str(gap) for gap in gaps]
+    conditions = [gap.condition for gap in gaps if isinstance(gap, Difference)]
+    decided_by: list[str] = []
+    if outcome is not GateOutcome.PASS:
+        decided_by = [one.name for one in verdicts if one.outcome is outcome]
     if outcome is GateOutcome.REGRESSION:
         broken = [one.reason for one in verdicts if one.outcome is outcome]
         reasons = (*broken, *faults)
+        decided_by += faults
     elif outcome is GateOutcome.NO_VERDICT:
-        reasons = undecided_words(verdicts, gaps, by_starts=comparison.num_pairs > 0)
+        reasons = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
         reasons = reasons or ("no metric has values in both runs",)
-    return replace(comparison, outcome=outcome, reasons=reasons)
+        decided_by += [getattr(gap, "condition", str(gap)) for gap in gaps]
+    return replace(
+        comparison,
+        outcome=outcome,
+        reasons=reasons,
+        aspects=aspects_of(
+            verdicts, comparison.quality, comparison.memory, faults=faults, gaps=texts, speed=speed
+        ),
+        decided_by=tuple(dict.fromkeys(decided_by)),
+        conditions=tuple(dict.fromkeys(conditions)),
+    )
 
 
 def kept_words(num_limits: int) -> str:
@@ -270,19 +314,20 @@ def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
         "one start a side: how far two starts differ is assumed (llmopt compare --run measures it)"
     ]
     for side, data in (("base", base), ("new", new)):
+        passes = len(data.result["llmopt"]["runs"])
+        if 0 < (left_out := len(disturbed(data))) < passes:
+            notes.append(
+                f"{left_out} of {passes} passes of the {side} run were disturbed: changes and intervals are "
+                "without them, the values of the run are of all"
+            )
         if background_error(data) and (load := other_load(data)) > BUSY:
             notes.append(f"background load: {load:.0%} of the CPUs during the {side} run")
     return tuple(notes)
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Intended differences, which do not block a comparison."""
+    """Caveats that do not block a comparison."""
     notes = []
-    for key, words in INFORMATIVE_KEYS.items():
-        a, b = (side["llmopt"]["identity"][key] for side in (base, new))
-        if a != b:
-            notes.append(f"{words}: {a or 'none'} against {b or 'none'}")
-    notes += server_changes(base, new)
     if clocks := clock_change(base, new):
         notes.append(clocks)
     served = (new["llmopt"]["quality"] or {}).get("served") or {}
@@ -297,40 +342,6 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
             where = "its sampler" if record.get("slowdown_where") == "sampler" else "it"
             notes.append(f"{side}: {where} was slowed {record['slowdown']:g} times on purpose")
     return (*notes, *widened_notes({"the base": base, "the new model": new}))
-
-
-def unusable(base: RunData, new: RunData) -> str | None:
-    """Why speed cannot be judged although the work is the same: an interrupted or uncertified run, many
-    failures, too few requests, or other lengths."""
-    for side, data in (("base", base), ("new", new)):
-        result = data.result
-        if result["llmopt"]["interrupted"]:
-            return f"the {side} run was interrupted"
-        if result["failed"] > MOST_FAILED * (result["failed"] + result["completed"]):
-            return f"{result['failed']} requests failed in the {side} run"
-        if result["completed"] < MIN_REQUESTS:
-            return f"the {side} run has {result['completed']} requests: too few to judge"
-        client = result["llmopt"].get("client")
-        if client and not client["certified"]:
-            return f"the client disturbed the {side} run: {client['reasons'][0]}"
-    return other_lengths([base], [new])
-
-
-def other_lengths(base: Sequence[RunData], new: Sequence[RunData]) -> str | None:
-    """Why the speeds are of different work: a mean output length that is not shown to be within 10 %."""
-    lengths = [mean_value(COUNTED["mean_output_len"], side) or 0.0 for side in (base, new)]
-    if lengths[0] == lengths[1]:
-        return None
-    change = length_change(base, new)
-    reach = change.half_width(1 - FALSE_PASS) if change else 0.0
-    relative = change.log_ratio if change else relative_change(*lengths)
-    if abs(relative) + reach <= LENGTH_TOLERANCE:
-        return None
-    return (
-        f"the mean output length went from {lengths[0]:.1f} to {lengths[1]:.1f} tokens"
-        f"{f' (± {reach:.1%})' if reach else ''}: the speeds are of different work (fix the lengths with "
-        "--ignore-eos)"
-    )
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,13 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     elif not limit.at_most:
         evidence = Tails(evidence.as_low, evidence.as_high)
     undecided = f": too few to tell the limit {limit.text}"
-    return LimitVerdict.of(limit, said, evidence, undecided, base=before, new=after)
+    sides = {"base": before, "new": after, "change": change_between(before, after)}
+    return LimitVerdict.of(limit, said, evidence, undecided, **sides)
+
+
+def change_between(before: float | None, after: float | None) -> float | None:
+    """The relative change; None without two values, or from 0."""
+    return after / before - 1 if before and after is not None else None
 
 
 def shown(value: float, unit: str) -> str:

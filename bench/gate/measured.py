@@ -322,14 +322,24 @@ def judge_in_runs(
     slower = effect.log_ratio if limit.at_most else -effect.log_ratio
     excess = slower - limit.allowed(is_share=is_share)
     reach, width = (each.half_width(1 - FALSE_PASS) for each in (effect, change))
-    shown = float(reach) if is_share else math.expm1(reach)
+    bounds = (change.log_ratio - width, change.log_ratio + width)
+    low, high = bounds if is_share else map(math.expm1, bounds)
+    shown = (high - low) / 2 if limit.relative else math.expm1(reach)
     return _verdict(
         limit,
         Excess(excess - effect.half_width(1 - FALSE_REGRESSION / num_limits), excess + reach),
         f" ± {shown:.1%}: too noisy to tell the limit {limit.text}",
-        (centre_of(measured, before), centre_of(measured, after)),
-        (change.log_ratio, change.log_ratio - width, change.log_ratio + width),
+        (value_of_run(measured, base), value_of_run(measured, new)),
+        (change.log_ratio, *bounds),
     )
+
+
+def value_of_run(measured: Measured, data: RunData) -> float:
+    """The value that the run's own table and report show, over all its passes; of what they do not show, the
+    centre of the undisturbed passes."""
+    # The whole run's duration is not that of a pass.
+    recorded = None if measured.key == "duration" else data.result.get(measured.key)
+    return recorded or centre_of(measured, values_of(measured, data))
 
 
 def values_of(measured: Measured, data: RunData) -> list[float]:

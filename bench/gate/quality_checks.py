@@ -18,7 +18,7 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
 from ..record.result import RunData
-from .counts import relative_change, shown
+from .counts import change_between, relative_change, shown
 from .limits import SCORED, Limit, Scored, parse_share
 from .verdict import Excess, LimitVerdict
 
@@ -84,6 +84,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         if scored.column != "nll" and _quality(base if side == "base" else new):
             said += ": it needs a --reference"
         return LimitVerdict.of(limit, said, base=before, new=after)
+    moved = change_between(before, after)
     if not limit.relative:
         # Results of older versions have no intervals: their values are taken as they are.
         found = (_quality(new).get("intervals") or {}).get(scored.name)
@@ -95,15 +96,15 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         if isinstance(change, str):
             said = f"{scored.label} has a limit, but {change}"
             return LimitVerdict.of(limit, said, base=before, new=after)
-        value, interval = change
+        moved, interval = change
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
-        said += f"{shown(after, scored.unit)}: {value * 100:+.2f} %"
+        said += f"{shown(after, scored.unit)}: {moved * 100:+.2f} %"
         said += _between(interval, lambda side: f"{side * 100:+.2f} %")
     undecided = (
         f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
     )
     evidence = Excess.of(limit, interval)
-    sides = {"base": before, "new": after, "interval": interval}
+    sides = {"base": before, "new": after, "interval": interval, "change": moved}
     return LimitVerdict.of(limit, said, evidence, undecided, **sides)
 
 

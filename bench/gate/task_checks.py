@@ -18,7 +18,7 @@ import numpy as np
 
 from ..quality.task_items import Aggregation, ItemScores, aggregate
 from ..record.result import RunData
-from .counts import shown
+from .counts import change_between, shown
 from .limits import PREFIX, Limit, TaskScored
 from .verdict import Excess, LimitVerdict
 
@@ -74,13 +74,13 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     for side, row in zip(("base", "new"), rows, strict=True):
         if isinstance(row, str) and (side == "new" or limit.relative):
             return unknown(f" but no value in the {side} run: {row}")
-    row = rows[1]
+    row, moved = rows[1], change_between(before, after)
     assert isinstance(row, dict)
     if limit.relative:
         change = change_of(scored, base, new)
         if isinstance(change, str):
             return unknown(f", but {change}")
-        interval = change.interval
+        moved, interval = change.change, change.interval
         said = (
             f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: "
             f"{change.change * 100:+.2f} % ({_sides(interval)}; {change.words})"
@@ -94,7 +94,7 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         said = f"{scored.label} is {shown(row['value'], '')} ({low} to {high})"
     undecided = f": the limit {limit.text} is within the interval, score more items (--tasks-limit)"
     evidence = Excess.of(limit, interval)
-    sides = {"base": before, "new": after, "interval": interval}
+    sides = {"base": before, "new": after, "interval": interval, "change": moved}
     return LimitVerdict.of(limit, said, evidence, undecided, **sides)
 
 

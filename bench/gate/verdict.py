@@ -97,6 +97,7 @@ class LimitVerdict:
 
     Attributes:
         interval: of a count or score, or of its change where the limit is relative, with 95 % confidence.
+        change: relative to the base; None without two values.
     """
 
     key: str
@@ -108,6 +109,12 @@ class LimitVerdict:
     outcome: GateOutcome
     reason: str
     interval: Interval | None = None
+    change: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The quantity with its limit."""
+        return f"{self.label} {self.limit}"
 
     @classmethod
     def of(
@@ -152,13 +159,18 @@ class MeasuredVerdict(LimitVerdict):
 
     base: float
     new: float
-    change: float
+    change: float = 0.0
     worse: float
     low: float
     high: float
     allowed: float | None
     num_pairs: int = 0
     pairs_to_settle: int | None = None
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval of the change: what stands behind ±."""
+        return (self.high - self.low) / 2
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "interval"}

@@ -1,49 +1,166 @@
-"""Comparability of two runs: which facts must be equal, which may differ, and bytes of weights as served."""
+"""Comparability of two runs: the conditions that must be equal, what the user varies, and bytes of weights as
+served.
+
+A field of `llmopt.identity` is on one of two lists, which docs/measuring.md shows. A field on neither is
+taken for a condition, so that nothing unknown passes silently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-IDENTITY_KEYS = {
-    "workload_sha256": "the workloads differ",
-    "load": "the load settings differ",
-    "target": "the targets differ",
-    "engine": "the engine options differ",
-    "device": "the devices differ",
-    "machine": "the machines differ",
+PROMPTS = "prompts and their lengths"
+ARRIVAL = "arrival or concurrency"
+SAMPLING = "sampling and seeds"
+MACHINE = "machine and its limits"
+DISTURBANCE = "disturbance"
+FAILURE = "a failed or truncated run"
+# {condition: its fields}; `x.*` are all fields of x that no list names. Those of the last two are not of the
+# identity: `gate.compare.unusable` reads them.
+CONDITIONS: Mapping[str, tuple[str, ...]] = {
+    PROMPTS: ("workload_sha256", "engine.backend"),
+    ARRIVAL: ("load.*", "engine.lora_assignment", "engine.batch_size", "engine.client_workers"),
+    SAMPLING: ("load.ignore_eos", "load.temperature", "load.seed", "engine.extra_body"),
+    MACHINE: ("machine", "device", "hardware.*", "engine.num_threads"),
+    DISTURBANCE: ("runs.disturbed", "client.certified"),
+    FAILURE: ("interrupted", "failed", "completed"),
 }
-SERIES_KEYS = (*IDENTITY_KEYS, "quantization", "dtype")
-# Facts of the hardware (`machine.hardware`), compared one by one: a fact that one side lacks is unknown, not
-# another. Results from before they were recorded have none.
+VARIED: Mapping[str, tuple[str, ...]] = {
+    "model file": ("model",),
+    "weights": ("model_hash", "dtype", "engine.lora"),
+    "format": ("quantization",),
+    "kernels": ("engine.enforce_eager", "engine.overlapped_loop"),
+    "activation bits": ("engine.cpu_activations",),
+    "KV dtype": ("engine.kv_cache_dtype",),
+    "engine and its version": ("target", "server.*", "libraries.*"),
+    "engine options": ("engine.*",),
+}
+UNKNOWN = "fields that no list knows"
+# The name of what the hash of the prompts compares.
+IGNORED = ("workload",)
+_PLACE = {
+    **{field: (False, name) for name, fields in VARIED.items() for field in fields},
+    **{field: (True, name) for name, fields in CONDITIONS.items() for field in fields},
+}
+WORDS = {
+    "workload_sha256": "workload",
+    "model_hash": "weights",
+    "engine.num_threads": "threads",
+    "engine.cpu_activations": "activation bits",
+    "engine.kv_cache_dtype": "KV dtype",
+}
+SERIES_KEYS = ("workload_sha256", "load", "target", "engine", "device", "machine")
+SERIES_KEYS += ("quantization", "dtype")
+# Facts of the hardware, compared one by one. Results from before they were recorded have none.
 HARDWARE = "hardware"
+# Facts that not every target and machine has: one that a side lacks is unknown, not another.
+_MAY_BE_UNKNOWN = (f"{HARDWARE}.", "libraries.", "engine.backend", "engine.client_workers")
+CLIENT = "client: "
 CLOCK_TOLERANCE = 0.05
 
 
-def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Why these two runs did not do the same work under the same conditions; empty if they did."""
-    identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
-    reasons = []
-    for key, words in IDENTITY_KEYS.items():
-        before, after = (identity[key] for identity in identities)
-        if before == after:
-            continue
-        if isinstance(before, Mapping):
-            names = [name for name in before if before.get(name) != after.get(name)]
-            detail = ", ".join(f"{n}: {before.get(n)} and {after.get(n)}" for n in names)
-        else:
-            detail = f"{str(before)[:40]} and {str(after)[:40]}"
-        reasons.append(f"{words} ({detail})")
-    before, after = (identity.get(HARDWARE) or {} for identity in identities)
-    differing = [
-        f"{fact_words(name)}: {before[name]} and {after[name]}"
-        for name in before
-        if None not in (before[name], after.get(name)) and before[name] != after[name]
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A condition that two runs do not share, and a clause on how they differ."""
+
+    condition: str
+    said: str
+
+    def __str__(self) -> str:
+        return self.said
+
+
+def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """The conditions in which these two runs differ, in the order of the list; empty if they did the same
+    work on the same machine."""
+    found: dict[str, list[str]] = {}
+    for field, (before, after) in _differing(base, new).items():
+        is_condition, name = place_of(field)
+        if is_condition:
+            said = f"{field_words(field)}: {_shown(before)} and {_shown(after)}"
+            found.setdefault(name, []).append(said)
+    return [
+        Difference(name, f"not the same {name} ({', '.join(found[name])})")
+        for name in (*CONDITIONS, UNKNOWN)
+        if name in found
     ]
-    if differing:
-        reasons.append(f"the hardware or its settings differ ({', '.join(differing)})")
-    return reasons
+
+
+def differs_by(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Clauses on what was varied, which no verdict minds: `quantization: none against awq`."""
+    differing = _differing(base, new)
+    if "model" in differing:
+        differing.pop("model_hash", None)  # another model has other weights
+    clauses = []
+    for field, pair in differing.items():
+        if not place_of(field)[0]:
+            absent = "unknown" if field.startswith("server.") else "none"
+            before, after = (_shown(value, absent) for value in pair)
+            clauses.append(f"{field_words(field)}: {before} against {after}")
+    return tuple(clauses)
+
+
+def place_of(field: str) -> tuple[bool, str]:
+    """(whether a field of the identity is a condition, the name of its entry in the list)."""
+    found = _PLACE.get(field) or _PLACE.get(f"{field.partition('.')[0]}.*")
+    return found or (True, UNKNOWN)
+
+
+def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{field: its values} of the fields that differ."""
+    before, after = _fields(base), _fields(new)
+    if {before.get("target"), after.get("target")} == {"in-process", "http"}:
+        _align(before, after)
+    pairs = {
+        field: (before.get(field), after.get(field)) for field in dict.fromkeys([*before, *after])
+    }
+    return {
+        field: pair
+        for field, pair in pairs.items()
+        if pair[0] != pair[1] and not (None in pair and field.startswith(_MAY_BE_UNKNOWN))
+    }
+
+
+def _fields(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity with a dotted name for each inner field, and the versions of the libraries."""
+    record = result["llmopt"]
+    libraries = (record.get("environment") or {}).get("libraries") or {}
+    found: dict[str, Any] = {}
+    for key, value in {**record["identity"], "libraries": libraries}.items():
+        if f"{key}.*" in _PLACE:
+            found |= {f"{key}.{name}": inner for name, inner in (value or {}).items()}
+        elif key not in IGNORED:
+            found[key] = value
+    return found
+
+
+def _align(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Take what an in-process run knows of its machine, and a client does not of a server's, for unknown."""
+    names = sorted((fields["machine"].removeprefix(CLIENT) for fields in (before, after)), key=len)
+    if names[1].startswith(names[0]):  # the other names a GPU too
+        before["machine"] = after["machine"] = names[0]
+    own, served = (before, after) if after["target"] == "http" else (after, before)
+    if not served.get(f"{HARDWARE}.gpu") or own["device"] != "cpu":
+        own["device"] = served["device"]
+
+
+def _shown(value: Any, absent: str = "none") -> str:
+    """The value as text of at most 40 characters; a hash by its first 19."""
+    text = absent if value is None else str(value)
+    return text[:19] if text.startswith("sha256") else text[:40]
+
+
+def field_words(field: str) -> str:
+    """The field for readers: `threads`, `GPU driver`, `server version`, `max_num_seqs`."""
+    group, _, name = field.partition(".")
+    if field in WORDS or not name:
+        return WORDS.get(field, field)
+    if group == HARDWARE:
+        return fact_words(name)
+    return f"server {name}" if group == "server" else name
 
 
 def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
@@ -58,13 +175,16 @@ def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
         side = "base" if before is None else "new"
         return (f"the hardware of the {side} run is unknown: its result does not say",)
     where = "server" if identities[1]["target"] == "http" else "machine"
-    clauses = []
+    unknown: dict[str, list[str]] = {}
     for name in dict.fromkeys([*before, *after]):
         sides = [s for s, known in (("base", before), ("new", after)) if known.get(name) is None]
         if sides:
             runs = "both runs" if len(sides) == 2 else f"the {sides[0]} run"
-            clauses.append(f"the {where}'s {fact_words(name)} is unknown in {runs}")
-    return tuple(clauses)
+            unknown.setdefault(runs, []).append(fact_words(name))
+    return tuple(
+        f"the {where}'s {', '.join(names)} {'is' if len(names) == 1 else 'are'} unknown in {runs}"
+        for runs, names in unknown.items()
+    )
 
 
 def clock_change(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -81,16 +201,6 @@ def clock_change(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 def fact_words(name: str) -> str:
     """`gpu_power_limit_watts` as `GPU power limit watts`."""
     return name.replace("_", " ").replace("gpu", "GPU").replace("cpu", "CPU")
-
-
-def server_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences in what the servers say of themselves: an upgrade may be the very thing to compare."""
-    before, after = (result["llmopt"]["identity"].get("server") or {} for result in (base, new))
-    return [
-        f"server {name}: {before.get(name) or 'unknown'} against {after.get(name) or 'unknown'}"
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    ]
 
 
 def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +226,6 @@ def served_weight_bytes(result: Mapping[str, Any]) -> int | None:
     if held is None or stored is None or record["identity"].get("quantization"):
         return held
     return min(held, stored)
-
-
-def weight_share(base: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """Bytes of new's weights over those of base's, both as served."""
-    sizes = served_weight_bytes(base), served_weight_bytes(new)
-    return sizes[1] / sizes[0] if sizes[0] and sizes[1] else None
 
 
 def widened_words(name: str, result: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
     rows = []
     for check in checks:
         base, new = check.base, check.new
-        change = percent(new / base - 1, 2, signed=True) if base and new is not None else ""
+        change = "" if check.change is None else percent(check.change, 2, signed=True)
         shown = size if check.unit == "bytes" else partial(number, digits=4)
         label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
         between = score_interval_words(check)
@@ -170,6 +170,31 @@ def _interval_of_change(scored: Mapping[str, Any]) -> str:
     return f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"
 
 
+ASPECT_TONES: dict[str, Tone] = {
+    **{outcome.value: tone for outcome, tone in TONES.items()},
+    "better": "good",
+    "worse": "bad",
+    "undecided": "unsure",
+}
+
+
+def aspect_rows(comparison: Comparison) -> list[list[str]]:
+    """The verdicts on speed, quality and memory with what they are by, and the overall one."""
+    rows = [[one.aspect, one.verdict, one.words] for one in comparison.aspects]
+    decided = ", ".join(comparison.decided_by) or "; ".join(comparison.reasons)
+    return [*rows, ["overall", comparison.outcome.value, decided]]
+
+
+def aspects_table(comparison: Comparison) -> ReportTable:
+    """`aspect_rows` for the page."""
+    rows = aspect_rows(comparison)
+    tones: dict[int, Tone] = {
+        place: ASPECT_TONES.get(verdict, "plain") for place, (_, verdict, _) in enumerate(rows)
+    }
+    caption = "A verdict is by the limits; without one, by the interval of the change."
+    return ReportTable(["", "verdict", "by"], rows, caption, tones, is_prose=True)
+
+
 HEADLINES = {
     GateOutcome.PASS: "Pass",
     GateOutcome.REGRESSION: "Regression",
@@ -212,6 +237,7 @@ def comparison_page(
         notes=dict.fromkeys([*warnings(base.result), *warnings(new.result)]),
         cards=delta_cards(comparison),
         figures=figures,
+        aspects=aspects_table(comparison),
         limits=deltas_table(comparison.deltas, checks=comparison.checks),
         others=[*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)],
         operating_table=operating_table,
@@ -234,7 +260,7 @@ def delta_cards(comparison: Comparison) -> list[Card]:
     if scored and scored["perplexity_change"] is not None:
         base, new = scored["perplexity"]
         change = percent(scored["perplexity_change"], 2, signed=True)
-        cards.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
+        cards.append(Card("Perplexity", change, "", f"{number(base, 4)} → {number(new, 4)}"))
     base, new = comparison.memory.get("served_weight_bytes", (None, None))
     if base and new:
         cards.append(

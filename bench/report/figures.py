@@ -333,7 +333,9 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Speed, quality and memory of several runs, side by side."""
     panels: dict[str, Callable[[Any], float | None]] = {
         "Output throughput (tokens/s)": lambda r: r["output_throughput"],
-        "Median TPOT (ms)": lambda r: r["llmopt"]["metrics"]["tpot"]["median"],
+        "Median TPOT (ms)": lambda r: r.get(
+            "median_tpot_ms", r["llmopt"]["metrics"]["tpot"]["median"]
+        ),
         "Perplexity (lower is better)": lambda r: (r["llmopt"]["quality"] or {}).get("perplexity"),
         "Weights as served (MiB)": lambda r: (served_weight_bytes(r) or 0) / 2**20 or None,
     }

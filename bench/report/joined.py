@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
+from ..gate.run_conditions import unusable
 from ..page.page import Figure, Page, ReportVerdict
 from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
@@ -26,10 +27,11 @@ QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text."""
+    """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text; without
+    `throughput` speeds were measured under other conditions."""
 
     weight_bytes: float | None
-    throughput: float
+    throughput: float | None
     perplexity: float | None
     kl: float | None
     tokens: str | None
@@ -42,10 +44,9 @@ class ParetoPoint:
 
 def beats(one: ParetoPoint, other: ParetoPoint, quality_name: str) -> bool:
     """Pareto dominance: whether `one` is nowhere worse and somewhere better (size, speed, quality)."""
-    pairs = [
-        (one.quality(quality_name), other.quality(quality_name)),
-        (-one.throughput, -other.throughput),
-    ]
+    pairs = [(one.quality(quality_name), other.quality(quality_name))]
+    if one.throughput is not None and other.throughput is not None:
+        pairs.append((-one.throughput, -other.throughput))
     if one.weight_bytes is not None and other.weight_bytes is not None:
         pairs.append((one.weight_bytes, other.weight_bytes))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
@@ -71,7 +72,7 @@ def pareto_svg(
     points: dict[str, tuple[float, float]] = {}
     for name, one in candidates.items():
         x = one.throughput if against == "speed" else (one.weight_bytes or 0.0) / 2**20
-        points[name] = (x, one.quality(quality_name))
+        points[name] = (x or 0.0, one.quality(quality_name))
     sign = -1 if against == "speed" else 1
     best = sorted(
         point
@@ -99,7 +100,8 @@ def pareto_svg(
 
 
 def joined_page(runs: Sequence[RunData]) -> Page:
-    """The page of two or more runs; differing loads or quality protocols are reported as warnings on top.
+    """The page of two or more runs; conditions in which they differ are warnings on top, and then no speed is
+    compared.
 
     Raises:
         BadInput: fewer than two runs.
@@ -108,15 +110,17 @@ def joined_page(runs: Sequence[RunData]) -> Page:
         raise BadInput("a joined report needs two runs or more: a single run has its report.html")
     named = unique_names(runs)
     results = {name: run.result for name, run in named.items()}
-    candidates = {name: candidate(result) for name, result in results.items()}
+    obstacles = speed_obstacles(named)
+    candidates = {name: candidate(result, not obstacles) for name, result in results.items()}
     quality_name = shared_quality(candidates)
     best = front(candidates, quality_name)
+    notes = [warning for result in results.values() for warning in warnings(result)]
     return report_page(
         "report/joined.jinja",
         results=results,
         first=runs[0].result["llmopt"],
-        verdict=joined_verdict(results, best, quality_name),
-        notes=differences(results),
+        verdict=joined_verdict(results, candidates, best, quality_name),
+        notes=[*obstacles, *dict.fromkeys(notes), *widened_notes(results)],
         best=best,
         figures=joined_figures(named, candidates, quality_name),
         served_weight_bytes=served_weight_bytes,
@@ -138,6 +142,7 @@ def joined_figures(
         fronts = {
             name: Figure(f"pareto-{name}", pareto_svg(candidates, quality_name, name), half=True)
             for name in ("size", "speed")
+            if name == "size" or are_comparable(candidates)
         }
     return {**captioned(svgs, **{"side-by-side": ""}), **fronts}
 
@@ -154,13 +159,13 @@ def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
     return named
 
 
-def candidate(result: Mapping[str, Any]) -> ParetoPoint:
-    """The run as a point for the Pareto front."""
+def candidate(result: Mapping[str, Any], is_comparable: bool = True) -> ParetoPoint:
+    """The run as a point for the Pareto front; without its speed where that is not comparable."""
     record = result["llmopt"]
     scored = record["quality"] or {}
     return ParetoPoint(
         served_weight_bytes(result),
-        result["output_throughput"],
+        result["output_throughput"] if is_comparable else None,
         scored.get("perplexity"),
         scored.get("kl_nats"),
         scored.get("token_sha256"),
@@ -180,14 +185,24 @@ def shared_quality(candidates: Mapping[str, ParetoPoint]) -> str | None:
     return "perplexity"
 
 
+def are_comparable(candidates: Mapping[str, ParetoPoint]) -> bool:
+    """Whether the speeds of all were measured under the same conditions."""
+    return all(one.throughput is not None for one in candidates.values())
+
+
 def joined_verdict(
-    results: Mapping[str, Mapping[str, Any]], best: Sequence[str], quality_name: str | None
+    results: Mapping[str, Mapping[str, Any]],
+    candidates: Mapping[str, ParetoPoint],
+    best: Sequence[str],
+    quality_name: str | None,
 ) -> ReportVerdict:
-    """The Pareto-optimal runs, as a sentence."""
-    fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
-    held = {name: served_weight_bytes(result) for name, result in results.items()}
+    """The Pareto-optimal runs, as a sentence; the fastest only where speeds are comparable."""
+    speeds = {name: one.throughput or 0.0 for name, one in candidates.items()}
+    clauses = ["Their speeds are not comparable"]
+    if are_comparable(candidates):
+        clauses = [f"Fastest: {max(speeds, key=lambda name: speeds[name])}"]
+    held = {name: one.weight_bytes for name, one in candidates.items()}
     known = {name: value for name, value in held.items() if value is not None}
-    clauses = [f"Fastest: {fastest}"]
     if known:
         clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
@@ -196,21 +211,20 @@ def joined_verdict(
     behind = [name for name in results if name not in best]
     headline = f"Worth choosing among: {', '.join(best)}"
     if behind:
+        fast = ", as fast" if are_comparable(candidates) else ""
         clauses.append(
-            f"{', '.join(behind)}: another is at least as small, as fast and as close to the original"
+            f"{', '.join(behind)}: another is at least as small{fast} and as close to the original"
         )
     return ReportVerdict("plain", headline + ".", "; ".join(clauses) + ".")
 
 
-def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Obstacles to comparing these runs, and notes on each."""
-    names = list(results)
-    obstacles = []
-    for name in names[1:]:
-        for reason in incomparable(results[names[0]], results[name]):
-            obstacles.append(f"Not comparable in speed: {name} and {names[0]}: {reason}.")
-    for name, result in results.items():
-        if result["llmopt"]["interrupted"]:
-            obstacles.append(f"{name} was interrupted.")
-    notes = [warning for result in results.values() for warning in warnings(result)]
-    return [*obstacles, *dict.fromkeys(notes), *widened_notes(results)]
+def speed_obstacles(named: Mapping[str, RunData]) -> list[str]:
+    """Sentences on the conditions in which runs differ from the first, for which no speed is compared."""
+    (first_name, first), *others = named.items()
+    sentences = []
+    for name, run in others:
+        found = [*incomparable(first.result, run.result)]
+        if not found and (difference := unusable(first, run, (first_name, name))):
+            found = [difference]
+        sentences += [f"Not comparable in speed: {name} and {first_name}: {one}." for one in found]
+    return sentences

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..gate.aspects import SPEED
+from ..gate.compare import Comparison
 from ..load.step_split import reason_in_words
 from ..page.page import Figure, Page, ReportTable, ReportVerdict, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
-from ..record.comparable import served_weight_bytes, weight_share, widened_words
-from ..report.comparison import TONES, deltas_table
+from ..record.comparable import served_weight_bytes, widened_words
+from ..report.comparison import TONES, aspects_table, deltas_table
 from ..report.figures import (
     bars_svg,
     captioned,
@@ -36,6 +38,7 @@ HEADER = (
     "TTFT",
     "TPOT",
     "speed",
+    "overall",
 )
 WEIGHTS_CAPTION = (
     "Weights: as held; of a model that is not quantized, at most the bytes of its file."
@@ -60,7 +63,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
                 number(result["output_throughput"], 0),
                 f"{number(record['metrics']['ttft']['median'], 1)} ms",
                 f"{number(record['metrics']['tpot']['median'], 2)} ms",
-                "reference" if comparison is None else comparison.outcome.value,
+                *(("reference", "") if comparison is None else _verdicts(comparison)),
             ]
         )
     return rows
@@ -76,24 +79,19 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
             "The files do not hold what was computed: do not use them.",
         )
     best = min(run.variants, key=quality_key)
-    base = run.base.result["llmopt"]
     record = best.data.result["llmopt"]
-    ratio = weight_share(run.base.result, best.data.result)
+    share = _share_of_bytes(best.comparison)
     headline = best.variant.name
-    if ratio is not None:
-        headline += f" keeps {percent(ratio, 0)} of the weight bytes"
+    if share is not None:
+        headline += f" keeps {percent(share, 0)} of the weight bytes"
     scored = record["quality"]
-    if scored and base["quality"]:
-        change = scored["perplexity"] / base["quality"]["perplexity"] - 1
-        headline += (
-            f" {'is ' if ratio is None else ''}at {percent(change, 1, signed=True)} perplexity"
-        )
-    speed = best.data.result["output_throughput"] / run.base.result["output_throughput"] - 1
+    if (change := best.comparison.quality.get("perplexity_change")) is not None:
+        headline += f" {'is ' if share is None else ''}at {percent(change, 1, signed=True)} perplexity"
     files = "" if best.verified is None else best.verified.status.partition(":")[0]
     sentence = (
         f"It agrees with the {BASE_NAME} on the likeliest next token at "
         f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
-        f"Throughput changes by {percent(speed, 0, signed=True)}{own_verdict(best, 'output_throughput')}. "
+        f"{speed_words(best.comparison)} "
         f"{f'Every checkpoint was read back and is {files}. ' if files else ''}"
         f"{widened_words(f'the {BASE_NAME}', run.base.result)}"
     ).strip()
@@ -102,14 +100,28 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
     return ReportVerdict(tone, headline + ".", sentence)
 
 
-def own_verdict(variant: VariantRun, key: str) -> str:
-    """The verdict on one metric in parentheses, and behind it the overall one where that differs."""
-    overall = variant.comparison.outcome
-    verdict = next((d.outcome for d in variant.comparison.deltas if d.key == key), None)
-    if verdict is None or verdict is overall:
-        return f" ({overall.value})"
-    others = [d.label for d in variant.comparison.deltas if d.outcome is overall]
-    return f" ({verdict.value}; overall {overall.value}: {', '.join(others) or 'other limits'})"
+def speed_words(comparison: Comparison) -> str:
+    """The change of throughput with its verdict, and where another decided, the overall one by that."""
+    delta = next((one for one in comparison.deltas if one.key == "output_throughput"), None)
+    overall = comparison.outcome.value
+    if comparison.decided_by:
+        overall += f" by {', '.join(comparison.decided_by)}"
+    if delta is None:
+        return f"Throughput was not compared: {overall}."
+    said = f"Throughput changes by {percent(delta.change, 0, signed=True)} ({delta.outcome.value}"
+    return said + (")." if delta.outcome is comparison.outcome else f"; overall {overall}).")
+
+
+def _verdicts(comparison: Comparison) -> tuple[str, str]:
+    """The verdict on speed, and the overall one."""
+    speed = next((one.verdict for one in comparison.aspects if one.aspect == SPEED), "")
+    return speed, comparison.outcome.value
+
+
+def _share_of_bytes(comparison: Comparison) -> float | None:
+    """New bytes of weights over the base's, both as served."""
+    base, new = comparison.memory.get("served_weight_bytes", (None, None))
+    return new / base if base and new else None
 
 
 def quality_key(variant: VariantRun) -> float:
@@ -123,7 +135,11 @@ def quality_key(variant: VariantRun) -> float:
 def gate_sentence(run: RecipeRun) -> str:
     """Whether the verdicts gate, and what limits decoding."""
     if run.recipe.compare.gate:
-        return "The verdicts gate: a regression makes the command fail."
+        said = ["The verdicts gate: a regression makes the command fail."]
+        for one in run.variants:
+            decided = ", ".join(one.comparison.decided_by) or "every limit is kept"
+            said.append(f"{one.variant.name}: {one.comparison.outcome.value} ({decided}).")
+        return " ".join(said)
     decode = decode_explanation(run.base.result)
     best = min(run.variants, key=quality_key)
     if reason := reason_in_words(run.base.result, best.data.result):
@@ -168,13 +184,11 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
 
 def summary_table(run: RecipeRun) -> ReportTable:
     """`verdict_rows`, with the change of weight bytes and perplexity from the original."""
-    base = run.base.result["llmopt"]
     rows = verdict_rows(run)
-    for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
-        record = result["llmopt"]
-        row[1] += f" ({percent(weight_share(run.base.result, result), 0)})"
-        if record["quality"] and base["quality"]:
-            change = record["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
+    for row, variant in zip(rows[1:], run.variants, strict=True):
+        if (share := _share_of_bytes(variant.comparison)) is not None:
+            row[1] += f" ({percent(share, 0)})"
+        if (change := variant.comparison.quality.get("perplexity_change")) is not None:
             row[2] += f" ({percent(change, 2, signed=True)})"
     caption = f"In parentheses: relative to the {BASE_NAME}. {WEIGHTS_CAPTION}"
     return ReportTable(HEADER, rows, caption=caption)
@@ -197,6 +211,7 @@ def recipe_page(run: RecipeRun) -> Page:
         explanation=next(filter(None, explained), ""),
         figures=recipe_figures(run),
         deltas_table=deltas_table,
+        aspects_table=aspects_table,
     )
 
 

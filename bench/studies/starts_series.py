@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
@@ -68,6 +70,7 @@ def warm(start: RunData) -> RunData:
 
 # The first pair also writes reports.
 PACE_PAIR = 2
+CRASH = "the crash of the new build"
 URL_NOTE = (
     "a URL names a server that is already running, so only the client starts anew: effects of a start of the "
     "server (memory layout, clocks, compilation) are not seen"
@@ -190,10 +193,17 @@ class PairedSeries:
         base, new = self.plan.base.name, self.plan.new.name
         pairs = len(self.new)
         reason = f"the new build crashes and the base does not: {crash}"
-        blank = Comparison(GateOutcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs)
+        blank = Comparison(
+            GateOutcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs, decided_by=(CRASH,)
+        )
         if not self.new:
             return Finished(self.plan, (), (), blank, "the new build crashed")
-        judged = replace(self._judge(final=True), outcome=GateOutcome.REGRESSION, reasons=(reason,))
+        judged = replace(
+            self._judge(final=True),
+            outcome=GateOutcome.REGRESSION,
+            reasons=(reason,),
+            decided_by=(CRASH,),
+        )
         return self._finished(judged, "the new build crashed")
 
     def _judge(self, *, final: bool) -> Comparison:
@@ -213,7 +223,11 @@ class PairedSeries:
             return comparison
         reason = "no limit has a value in both builds"
         return replace(
-            comparison, outcome=GateOutcome.NO_VERDICT, reasons=(reason, *notes), settled=True
+            comparison,
+            outcome=GateOutcome.NO_VERDICT,
+            reasons=(reason, *notes),
+            settled=True,
+            decided_by=(reason,),
         )
 
     def _finished(self, comparison: Comparison, reason: str) -> Finished:
@@ -307,8 +321,15 @@ def starts_page(finished: Finished) -> Page:
 
 
 def pooled(starts: Sequence[RunData]) -> RunData:
-    """The passes of all starts as one run, for figures and dashboards; the rest is the first start's."""
+    """The passes of all starts as one run, for figures and dashboards, with the medians over the starts that
+    the verdict shows; the rest is the first start's."""
     first = starts[0]
+    values = {key: [value_of_start(start, key) for start in starts] for key in MEASURED}
+    medians = {
+        key: float(np.median([value for value in found if value is not None]))
+        for key, found in values.items()
+        if key in first.result and key != "duration" and None not in found
+    }
     runs = [one for start in starts for one in start.result["llmopt"]["runs"]]
     ours = {**first.result["llmopt"], "runs": runs, "num_runs": len(runs)}
     tables = [start.requests for start in starts]
@@ -318,4 +339,4 @@ def pooled(starts: Sequence[RunData]) -> RunData:
         requests = {
             key: [cell for table in tables for cell in (table or {})[key]] for key in columns
         }
-    return RunData({**first.result, "llmopt": ours}, requests)
+    return RunData({**first.result, **medians, "llmopt": ours}, requests)

@@ -121,6 +121,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     """Print the comparison table and the verdict."""
     from ...bench.page.page import number, percent
     from ...bench.report.comparison import (
+        aspect_rows,
         check_rows,
         memory_rows,
         operating_table,
@@ -137,7 +138,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
             number(delta.base),
             number(delta.new),
             percent(delta.change, signed=True),
-            percent((delta.high - delta.low) / 2) if math.isfinite(delta.high) else "unbounded",
+            percent(delta.half_width) if math.isfinite(delta.high) else "unbounded",
             delta.limit,
             delta.outcome.value,
         )
@@ -151,6 +152,10 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     if comparison.curves:
         curves = operating_table(comparison.curves)
         out.print(plain_table(curves.header, curves.rows, title="Chance of each verdict"))
+    for aspect, verdict, words in aspect_rows(comparison):
+        out.print(f"{aspect:<8} {verdict:<12} {words}", markup=False)
+    if comparison.differs_by:
+        out.print(f"differs by: {'; '.join(comparison.differs_by)}", markup=False)
     for note in comparison.notes:
         out.print(f"note: {note}", markup=False)
     out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)

@@ -135,7 +135,7 @@ def test_what_is_no_pair_is_refused_and_other_work_is_not_judged() -> None:
     other = copy.deepcopy(starts(1))
     other[0].result["llmopt"]["identity"]["device"] = "another"
     found = judge_starts(starts(1), other, limits=parse_gate(GATE), max_pairs=4)
-    assert found.outcome is GateOutcome.NO_VERDICT and "the devices differ" in found.reasons[0]
+    assert found.outcome is GateOutcome.NO_VERDICT and "device: x and another" in found.reasons[0]
 
 
 def test_failures_and_checks_count_over_all_starts() -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.gate.compare import RunData
+from llmopt.bench.page.page import to_markdown
 from llmopt.bench.report.joined import ParetoPoint, front, joined_page, shared_quality
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
@@ -194,8 +195,10 @@ def test_a_joined_page_says_what_cannot_be_compared(root: Path, tmp_path: Path) 
     other["llmopt"]["quality"] = None
     page = joined_page([one, RunData(other)])
     assert page.title == "2 runs: base, base (2)"
-    assert any("the machines differ" in warning for warning in page.warnings)
+    assert any("not the same machine and its limits" in warning for warning in page.warnings)
     assert "No quality was scored alike" in page.verdict.headline
+    assert "Their speeds are not comparable" in page.verdict.sentence
+    assert "Fastest" not in page.verdict.sentence and "()" not in to_markdown(page)
 
 
 def test_the_pareto_front_by_hand() -> None:

@@ -248,16 +248,18 @@ def test_comparison_page_for_every_outcome() -> None:
     other.result["llmopt"]["identity"]["workload_sha256"] = "x" * 64
     comparison = compare(base, other)
     assert comparison.outcome is GateOutcome.NO_VERDICT
-    assert "the workloads differ" in to_html(comparison_page(base, other, comparison))
+    assert "not the same prompts and their lengths (workload" in to_html(
+        comparison_page(base, other, comparison)
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("workload_sha256", "x", "workloads"),
+        ("workload_sha256", "x", "prompts and their lengths"),
         ("load", {"max_concurrency": 4}, "max_concurrency: 8 and 4"),
-        ("device", "cuda", "devices"),
-        ("machine", "another", "machines"),
+        ("device", "cuda", "device: cpu and cuda"),
+        ("machine", "another", "machine: a machine and another"),
     ],
 )
 def test_incomparable_runs_get_no_verdict(key: str, value: Any, said: str) -> None:
@@ -274,8 +276,8 @@ def test_models_may_differ_and_it_is_reported() -> None:
     new.result["llmopt"]["identity"]["quantization"] = "awq"
     found = compare(base, new)
     assert found.outcome is GateOutcome.PASS
-    assert found.notes[0] == "quantization: none against awq"
-    assert found.notes[1].startswith("one start a side")
+    assert found.differs_by == ("quantization: none against awq",)
+    assert found.notes[0].startswith("one start a side")
 
 
 def test_failures_come_before_latencies() -> None:

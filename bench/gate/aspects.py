@@ -1,0 +1,207 @@
+"""Speed, quality and memory of a comparison: a verdict each, with its quantity and the interval.
+
+The verdict is that of the limits on the aspect. Where none is on it, the interval of its usual quantity says
+whether the new side is better, worse, equal or undecided, which decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from ..metrics.metrics import higher_is_better
+from ..page.page import number, percent, size
+from .limits import MEASURED, PREFIX, SCORED, GateOutcome
+from .verdict import Interval, LimitVerdict, MeasuredVerdict
+
+ASPECTS = SPEED, QUALITY, MEMORY = "speed", "quality", "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class AspectVerdict:
+    """The verdict on one aspect.
+
+    Attributes:
+        verdict: an outcome of the gate where the aspect has a limit or cannot be judged; else `better`,
+            `worse`, `equal`, `undecided` or `not measured`.
+        limit: that decided, in gate syntax; None without one.
+        change: relative to the base.
+        interval: of the change, or of the new value where the limit is on that.
+        is_of_value: whether the interval is that of the value.
+        reason: why there is no value.
+    """
+
+    aspect: str
+    verdict: str
+    limit: str | None = None
+    label: str = ""
+    unit: str = ""
+    base: float | None = None
+    new: float | None = None
+    change: float | None = None
+    interval: Interval | None = None
+    is_of_value: bool = False
+    reason: str = ""
+
+    @classmethod
+    def of_limits(
+        cls, aspect: str, outcome: GateOutcome, verdicts: Sequence[LimitVerdict], reason: str
+    ) -> Self:
+        """By the first limit with the outcome; by `reason` where none has it."""
+        decided = next((one for one in verdicts if one.outcome is outcome), None)
+        if decided is None:
+            return cls(aspect, outcome.value, reason=reason)
+        is_change = isinstance(decided, MeasuredVerdict) or decided.limit.endswith("%")
+        interval = decided.interval
+        if isinstance(decided, MeasuredVerdict):
+            interval = decided.low, decided.high
+        return cls(
+            aspect,
+            outcome.value,
+            limit=decided.limit,
+            label=decided.label,
+            unit=decided.unit,
+            base=decided.base,
+            new=decided.new,
+            change=decided.change,
+            interval=interval,
+            is_of_value=not is_change,
+            reason=decided.reason if decided.new is None else "",
+        )
+
+    @classmethod
+    def without_limit(
+        cls,
+        aspect: str,
+        key: str,
+        label: str,
+        unit: str,
+        sides: tuple[float, float],
+        change: float,
+        interval: Interval,
+    ) -> Self:
+        """By the interval of the change of one quantity."""
+        low, high = (
+            otherwise if side is None else side
+            for side, otherwise in zip(interval, (-math.inf, math.inf), strict=True)
+        )
+        if not higher_is_better(key):
+            low, high = -high, -low
+        word = "equal" if low == high == 0 else "better" if low > 0 else "undecided"
+        word = "worse" if high < 0 else word
+        return cls(aspect, word, None, label, unit, *sides, change, interval)
+
+    @property
+    def words(self) -> str:
+        """The quantity, its change with the interval, and the limit, as a clause."""
+        if self.new is None:
+            return self.reason
+        value = size if self.unit == "bytes" else _number
+        unit = "" if self.unit in ("", "bytes", "share") else f" {self.unit}"
+        said = f"{self.label} {value(self.new)}{unit}"
+        if self.is_of_value:
+            said += self._between(value)
+        elif self.change is not None:
+            said = f"{self.label} {_signed(self.change)}{self._between(_signed)}"
+            said += f", {value(self.base)} to {value(self.new)}{unit}"
+        return said if self.limit is None else f"{said}; limit {self.limit}"
+
+    def _between(self, words: Any) -> str:
+        """The interval in parentheses; an exact value has none."""
+        if self.interval is None or self.interval[0] == self.interval[1]:
+            return ""
+        known = (None if side is None or math.isinf(side) else side for side in self.interval)
+        sides = ("unbounded" if side is None else words(side) for side in known)
+        return f" ({' to '.join(sides)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "words": self.words}
+
+
+def _signed(value: float) -> str:
+    return percent(value, signed=True)
+
+
+def _number(value: float | None) -> str:
+    """With two decimals; below 10 with four, as scores need them."""
+    return number(value, 2 if value is None or abs(value) >= 10 else 4)
+
+
+def aspect_of(key: str) -> str:
+    """The aspect that a quantity of the gate belongs to; counts of requests belong to speed."""
+    if key in SCORED or key.startswith(PREFIX):
+        return QUALITY
+    return MEMORY if key not in MEASURED and key.endswith("_bytes") else SPEED
+
+
+def aspects_of(
+    verdicts: Sequence[LimitVerdict],
+    quality: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    *,
+    faults: Sequence[str],
+    gaps: Sequence[str],
+    speed: MeasuredVerdict | str,
+) -> tuple[AspectVerdict, ...]:
+    """The verdicts on speed, quality and memory: by their limits where they have some.
+
+    Args:
+        faults, gaps: why speed regressed, or has no verdict, beside its limits.
+        speed: shown where no limit is on one, or why there is none.
+    """
+    without = {
+        SPEED: _speed_without_limit(speed),
+        QUALITY: _quality_without_limit(quality),
+        MEMORY: _memory_without_limit(memory),
+    }
+    aspects = []
+    for aspect, otherwise in without.items():
+        mine = [one for one in verdicts if aspect_of(one.key) == aspect]
+        outcomes = [one.outcome for one in mine]
+        if aspect == SPEED:
+            outcomes += [GateOutcome.REGRESSION for _ in faults]
+            outcomes += [GateOutcome.NO_VERDICT for _ in gaps]
+        if not outcomes:
+            aspects.append(otherwise)
+            continue
+        outcome, reason = GateOutcome.of(outcomes), "; ".join(faults or gaps)
+        aspects.append(AspectVerdict.of_limits(aspect, outcome, mine, reason))
+    return tuple(aspects)
+
+
+def _speed_without_limit(delta: MeasuredVerdict | str) -> AspectVerdict:
+    """Speed by one metric of both runs, which no limit is on."""
+    if isinstance(delta, str):
+        return AspectVerdict(SPEED, "not measured", reason=delta)
+    sides, interval = (delta.base, delta.new), (delta.low, delta.high)
+    return AspectVerdict.without_limit(
+        SPEED, delta.key, delta.label, delta.unit, sides, delta.change, interval
+    )
+
+
+def _quality_without_limit(quality: Mapping[str, Any]) -> AspectVerdict:
+    """Quality by the change of perplexity on the same tokens, of `quality_changes`."""
+    if not quality or None in quality["perplexity"]:
+        return AspectVerdict(QUALITY, "not measured", reason="no quality in both runs")
+    change = quality["perplexity_change"]
+    if change is None:
+        return AspectVerdict(QUALITY, "not measured", reason="the runs scored different tokens")
+    interval = quality["perplexity_change_interval"] or (change, change)
+    sides = tuple(quality["perplexity"])
+    return AspectVerdict.without_limit(
+        QUALITY, "perplexity", "Perplexity", "", sides, change, tuple(interval)
+    )
+
+
+def _memory_without_limit(memory: Mapping[str, Any]) -> AspectVerdict:
+    """Memory by the bytes of the weights as served, of `memory_changes`."""
+    base, new = memory.get("served_weight_bytes", (None, None))
+    if not base or not new:
+        return AspectVerdict(MEMORY, "not measured", reason="no bytes of weights in both runs")
+    change = new / base - 1
+    label = "Weights as served"
+    return AspectVerdict.without_limit(
+        MEMORY, "weight_bytes", label, "bytes", (base, new), change, (change, change)
+    )
