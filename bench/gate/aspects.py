@@ -7,8 +7,9 @@ whether the new side is better, worse, equal or undecided, which decides nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 from ..metrics.metrics import higher_is_better
@@ -104,11 +105,12 @@ class AspectVerdict:
         if self.is_of_value:
             said += self._between(value)
         elif self.change is not None:
-            said = f"{self.label} {_signed(self.change)}{self._between(_signed)}"
+            signed = partial(percent, digits=2 if self.aspect == QUALITY else 1, signed=True)
+            said = f"{self.label} {signed(self.change)}{self._between(signed)}"
             said += f", {value(self.base)} to {value(self.new)}{unit}"
         return said if self.limit is None else f"{said}; limit {self.limit}"
 
-    def _between(self, words: Any) -> str:
+    def _between(self, words: Callable[[float], str]) -> str:
         """The interval in parentheses; an exact value has none."""
         if self.interval is None or self.interval[0] == self.interval[1]:
             return ""
@@ -118,10 +120,6 @@ class AspectVerdict:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "words": self.words}
-
-
-def _signed(value: float) -> str:
-    return percent(value, signed=True)
 
 
 def _number(value: float | None) -> str:

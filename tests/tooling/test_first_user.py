@@ -1,0 +1,41 @@
+"""The first user's flow on the bundled model, and that a number shown otherwise is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tools.first_user import LOAD, QUANTIZATIONS, FirstUser, agrees, rows
+
+from ..support.cli_process import run_llmopt
+
+SMALL = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "2", "--quality-tokens", "512")
+
+
+def run_forked(*words: str | Path) -> CompletedProcess[str]:
+    return run_llmopt(*words, env={**os.environ, "COLUMNS": "240"})
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_every_pair_has_a_verdict_and_every_number_is_one(tmp_path: Path) -> None:
+    user = FirstUser(tmp_path, run_forked, (*LOAD, *SMALL))
+    given = tmp_path / "given.gguf"
+    user.call("quantize", "stories3M", *QUANTIZATIONS["q8"], "-o", given)
+    kept = {name: QUANTIZATIONS[name] for name in ("q4km", "gptq4", "w8a8")}
+    user.go(given, "stories3M", kept)
+    assert user.problems == [] and len(user.outcomes) == 10 and user.compared > 400
+
+
+def test_a_number_agrees_with_its_rounding_alone() -> None:
+    assert agrees("1,583.59 tokens/s", 1583.592) and not agrees("1,575", 1583.59)
+    assert agrees("5.88 MiB", 5.88 * 2**20) and not agrees("5.88 MiB", 5.9 * 2**20)
+    assert agrees("+53.7 %", 53.71) and not agrees("+53.7 %", 74.6)
+    page = "| | base | new\n\n| metric | base |\n| --- | --- |\n| a | 1 |\n| b | 2 |\n\ntext\n"
+    assert list(rows(page, "metric", "base")) == [
+        {"metric": "a", "base": "1"},
+        {"metric": "b", "base": "2"},
+    ]
