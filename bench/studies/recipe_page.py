@@ -86,7 +86,9 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
         headline += f" keeps {percent(share, 0)} of the weight bytes"
     scored = record["quality"]
     if (change := best.comparison.quality.get("perplexity_change")) is not None:
-        headline += f" {'is ' if share is None else ''}at {percent(change, 1, signed=True)} perplexity"
+        headline += (
+            f" {'is ' if share is None else ''}at {percent(change, 1, signed=True)} perplexity"
+        )
     files = "" if best.verified is None else best.verified.status.partition(":")[0]
     sentence = (
         f"It agrees with the {BASE_NAME} on the likeliest next token at "
