@@ -157,7 +157,7 @@ def _report(
     out = result_console(result.as_json, run.result)
     show_run(run.result, options, out)
     if run.interrupted:
-        people.print(f"interrupted: what finished is in {folder}", markup=False)
+        people.print(f"interrupted: what finished is in {folder}")
         raise typer.Exit(130)
     written = f"Report: {folder / 'report.html'}" if options.report else f"Result: {folder}"
     say(written, out)

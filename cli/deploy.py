@@ -80,7 +80,7 @@ def deploy(
     stored = stored_quantization_of(find_model(planned.like or model))
     plan = _plan(choices, planned, stored)
     for warning in plan.warnings:
-        people.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        people.print(f"warning: {warning}", soft_wrap=True)
     deployment = deployment_for(choices, plan, stored)
     files = deploy_files(deployment)
     for path, text in files.items():
@@ -126,4 +126,4 @@ def _show(deployment: ServerDeployment, folder: Path, files: Mapping[str, str]) 
         f"  docker compose -f {folder}/compose/compose.yaml up",
     ]
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

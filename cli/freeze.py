@@ -23,6 +23,7 @@ class FrozenOptions:
         flag="--output -o",
         hidden_flags=("--out",),
         writes="file",
+        common=True,
     )
     as_json: bool = json_option()
 

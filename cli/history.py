@@ -11,6 +11,7 @@ import typer
 from ..quant.base.option import option
 from .options.command import output_to, with_options, writable
 from .options.shared import Json
+from .output.help_screen import App
 
 if TYPE_CHECKING:
     from ..bench.studies.history_runs import HistoryRun
@@ -36,7 +37,7 @@ class HistoryLimitOptions:
     since: str | None = option(None, _SINCE)
 
 
-history = typer.Typer(
+history = App(
     no_args_is_help=False,
     help="Keep a history of runs, and find the commits that changed their speed.",
 )

@@ -21,16 +21,17 @@ class PlanOutputOptions:
 
     PANEL: ClassVar = "Output"
 
-    explain: bool = option(False, "Each formula with its numbers.", flag="--explain")
+    explain: bool = option(False, "Each formula with its numbers.", flag="--explain", common=True)
     output: Path | None = option(
         None,
         "Write the plan as JSON to this file.",
         flag="--output -o",
         hidden_flags=("--out",),
         writes="file",
+        common=True,
     )
-    html: Path | None = option(None, "Write the plan as a page.", writes="file")
-    as_json: bool = option(False, "Print the plan as JSON.", flag="--json")
+    html: Path | None = option(None, "Write the plan as a page.", writes="file", common=True)
+    as_json: bool = option(False, "Print the plan as JSON.", flag="--json", common=True)
 
 
 @with_options

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from .output.help_screen import App
+
 COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
@@ -59,11 +61,7 @@ def summaries() -> typer.Typer:
 
 
 def _empty() -> typer.Typer:
-    app = typer.Typer(
-        name="llmopt",
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    app = App(name="llmopt")
     # With a callback, Typer keeps the command name even if there is only one command.
     app.callback(
         help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",

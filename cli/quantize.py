@@ -24,6 +24,7 @@ class RunOptions:
         False,
         "Only predict sizes, time, memory and compatible loaders; write nothing.",
         flag="--dry-run",
+        common=True,
     )
     as_json: bool = json_option()
 
@@ -47,20 +48,14 @@ def quantize(
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
-    folder = resolve_model(name)
-
-    label = Path(name).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name
+    label = Path(name).name.removesuffix(GGUF_SUFFIX) or resolve_model(name).resolve().name
     given = keywords_of_words(QuantizeRequest, asked | run)
     bpw, size = asked["target_bpw"], asked["target_size"]
     if size is not None:
         given["target_bytes"] = parse_bytes(size)
     kind = asked["gguf_type"] or (f"{bpw:g}bpw" if bpw else size)
     default = _default_output(label, asked["method"], given.get("bits"), kind)
-    # None is what is best for the method; a program that leaves it away gets no rotation.
-    given.setdefault("rotations", None)
-    request = QuantizeRequest(
-        model=folder, model_name=label, output=output or Path(default), **given
-    )
+    request = QuantizeRequest.of(name, output or Path(default), **given)
     # Nothing before imports torch.
     if chosen.dry_run:
         _dry_run(request, chosen.as_json)

@@ -30,5 +30,5 @@ def report(
     page = joined_page(read)
     page.write(output, markdown)
     out = result_console(False)
-    out.print(f"{page.verdict.headline} {page.verdict.sentence}", markup=False)
+    out.print(f"{page.verdict.headline} {page.verdict.sentence}")
     say(f"Report: {output}", out)

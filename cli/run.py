@@ -88,7 +88,7 @@ def _run(stages: Stages, as_json: bool) -> None:
     out = result_console(as_json, {"folder": str(stages.folder), **done.record})
     out.print(done.table)
     for line in done.lines:
-        out.print(line, markup=False)
+        out.print(line)
     say(f"Report: {stages.folder / 'report.html'}", out)
     if done.record["exit_code"]:
         raise typer.Exit(done.record["exit_code"])

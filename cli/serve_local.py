@@ -111,7 +111,7 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
     if options.log_format == "json":
         logging.getLogger("llmopt.cli").info(LogEvent(event, fields))
     else:
-        people.print(text, soft_wrap=True, markup=False)
+        people.print(text, soft_wrap=True)
 
 
 def _context(engine: Engine) -> str:

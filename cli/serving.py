@@ -139,5 +139,5 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
         typer.echo(shown)
         return
     program = server.find()
-    people.print(f"handing over: {shown}", soft_wrap=True, markup=False)
+    people.print(f"handing over: {shown}", soft_wrap=True)
     os.execve(program, command, {**os.environ, **environment})

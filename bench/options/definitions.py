@@ -30,6 +30,7 @@ class DataOptions:
         "hf, azure, burstgpt, mooncake, or a file. sharegpt without a path is a bundled stand-in; "
         "azure and mooncake have bundled slices.",
         flag="--dataset --dataset-name",
+        common=True,
     )
     dataset_path: Path | None = option(
         None, "The data set's file; with hf OWNER/NAME; hub fetches ShareGPT's own file."
@@ -39,6 +40,7 @@ class DataOptions:
         "Requests or conversations per run. Default: 48, or all of a frozen workload.",
         limit=POSITIVE,
         unset=True,
+        common=True,
     )
     output_len: int | None = option(
         None,
@@ -47,10 +49,16 @@ class DataOptions:
         limit=POSITIVE,
     )
     random_input_len: int | None = option(
-        None, "Prompt tokens of random. Default: 1024.", limit=POSITIVE
+        None,
+        "Prompt tokens of random. Default: 1024.",
+        limit=POSITIVE,
+        common=True,
     )
     random_output_len: int | None = option(
-        None, "Output tokens of random. Default: 128.", limit=POSITIVE
+        None,
+        "Output tokens of random. Default: 128.",
+        limit=POSITIVE,
+        common=True,
     )
     random_prefix_len: int = option(0, "Shared prefix tokens of random.", limit=COUNT)
     random_batch_size: int = option(
@@ -118,6 +126,7 @@ class ArrivalOptions:
         None,
         "Requests per second, or inf for all at once. Default: closed loop.",
         limit=within(gt=0),
+        common=True,
     )
     burstiness: float = option(
         1.0,
@@ -183,6 +192,7 @@ class LoadOptions:
         "Maximum requests or conversations in flight. Default: 8; no limit with --request-rate.",
         hidden_flags=("--multi-turn-concurrency",),
         limit=POSITIVE,
+        common=True,
     )
     duration: float | None = option(
         None,
@@ -230,6 +240,7 @@ class TargetOptions:
         None,
         "Start a server of this kind with the model on a free port, measure it over HTTP, and stop "
         "it: vllm, llama.cpp, transformers, llmopt, or a command line with {port}, {model}, {name} in it.",
+        common=True,
     )
     serve_args: str | None = option(
         None, 'Additional arguments for that server, such as "--max-num-seqs 16".'
@@ -239,7 +250,9 @@ class TargetOptions:
     )
     serve_timeout: float = option(600.0, "Start-up timeout of the server in seconds.", limit=RATE)
     base_url: str | None = option(
-        None, "Measure the OpenAI-compatible server at this URL instead of a model here."
+        None,
+        "Measure the OpenAI-compatible server at this URL instead of a model here.",
+        common=True,
     )
     backend: str = option(
         "openai",
@@ -353,11 +366,12 @@ class QualityOptions:
         None,
         "Model to measure the distance from (KL divergence, top-1 agreement); with --base-url the "
         "URL of its server.",
+        common=True,
     )
     tasks: tuple[str, ...] = option(
         (),
         "lm-eval tasks to score, NAME[,NAME]; a NAME may be the path of a task's YAML file. "
-        "Needs llmopt\\[eval].",
+        "Needs llmopt[eval].",
         word=str,
         parse=listed,
     )

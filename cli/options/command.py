@@ -19,6 +19,9 @@ written, for a reader that parses and checks them together.
 
 The file's values are the command's defaults (click's `default_map`): the command line and the environment
 win. The name and the precedence are vLLM's.
+
+A command of more than `MOST_SHOWN` options, some of them `common`, gets `--help-all`, and its `--help` leaves
+the others out (`cli/output/help_screen.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ import typer
 from ...quant.base.option import Option, flag_of, options_of, word_and_default, word_name
 
 _HIDDEN = "__hidden"
+MOST_SHOWN = 30
+SHOW_ALL = "llmopt.help_all"
+"""Key of a context's `meta`: the help screen shows every option."""
 Words = dict[str, Any]
 """Words of a command line by the names of their flags; None, or a default, for those not given."""
 
@@ -113,9 +119,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     known = {one.name: one for one in shown if shown_name(one.name) == one.name}
     # Aliases come last: Typer lists arguments and options in the order of parameters.
     every = [*known.values(), *(one for one in shown if one.name not in known)]
+    rare = frozenset(name for name, one in known.items() if _is_rare(one))
+    is_long = len(known) > MOST_SHOWN and any(map(_is_common, known.values()))
+    if is_long:
+        every.append(
+            Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=_HELP_ALL)
+        )
 
     @wraps(command)
     def call(**given: Any) -> None:
+        given.pop("help_all", None)
         given = _by_shown_name(given, known)
         made = {
             name: one.make(**{word: given.pop(word) for word in one.names})
@@ -125,7 +138,40 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     call.__signature__ = Signature(every)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+    call.rare = rare if is_long else frozenset()  # type: ignore[attr-defined]
     return call
+
+
+def _option(parameter: Parameter) -> Option | None:
+    """The definition that a parameter was made of."""
+    notes = get_args(parameter.annotation)
+    return next((note for note in notes if isinstance(note, Option)), None)
+
+
+def _is_common(parameter: Parameter) -> bool:
+    one = _option(parameter)
+    return one is not None and one.common
+
+
+def _is_rare(parameter: Parameter) -> bool:
+    one = _option(parameter)
+    return one is not None and not one.common
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    """Callback of --help-all."""
+    if asked and not context.resilient_parsing:
+        context.meta[SHOW_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", callback=_show_all, is_eager=True, help="Show every option and exit."
+    ),
+]
 
 
 def _words(**given: Any) -> Words:
@@ -178,7 +224,7 @@ def _parameters(
         max=most,
         callback=callback,
     )
-    yield _keyword(name, Annotated[kind, info], default)
+    yield _keyword(name, Annotated[kind, info, one], default)
     if one.hidden_flags:
         alias = typer.Option(*one.hidden_flags, hidden=True, callback=callback)
         yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)

@@ -115,16 +115,19 @@ class VerdictOptions:
     baseline: Path | None = option(
         None,
         "A run folder or result.json to compare this run with; the exit code is the verdict's.",
+        common=True,
     )
     against: str | None = option(
         None,
         "A model, or with --base-url and --serve the URL of a server, to compare with in paired "
         "(interleaved) runs; the exit code is the verdict's. A server is sent the same key and "
         "headers.",
+        common=True,
     )
     gate: str | None = option(
         None,
         'Limits for the verdict, such as "p99_ttft_ms<=+10% kl<=0.02". Default: no speed 5% worse.',
+        common=True,
     )
     junit: Path | None = option(None, "Write the verdict as JUnit XML to this file.", writes="file")
     benchmark_json: Path | None = option(

@@ -22,7 +22,7 @@ TrustRemoteCode = Annotated[
 
 def json_option() -> Any:
     """The field of `Json` in a group."""
-    return option(False, "Print the result alone, as JSON, on stdout.", flag="--json")
+    return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class ModelOptions:
             help="A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M."
         ),
     ] = None
-    model_option: str | None = option(None, "The same as the argument.", flag="--model")
+    model_option: str | None = option(
+        None, "The same as the argument.", flag="--model", panel="Arguments"
+    )
 
     @property
     def name(self) -> str | None:
@@ -61,6 +63,7 @@ class FolderOptions:
         "The run folder to create. Default: one in --result-dir, named by time and run.",
         flag="--output -o",
         writes="folder",
+        common=True,
     )
     result_dir: Path = option(Path("runs"), "Parent of run folders.")
 

@@ -23,8 +23,8 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
     from .console import say
 
     table = console_table(result, options.reported_metrics, options.metric_percentiles)
-    out.print(table, markup=False)
-    out.print(_summary(result), markup=False)
+    out.print(table)
+    out.print(_summary(result))
     if against := result["llmopt"].get("plan"):
         out.print(_residuals(against))
         for difference in against["differs"]:
@@ -157,8 +157,8 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     if comparison.differs_by:
         out.print(f"differs by: {'; '.join(comparison.differs_by)}", markup=False, soft_wrap=True)
     for note in comparison.notes:
-        out.print(f"note: {note}", markup=False)
-    out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)
+        out.print(f"note: {note}")
+    out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}")
 
 
 def print_series(series: Sequence[Series], out: Console) -> None:

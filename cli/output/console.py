@@ -22,8 +22,9 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-people = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False)
+# A bracket in a message, a path or a table's cell is itself: what is coloured is a `Text`.
+people = Console(stderr=True, highlight=False, markup=False)
+stdout = Console(highlight=False, markup=False)
 
 
 def emit_json(result: Any) -> None:
@@ -40,8 +41,8 @@ def result_console(as_json: bool, result: Any = None) -> Console:
 
 
 def say(text: str, console: Console = people) -> None:
-    """Print a line as it is: no markup in it, and wrapped by the terminal alone."""
-    console.print(text, markup=False, soft_wrap=True)
+    """Print a line as it is, wrapped by the terminal alone."""
+    console.print(text, soft_wrap=True)
 
 
 def table_of(
@@ -98,14 +99,14 @@ class TerminalProgress:
         self._began = self._said = time.monotonic()
         if people.is_terminal:
             self._bar = RichProgress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn(unit),
                 TaskProgressColumn(show_speed=True),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
                 console=people,
                 transient=True,
             )

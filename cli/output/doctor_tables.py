@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ...engine.base.units import format_gib
 from ...engine.doctor.overview import EXTRAS
@@ -21,7 +21,8 @@ def show_findings(findings: dict[str, Any], console: Console) -> None:
     """Print versions, hardware and what is wrong; selected kernels and the self-test where they are found."""
     console.print(_machine(findings))
     for problem in findings["problems"]:
-        console.print(f"[red]wrong:[/red] {escape(problem['what'])}; {escape(problem['remedy'])}")
+        said = f" {problem['what']}; {problem['remedy']}"
+        console.print(Text.assemble(("wrong:", "red"), said))
     if not findings["problems"]:
         console.print("Nothing wrong was found.")
     if "kernels" not in findings:
@@ -49,7 +50,7 @@ def _machine(findings: Mapping[str, Any]) -> Table:
         *_memory_and_gpu_rows(findings),
         *_missing_rows(findings["missing"]),
     ):
-        facts.add_row(name, escape(fact))
+        facts.add_row(name, fact)
     return facts
 
 
@@ -146,11 +147,15 @@ def _kernels(section: Mapping[str, Any]) -> Table:
             if other["refused"]
         ]
         table.add_row(
-            f"{choice['operation']}\n[dim]{choice['situation']}[/dim]",
-            choice["chosen"] or "[red]none[/red]",
+            _operation(choice),
+            choice["chosen"] or Text("none", "red"),
             "\n".join(refused),
         )
     return table
+
+
+def _operation(row: Mapping[str, Any]) -> Text:
+    return Text.assemble(f"{row['operation']}\n", (row["situation"], "dim"))
 
 
 def _verdicts(verdicts: Mapping[str, Any]) -> Table:
@@ -175,7 +180,6 @@ def _show_health(health: dict[str, Any], console: Console) -> None:
         table = table_of(("operation", "kernel", "error", ""), left=range(4), title=title)
         for test in device["tests"]:
             error = test["reason"] or f"{test['error']:.1e} of {test['most']:.0e}"
-            verdict = "pass" if test["passed"] else "[red]FAIL[/red]"
-            what = f"{test['operation']}\n[dim]{test['situation']}[/dim]"
-            table.add_row(what, test["kernel"], error, verdict)
+            verdict = Text("pass") if test["passed"] else Text("FAIL", "red")
+            table.add_row(_operation(test), test["kernel"], error, verdict)
         console.print(table)

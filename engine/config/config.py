@@ -155,18 +155,21 @@ class EngineConfig:
         "Data type of activations, and of weights that are not quantized: auto (bfloat16 where the "
         "device computes in it), bfloat16 or float32.",
         limit=one_of(*DTYPES),
+        common=True,
     )
     trust_remote_code: bool = option(False, "Run code that the checkpoint brings.")
     device: str = option(
         "auto",
         "auto (CUDA where there is one), cpu, cuda, cuda:N or mps (an Apple GPU).",
         limit=_device,
+        common=True,
     )
     kv_cache_dtype: str = option(
         "auto",
         "Data type of the KV cache: auto (as --dtype; with that auto too, bfloat16 on a CPU), bfloat16, "
         "float32, fp8 (e4m3) or int8; the last two with a scale for each token and KV head.",
         limit=one_of(*KV_CACHE_DTYPES),
+        common=True,
     )
     block_size: int | None = option(
         None, "Tokens in a block of the KV cache. Default: 16; 32 on a CPU.", limit=at_least(1)
@@ -204,9 +207,13 @@ class EngineConfig:
         None,
         "Context length: tokens in a sequence, prompt and output. Default: the model's own.",
         limit=at_least(1),
+        common=True,
     )
     max_num_seqs: int | None = option(
-        None, "Maximum number of sequences per step.", limit=at_least(1)
+        None,
+        "Maximum number of sequences per step.",
+        limit=at_least(1),
+        common=True,
     )
     max_num_batched_tokens: int | None = option(
         None, "Maximum number of tokens per step.", limit=at_least(1)
@@ -286,6 +293,7 @@ class EngineConfig:
         1,
         "Processes that each layer is sharded over, each with its share of the cores or a GPU.",
         limit=at_least(1),
+        common=True,
     )
     loras: Mapping[str, Path] = option(
         MISSING,

@@ -25,11 +25,13 @@ class PlanRequest:
         MISSING,
         "A name of the bundled table, a folder, a config.json, a .gguf file, or a hub id.",
         panel=_MODEL,
+        common=True,
     )
     weights: str | None = option(
         None,
         "bf16, fp8, int8, int4, gptq, nf4, mxfp4, nvfp4, q8_0 ... Without it: as stored.",
         panel=_MODEL,
+        common=True,
     )
     group_size: int | None = option(
         None, "Input channels per scale, -1 for one scale per output channel.", panel=_MODEL
@@ -48,13 +50,17 @@ class PlanRequest:
         "Tokens per sequence: 4096, 128k, 1M. Default: the model's context.",
         flag="--ctx",
         panel=_SERVED,
+        common=True,
     )
-    sequences: int = option(1, "Concurrent sequences.", flag="--concurrency --batch", panel=_SERVED)
+    sequences: int = option(
+        1, "Concurrent sequences.", flag="--concurrency --batch", panel=_SERVED, common=True
+    )
     output_tokens: int | None = option(
         None,
         "Output tokens, as part of the context. Default: a quarter.",
         flag="--output-tokens --output-len",
         panel=_SERVED,
+        common=True,
     )
     images: str | None = option(
         None, "Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none.", panel=_SERVED
@@ -63,6 +69,7 @@ class PlanRequest:
         None,
         "bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: bf16.",
         panel=_SERVED,
+        common=True,
     )
     gpus: tuple[str, ...] = option(
         (),
@@ -71,6 +78,7 @@ class PlanRequest:
         word=list[str],
         parse=tuple,
         panel=_HARDWARE,
+        common=True,
     )
     gpu_memory: str | None = option(None, "A GPU by its memory alone: 80GiB.", panel=_HARDWARE)
     tp: int | None = option(
@@ -78,6 +86,7 @@ class PlanRequest:
         "Tensor-parallel size. Default: the fewest GPUs that hold the model.",
         hidden_flags=("--tensor-parallel-size",),
         panel=_HARDWARE,
+        common=True,
     )
     pp: int | None = option(
         None, "Pipeline-parallel size.", hidden_flags=("--pipeline-parallel-size",), panel=_HARDWARE
@@ -99,6 +108,7 @@ class PlanRequest:
         None,
         "Prompt tokens, beside --output-len: simulate --concurrency clients, or --request-rate.",
         panel=_LOAD,
+        common=True,
     )
     dataset: str | None = option(
         None,
@@ -109,6 +119,7 @@ class PlanRequest:
         None,
         "Simulate Poisson arrivals, in requests per second, not --concurrency clients.",
         panel=_LOAD,
+        common=True,
     )
     prefix_hit_rate: float = option(
         0.0, "Fraction of the prompt tokens that the prefix cache holds.", panel=_LOAD
@@ -118,20 +129,27 @@ class PlanRequest:
         "Find the highest load within these limits, and the cheapest GPUs with --gpu all, in ms without a "
         'unit: "ttft:1s tpot:20ms e2e:30s".',
         panel=_LOAD,
+        common=True,
     )
     slo_by: str = option("concurrency", "concurrency or rate: what --slo varies.", panel=_LOAD)
     slo_share: float = option(
         SLO_SHARE, "Fraction of requests that must meet the limits.", panel=_LOAD
     )
     engine: str = option(
-        "llmopt", "llmopt, vllm, llama.cpp, transformers, or all side by side.", panel="Engine"
+        "llmopt",
+        "llmopt, vllm, llama.cpp, transformers, or all side by side.",
+        panel="Engine",
+        common=True,
     )
     block_size: int | None = option_like(EngineConfig, "block_size")
     kv_cache_memory: str | None = option_like(
         EngineConfig, "kv_cache_memory_bytes", flag="--kv-cache-memory-bytes", word=None, parse=None
     )
     utilization: float | None = option_like(
-        EngineConfig, "gpu_memory_utilization", flag="--gpu-memory-utilization"
+        EngineConfig,
+        "gpu_memory_utilization",
+        flag="--gpu-memory-utilization",
+        common=True,
     )
     max_num_seqs: int | None = option_like(EngineConfig, "max_num_seqs")
     max_num_batched_tokens: int | None = option_like(EngineConfig, "max_num_batched_tokens")
@@ -152,7 +170,7 @@ class PlanRequest:
     draft_cost: float = option(
         0.1, "Speculative decoding: cost of a draft-model step, in target steps.", panel=_MONEY
     )
-    gpu_hour_price: float | None = option(None, "Dollars per GPU hour.", panel=_MONEY)
+    gpu_hour_price: float | None = option(None, "Dollars per GPU hour.", panel=_MONEY, common=True)
     api_price_in: float | None = option(
         None, "An API's dollars per million input tokens.", panel=_MONEY
     )

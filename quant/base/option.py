@@ -46,6 +46,7 @@ class Option:
         envvar: environment variable that gives the option too.
         writes: what is written at the path, which is checked before any work; caches are read if they exist.
         secret: whether representations leave the value out.
+        common: whether people use it first: `--help` of a command with many options shows no others.
         config: the field holds a nested config, whose options are on the command line too. Its constructor
             `asked` makes it from the options given there, or None; a config without makes itself.
     """
@@ -66,6 +67,7 @@ class Option:
     envvar: str | None = None
     writes: Literal["file", "folder", "cache"] | None = None
     secret: bool = False
+    common: bool = False
     config: type[Any] | None = None
 
     def value(self, value: Any) -> Any:

@@ -122,11 +122,13 @@ class SchemeOptions:
         metavar="INTEGER",
         word=str,
         parse=_whole_bits,
+        common=True,
     )
     group_size: int | None = option(
         None,
         "Input channels that share a scale; -1: one scale per output channel. "
         "Default: the largest of 128, 64, 32, 16 that divides every width.",
+        common=True,
     )
     symmetric: bool | None = option(
         None,

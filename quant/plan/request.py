@@ -51,12 +51,14 @@ class QuantizeRequest:
         "awq",
         "Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
         "nf4, fp4, nvfp4, mxfp4, trellis, quip; or auto: gptq with mixed precision under a target.",
+        common=True,
     )
     format: str | None = option(
         None,
         "awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm, exl3, quip or "
         "gguf; several with commas. Default: the method's own if it supports the scheme, else "
         "compressed-tensors.",
+        common=True,
     )
     bits: int | None = option_like(SchemeOptions, "bits")
     group_size: int | None = option_like(SchemeOptions, "group_size")
@@ -66,7 +68,9 @@ class QuantizeRequest:
     double_quant: bool = option_like(SchemeOptions, "double_quant")
     outlier_threshold: float | None = option_like(SchemeOptions, "outlier_threshold")
     sparse_fraction: float | None = option_like(SchemeOptions, "sparse_fraction")
-    gguf_type: str | None = option(None, "Block type or mix, such as Q4_K_M or Q8_0.", panel=_GRID)
+    gguf_type: str | None = option(
+        None, "Block type or mix, such as Q4_K_M or Q8_0.", panel=_GRID, common=True
+    )
     imatrix: Path | None = option(
         None,
         "GGUF: importance matrix to weigh errors by, in llama.cpp's formats (.gguf, .dat); "
@@ -82,6 +86,7 @@ class QuantizeRequest:
         panel=_GRID,
         word=list[str],
         parse=tuple,
+        common=True,
     )
     ignore: tuple[str, ...] = option(
         (),
@@ -89,6 +94,7 @@ class QuantizeRequest:
         panel=_GRID,
         word=list[str],
         parse=tuple,
+        common=True,
     )
     lm_head: bool = option(
         False, "Quantize the output projection too.", flag="--quantize-lm-head", panel=_GRID
@@ -103,7 +109,10 @@ class QuantizeRequest:
         MISSING, "Hyperparameters of the method.", factory=MethodOptions, config=MethodOptions
     )
     target_bpw: float | None = option(
-        None, "auto, trellis: maximum bits per quantized weight.", panel=_METHOD
+        None,
+        "auto, trellis: maximum bits per quantized weight.",
+        panel=_METHOD,
+        common=True,
     )
     target_bytes: int | None = option(
         None,
@@ -111,6 +120,7 @@ class QuantizeRequest:
         flag="--target-size",
         word=str,
         panel=_METHOD,
+        common=True,
     )
     rotations: tuple[str, ...] | None = option(
         (),
@@ -142,18 +152,21 @@ class QuantizeRequest:
         "rows may have `images`, a list of paths. Default: bundled text (code, dialogue, prose, 40 "
         "languages), for models that read images bundled pictures before it.",
         panel=_DATA,
+        common=True,
     )
     num_samples: int | None = option(
         None,
         "Calibration samples. Default: 512 for methods that are calibrated, or what the text holds.",
         limit=within(ge=1),
         panel=_DATA,
+        common=True,
     )
     seq_len: int | None = option(
         None,
         "Tokens in a sample. Default: 2048, or the model's context if shorter.",
         limit=within(ge=1),
         panel=_DATA,
+        common=True,
     )
     held_out: int | None = option(
         None, "Held-out samples, for measuring only. Default: an eighth.", panel=_DATA
@@ -175,6 +188,7 @@ class QuantizeRequest:
         "cpu",
         "Where layers are run and solved: cpu, cuda, cuda:N, or several with commas.",
         panel=_DATA,
+        common=True,
     )
     compute: str = option(
         "auto",
@@ -203,6 +217,23 @@ class QuantizeRequest:
         False, "Discard the unfinished work of an earlier run.", flag="--restart", panel=_RUN
     )
     model_name: str = ""
+
+    @classmethod
+    def of(cls, model: str | Path, output: str | Path, **options: Any) -> QuantizeRequest:
+        """The request for a folder, a GGUF file, a bundled name or a hub id, with the defaults of
+        `llmopt quantize`: what is best for the method.
+
+        Raises:
+            BadInput: no such model, or options that no model could fulfil.
+        """
+        from ..model.checkpoint import GGUF_SUFFIX
+        from ..models import resolve_model
+
+        folder = resolve_model(str(model))
+        name = Path(model).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name
+        usual = {"rotations": None, "options": MethodOptions.asked()}
+        given = {"model_name": name, **usual, **options}
+        return cls(folder, Path(output), **given)
 
     def __post_init__(self) -> None:
         check_request(self)

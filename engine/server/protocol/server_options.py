@@ -148,6 +148,7 @@ class ServerOptions:
         word=list[str],
         parse=tuple,
         envvar="LLMOPT_API_KEY",
+        common=True,
     )
     cors_origins: tuple[str, ...] = option(
         (),

@@ -16,7 +16,9 @@ class HandoverOptions:
     PANEL: ClassVar = "Another engine"
 
     engine: str = option(
-        "llmopt", "llmopt, or vllm, sglang or trtllm: exec that server with these options."
+        "llmopt",
+        "llmopt, or vllm, sglang or trtllm: exec that server with these options.",
+        common=True,
     )
     pipeline_parallel_size: int = option(1, "Other engines: pipeline-parallel size.")
     ray: bool = option(False, "vllm: distribute over a Ray cluster.", flag="--ray")
@@ -29,7 +31,9 @@ class HandoverOptions:
 class ServedModelOptions:
     """The served name, chat template and parsers."""
 
-    served_model_name: str | None = option(None, "Served model name. Default: the model's.")
+    served_model_name: str | None = option(
+        None, "Served model name. Default: the model's.", common=True
+    )
     chat_template: str | None = option(
         None, "File with a Jinja chat template. Default: the model's."
     )
@@ -37,6 +41,7 @@ class ServedModelOptions:
         None,
         "Tool-call parser, such as hermes, qwen3_coder or openai. Default: detected from the chat "
         "template.",
+        common=True,
     )
     reasoning_parser: str | None = option(
         None,
@@ -59,8 +64,11 @@ class ServedModelOptions:
 class ServingOptions(ServedModelOptions):
     """Options of a served model, and the address of its server."""
 
-    host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, "Port to listen on; 0 picks a free one.", span=(0, 65535))
+    host: str = option("127.0.0.1", "Address to listen on.", common=True)
+    port: int = option(8000, "Port to listen on; 0 picks a free one.", span=(0, 65535), common=True)
     as_json: bool = option(
-        False, "When ready, print url, model and pid as one JSON line.", flag="--json"
+        False,
+        "When ready, print url, model and pid as one JSON line.",
+        flag="--json",
+        common=True,
     )

@@ -1,0 +1,135 @@
+"""Help screens: arguments and options by heading, whole at every width, and lines to copy.
+
+Typer's own tables cut names and types in a narrow terminal, and read brackets in a help text as markup. A
+command that has options which few people need (`rare`, see `cli/options/command.py`) shows them with
+`--help-all`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from inspect import cleandoc
+from textwrap import wrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ..options.command import SHOW_ALL
+from .examples import EXAMPLES
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+MOST_LABEL = 26
+"""Columns of the names; the help of a longer one begins below it."""
+
+Rows = list[tuple[str, str]]
+
+
+class HelpCommand(TyperCommand):
+    """A command with our help screen."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        write_screen(self, ctx, formatter)
+
+
+class HelpGroup(TyperGroup):
+    """A command of sub-commands, with our help screen."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        write_screen(self, ctx, formatter)
+
+
+class App(typer.Typer):
+    """A Typer app with our help screens."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            cls=HelpGroup, pretty_exceptions_enable=False, context_settings=_CONTEXT, **options
+        )
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, cls=HelpCommand, **options)
+
+
+def write_screen(command: Any, context: Any, formatter: Any) -> None:
+    """Usage, purpose, options, sub-commands and examples of a command."""
+    command.format_usage(context, formatter)
+    formatter.write("\n")
+    _write_lines(formatter, _wrapped(cleandoc(command.help or ""), formatter.width - 2))
+    panels, left_out = _panels(command, context)
+    for heading, rows in panels.items():
+        _write_section(formatter, heading, rows)
+    commands = getattr(command, "commands", {})
+    if commands:
+        rows = [(name, cleandoc(one.help or "")) for name, one in commands.items()]
+        _write_section(formatter, "Commands", rows)
+    if left_out:
+        counts = (f"{heading} ({count})" for heading, count in left_out.items())
+        more = f"{left_out.total()} more options, which --help-all shows: {', '.join(counts)}"
+        formatter.write("\n")
+        _write_lines(formatter, _wrapped(more, formatter.width - 2))
+    _, _, name = context.command_path.partition("llmopt ")
+    if lines := EXAMPLES.get(name or context.command_path):
+        formatter.write(f"\n{_styled('Examples', bold=True)}\n")
+        _write_lines(formatter, lines)
+    if command.epilog:
+        formatter.write("\n")
+        _write_lines(formatter, _wrapped(command.epilog, formatter.width - 2))
+
+
+def _panels(command: Any, context: Any) -> tuple[dict[str, Rows], Counter[str]]:
+    """The rows of each heading, and how many options of which heading are left out."""
+    rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
+    panels: dict[str, Rows] = {}
+    left_out: Counter[str] = Counter()
+    for parameter in command.get_params(context):
+        row = parameter.get_help_record(context)
+        if row is None:
+            continue
+        heading = getattr(parameter, "rich_help_panel", None) or _heading(parameter)
+        if parameter.name in rare:
+            left_out[heading] += 1
+        else:
+            panels.setdefault(heading, []).append(row)
+    return panels, left_out
+
+
+def _heading(parameter: Any) -> str:
+    """The heading of a parameter that has none of its own."""
+    if parameter.name in ("help", "help_all"):
+        return "Help"
+    return "Arguments" if parameter.param_type_name == "argument" else "Options"
+
+
+def _write_section(formatter: Any, heading: str, rows: Rows) -> None:
+    """The rows below their heading: name and help in two columns, or the help below a long name."""
+    formatter.write(f"\n{_styled(heading, bold=True)}\n")
+    column = max((len(label) for label, _ in rows if len(label) <= MOST_LABEL), default=MOST_LABEL)
+    for label, text in rows:
+        lines = _wrapped(text, formatter.width - column - 4)
+        names = _wrapped(label, formatter.width - 2)
+        if len(label) <= column:
+            first = " " * (column - len(label)) + "  " + (lines.pop(0) if lines else "")
+            formatter.write(f"  {_styled(label, fg='cyan')}{first}".rstrip() + "\n")
+        else:
+            _write_lines(formatter, (_styled(name, fg="cyan") for name in names))
+        _write_lines(formatter, lines, indent=column + 4)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of whole words: a name with hyphens and a value stay in one piece."""
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _write_lines(formatter: Any, lines: Iterable[str], indent: int = 2) -> None:
+    for line in lines:
+        formatter.write(f"{'':{indent}}{line}\n")
+
+
+def _styled(text: str, **style: Any) -> str:
+    """The text in colour, on a terminal that has some."""
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return typer.style(text, **style) if has_colour else text
