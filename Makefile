@@ -91,7 +91,7 @@ gpu-bench: $(LINKS)/llmopt
 
 $(LINKS)/llmopt:
 	mkdir -p $@
-	for folder in bench cli engine quant recipes; do ln -sfn $(CURDIR)/$$folder $@/$$folder; done
+	for source in package/*.py bench cli engine quant recipes; do ln -sfn $(CURDIR)/$$source $@/$$(basename $$source); done
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
@@ -126,7 +126,7 @@ $(LOWEST)/installed: pyproject.toml constraints.txt tools/install.py tools/lowes
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt tools/install.py
+$(INSTALLED): pyproject.toml setup.py constraints.txt tools/install.py
 	$(PYTHON) tools/install.py $(VENV)
 	touch $@
 

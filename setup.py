@@ -1,4 +1,4 @@
-"""The folders of the tree, under their installed names: `engine/` installs as `llmopt.engine`."""
+"""The folders of the tree by their installed names: `package/` is `llmopt`, `engine/` is `llmopt.engine`."""
 
 from setuptools import find_packages, setup
 
@@ -6,6 +6,6 @@ FLOORS = ("bench", "cli", "engine", "quant", "recipes")
 
 folders = find_packages(include=[pattern for floor in FLOORS for pattern in (floor, f"{floor}.*")])
 setup(
-    packages=[f"llmopt.{folder}" for folder in folders],
-    package_dir={f"llmopt.{floor}": floor for floor in FLOORS},
+    packages=["llmopt", *(f"llmopt.{folder}" for folder in folders)],
+    package_dir={"llmopt": "package", **{f"llmopt.{floor}": floor for floor in FLOORS}},
 )

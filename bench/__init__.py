@@ -1,1 +1,30 @@
-"""Measurement: workloads, load generation, metrics, quality, reports and comparison."""
+"""Measurement: workloads, load generation, metrics, quality, reports and comparison.
+
+`run_bench` and its options are the public Python API; they load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..quant.base.exports import exporter
+
+if TYPE_CHECKING:
+    from .gate.compare import compare
+    from .options.options import BenchOptions
+    from .record.result import BenchRun, RunData
+    from .session.run_sessions import run_bench, write_run
+
+__all__ = ["BenchOptions", "BenchRun", "RunData", "compare", "run_bench", "write_run"]
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "BenchOptions": ".options.options",
+        "BenchRun": ".record.result",
+        "RunData": ".record.result",
+        "compare": ".gate.compare",
+        "run_bench": ".session.run_sessions",
+        "write_run": ".session.run_sessions",
+    },
+)

@@ -6,10 +6,10 @@ not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..quant.base import processor  # before torch is loaded  # noqa: F401
+from ..quant.base.exports import exporter
 
 if TYPE_CHECKING:
     from .base.sampling_params import SamplingParams
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
-_HOME = {
-    "LLM": ".llm",
-    "BeamSearchParams": ".llm",
-    "SamplingParams": ".base.sampling_params",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __package__), name)
+__getattr__ = exporter(
+    __name__,
+    {
+        "LLM": ".llm",
+        "BeamSearchParams": ".llm",
+        "SamplingParams": ".base.sampling_params",
+    },
+)

@@ -9,13 +9,15 @@ stopping too, are those of transformers' `generate(num_beams=...)`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..quant.base.errors import BadInput
 from ..quant.base.option import keywords
+from ..quant.base.progress import Progress, ProgressUpdate, as_progress
+from .base.chat_template import Message, for_template, images_of, render_chat, renders_text
 from .base.image_input import NO_IMAGES
 from .base.sampling_params import MAX_LOGPROBS, SamplingParams
 from .config.config import EngineConfig
@@ -44,6 +46,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora: str | Sequence[str | None] | None = None,
+        progress: Progress | Callable[[ProgressUpdate], None] | None = None,
     ) -> list[GenerationResult]:
         """Complete prompts together; results come in the prompts' order.
 
@@ -51,7 +54,8 @@ class LLM:
         "prompt_token_ids"): each image a PIL image, a path or a data URL, and in the text one placeholder
         for each, as the model's chat template writes it.
 
-        `params` and `lora` (an adapter's name) are for all prompts, or sequences with one per prompt.
+        `params` and `lora` (an adapter's name) are for all prompts, or sequences with one per prompt;
+        `progress` counts finished completions.
 
         Raises:
             BadInput: a prompt that can never fit, an unknown adapter, or an image that cannot be read or
@@ -61,6 +65,8 @@ class LLM:
         each = _one_each(params or SamplingParams(), SamplingParams, len(batch), "sampling params")
         adapters = _one_each(lora, str, len(batch), "adapters")
         results: dict[str, GenerationResult] = {}
+        shown = as_progress(progress)
+        shown.start("generating", sum(one.n for one in each), "completions")
         try:
             for prompt, prompt_params, adapter in zip(batch, each, adapters, strict=True):
                 result = self._add(prompt, prompt_params, adapter)
@@ -69,12 +75,60 @@ class LLM:
                 for output in self.engine.step():
                     result = results[output.request_id]
                     result.completions[output.index].extend(output)
+                    if output.finish_reason is not None:
+                        shown.advance()
                     if output.prompt_logprobs is not None:
                         result.prompt_logprobs = output.prompt_logprobs
         finally:
             for request_id in results:
                 self.engine.abort(request_id)
+        shown.finish()
         return list(results.values())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+    ) -> list[GenerationResult]:
+        """Answer a conversation, or several together, by the model's chat template.
+
+        A message is `{"role": "user", "content": ...}`, its content a text, or a list of parts: texts
+        (`{"type": "text", "text": ...}`) and images (`{"type": "image_url", "image_url": {"url": ...}}`, or
+        `{"type": "image", "image": ...}` with a PIL image, a path or a data URL).
+
+        Args:
+            tools: descriptions of functions, for the template.
+            chat_template: in place of the model's; a model without one gets a line for each message.
+            chat_template_kwargs: variables of the template, such as `enable_thinking`.
+
+        Raises:
+            BadInput: as `generate`, or the template refuses the conversation.
+        """
+        single: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        options = {**(chat_template_kwargs or {}), "tools": tools}
+        prompts = [self._chat_prompt(talk, options, chat_template) for talk in single]
+        return self.generate(prompts, params, lora=lora, progress=progress)
+
+    def _chat_prompt(
+        self, talk: Sequence[Message], options: Mapping[str, Any], template: str | None
+    ) -> Prompt:
+        tokenizer = self.engine.tokenizer
+        images = [source for message in talk for source in images_of(message)]
+        # Templates of some image-text models read lists of parts alone.
+        takes_images = self.engine.images.processor is not None
+        as_parts = bool(images) or (takes_images and not renders_text(tokenizer))
+        turns = [for_template(message, as_parts=as_parts) for message in talk]
+        text = render_chat(tokenizer, turns, options, template=template)
+        # A model's template writes the special tokens itself.
+        is_plain = template is None and not tokenizer.chat_template
+        token_ids = list(tokenizer(text, add_special_tokens=is_plain).input_ids)
+        return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FOLDERS = ("bench", "cli", "engine", "quant", "recipes")
+PACKAGE = "package"
+"""The folder whose files are those of `llmopt` itself."""
 
 
 def main() -> None:
@@ -84,13 +86,12 @@ def pip_install(python: Path, *arguments: str) -> str | None:
 
 
 def link_sources(folder: Path) -> None:
-    """Lay the source folders out under their installed name, for tools that cannot follow an editable
-    install."""
+    """Lay the sources out under their installed name, for tools that cannot follow an editable install."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FOLDERS:
-        link = folder / name
+    for source in (*(ROOT / PACKAGE).glob("*.py"), *(ROOT / name for name in FOLDERS)):
+        link = folder / source.name
         link.unlink(missing_ok=True)
-        link.symlink_to(os.path.relpath(ROOT / name, folder), target_is_directory=True)
+        link.symlink_to(os.path.relpath(source, folder), target_is_directory=source.is_dir())
 
 
 if __name__ == "__main__":

@@ -194,7 +194,10 @@ def _environment() -> jinja2.Environment:
 
 def to_html(page: Page) -> str:
     """One self-contained HTML file: inline style and figures, nothing fetched."""
-    return _environment().get_template("report.html.jinja").render(page=page)
+    from .plot_style import COLOURS, themed
+
+    template = _environment().get_template("report.html.jinja")
+    return template.render(page=page, colours=COLOURS, themed=themed)
 
 
 def to_markdown(page: Page) -> str:

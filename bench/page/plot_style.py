@@ -1,4 +1,9 @@
-"""Matplotlib style of the reports, and conversion of figures to inline SVG."""
+"""Colours and Matplotlib style of the reports, and conversion of figures to inline SVG.
+
+Figures are drawn in the light colours. In a page `themed` puts the names of variables in their place, so
+that the style sheet decides: a reader who prefers dark pages gets dark charts. An SVG file stays light,
+whatever shows it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,47 @@ import io
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
-BASE, NEW = "#2563eb", "#ea7317"
+BASE, NEW = "#2563eb", "#c2570c"
 SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569")
 GOOD, BAD, UNSURE = "#15803d", "#b91c1c", "#a16207"
 WAIT, PREFILL, DECODE = "#cbd5e1", "#f59e0b", BASE
+
+COLOURS = {
+    "paper": ("#ffffff", "#14181f"),
+    "soft": ("#f8fafc", "#1b212b"),
+    "ink": (INK, "#e5e9f0"),
+    "muted": (MUTED, "#9aa7b8"),
+    "line": (GRID, "#2c3542"),
+    "good": (GOOD, "#4ade80"),
+    "bad": (BAD, "#f87171"),
+    "unsure": (UNSURE, "#fbbf24"),
+    "plain": ("#334155", "#cbd5e1"),
+    "wait": (WAIT, "#475569"),
+    "prefill": (PREFILL, "#d9a114"),
+    "series0": (SERIES[0], "#5b8def"),
+    "series1": (SERIES[1], "#f59e56"),
+    "series2": (SERIES[2], "#2dd4bf"),
+    "series3": (SERIES[3], "#c084fc"),
+    "series4": (SERIES[4], "#fb7185"),
+    "series5": (SERIES[5], "#94a3b8"),
+    "notice": ("#fefce8", "#2a2410"),
+    "notice-line": ("#fde68a", "#6b5a1e"),
+    "shade1": ("#fef3c7", "#3d3410"),
+    "shade2": ("#fcd9b6", "#553312"),
+    "shade3": ("#f8b4b4", "#6b2424"),
+    "shade4": ("#e57373", "#933030"),
+}
+"""Variables of the style sheet: the values on a light and on a dark page."""
+_NAMES = {light: name for name, (light, _) in COLOURS.items()} | {"#000000": "ink"}
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -64,6 +98,21 @@ def label(
 ) -> None:
     """A text beside a point, `offset` from it in typographic points."""
     axis.annotate(text, at, xytext=offset, textcoords="offset points", **style)
+
+
+def whole_numbers(axis: Axes, *sides: Literal["x", "y"]) -> None:
+    """Ticks at whole numbers alone, on axes of counts."""
+    for side in sides:
+        getattr(axis, f"{side}axis").set_major_locator(MaxNLocator(integer=True))
+
+
+def themed(svg: str) -> str:
+    """The SVG with the style sheet's variables in place of the light colours."""
+    return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda found: _variable(found[0]), svg)
+
+
+def _variable(colour: str) -> str:
+    return f"var(--{_NAMES[colour]})" if colour in _NAMES else colour
 
 
 def to_svg(figure: Figure, alt: str) -> str:

@@ -12,8 +12,8 @@ from ..gate.limits import GateOutcome
 from ..gate.sequential import OperatingCurve
 from ..gate.verdict import LimitVerdict, MeasuredVerdict
 from ..page.page import Card, Page, ReportTable, ReportVerdict, Tone, number, percent, size
-from .figures import captioned, comparison_figures, label_of
-from .parts import report_page, warnings
+from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
+from .parts import named_notes, report_page
 
 TONES: dict[GateOutcome, Tone] = {
     GateOutcome.PASS: "good",
@@ -217,6 +217,7 @@ def comparison_page(
     **more: Any,
 ) -> Page:
     """The page comparing two runs."""
+    results = {base.name: base.result, label_of(base, new): new.result}
     figures = captioned(
         comparison_figures(base, new, comparison),
         **{
@@ -225,16 +226,17 @@ def comparison_page(
             "as time per token, so that right is worse everywhere.",
             "operating-curve": "Chance of each verdict by the true change, at the noise of these pairs; "
             "dashes are the limit.",
+            "roofline": SHARED_ROOFLINE,
         },
     )
     return report_page(
         template,
         base=base,
         new=new,
-        results={base.name: base.result, label_of(base, new): new.result},
+        results=results,
         comparison=comparison,
         verdict=verdict_of(comparison),
-        notes=dict.fromkeys([*warnings(base.result), *warnings(new.result)]),
+        notes=named_notes(results),
         cards=delta_cards(comparison),
         figures=figures,
         aspects=aspects_table(comparison),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from ..gate.compare import Comparison, RunData
 from ..gate.limits import GateOutcome
@@ -30,12 +32,15 @@ from ..page.plot_style import (
     label,
     title,
     to_svg,
+    whole_numbers,
 )
 from ..record.comparable import served_weight_bytes
 
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
 MAX_BARS = 120
 NUM_BINS = 240
+MAX_NAME_LETTERS = 30
+"""Letters of all names together that stand beside each other below the bars of a panel."""
 CAPTIONS = {
     "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
     "requests; the other three have one value per request.",
@@ -47,6 +52,10 @@ CAPTIONS = {
     "roofline": "Points are model bytes and model FLOP over measured time. The ceilings were measured on "
     "this machine just after the run, with the same threads.",
 }
+SHARED_ROOFLINE = (
+    "Points are model bytes and model FLOP over measured time, as shares of the run's own ceilings, "
+    "measured just after it with the same threads: from 1 across on arithmetic limits."
+)
 
 
 def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
@@ -56,7 +65,7 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     """
     figure, axes = canvas(4, width=11, height=2.9, sharey=True)
     for axis, (metric, name_of) in zip(axes, SHORT.items(), strict=True):
-        for (name, sample), colour in zip(values.items(), SERIES, strict=False):
+        for (name, sample), colour in zip(values.items(), cycle(SERIES), strict=False):
             ordered = np.sort(sample[metric])
             if len(ordered) == 0:
                 continue
@@ -103,6 +112,7 @@ def timeline_svg(one: LoadPass) -> str:
     bars.invert_yaxis()
     bars.grid(visible=False, axis="y")
     bars.set_ylabel("request")
+    whole_numbers(bars, "y")
     bars.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.14), frameon=False)
     title(bars, "One bar per request")
     width = max(one.duration / 60, 1e-3)
@@ -135,9 +145,10 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     length.bar(numbers, prompts, color=MUTED, alpha=0.4, label="prompt")
     length.bar(numbers, cached, color=DECODE, label="from the prefix cache")
     title(length, "Prompt tokens")
+    whole_numbers(length, "y")
     for axis in (latency, length):
         axis.set_xlabel("turn")
-        axis.locator_params(axis="x", integer=True)
+        whole_numbers(axis, "x")
         axis.legend(fontsize=9, frameon=False)
     return to_svg(figure, "Time to first token and prompt tokens by turn")
 
@@ -173,6 +184,7 @@ def steps_svg(load_pass: LoadPass) -> str:
     blocks.stairs(used, edges, fill=True, color=MUTED, alpha=0.35)
     blocks.stairs(used, edges, color=INK, linewidth=1.2)
     blocks.set_ylabel("KV blocks")
+    whole_numbers(blocks, "y")
     blocks.set_xlabel("seconds from the start of the pass")
     blocks.set_ylim(bottom=0)
     blocks.set_xlim(0, edges[-1])
@@ -190,19 +202,43 @@ def _rate(
 
 
 def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
-    """Log-log roofline from {name: `llmopt.roofline`}; the ceilings are those of the first one."""
-    ceilings = next(iter(series.values()))["ceilings"]
-    points = [
-        (name, point, colour)
-        for (name, one), colour in zip(series.items(), SERIES, strict=False)
-        for point in one["points"]
-    ]
-    intensities = [point["intensity"] for _, point, _ in points]
-    ridge = ceilings["flops"] / ceilings["bandwidth"]
-    low = min([*intensities, ridge]) / 4
-    high = max([*intensities, ridge]) * 4
+    """Log-log roofline from {name: `llmopt.roofline`}: of one run in FLOP/s, of several as shares of each
+    run's own ceilings, which differ from run to run."""
+    alone = next(iter(series.values()))["ceilings"] if len(series) == 1 else None
+    points = []
+    for (name, one), colour in zip(series.items(), cycle(SERIES), strict=False):
+        own = one["ceilings"]
+        unit, peak = (1.0, 1.0) if alone else (own["flops"] / own["bandwidth"], own["flops"])
+        for point in one["points"]:
+            said = point["phase"] if alone else f"{point['phase']}, {name}"
+            at = point["intensity"] / unit, point["achieved_flops"] / peak
+            marker = "o" if point["phase"] == "decode" else "s"
+            style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "none"}
+            points.append(
+                (at, point["of_roof"], f"{said}: {point['of_roof']:.1%} of the roof", style)
+            )
+    ridge = alone["flops"] / alone["bandwidth"] if alone else 1.0
+    across = [ridge, *(x for (x, _), *_ in points)]
     figure, (axis,) = canvas(width=11, height=4.2)
-    grid = np.geomspace(low, high, 200)
+    _draw_roofs(axis, np.geomspace(min(across) / 4, max(across) * 4, 200), alone)
+    for (x, y), of_roof, said, style in points:
+        axis.plot([x, x], [y, y / of_roof], ":", color=style["color"], linewidth=0.9)
+        axis.plot(x, y, label=said, **style)
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
+    return to_svg(figure, "Roofline with the measured ceilings and one point per phase")
+
+
+def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | None) -> None:
+    """The ceilings of one run over the intensities of `grid`, or those that runs have as shares."""
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(grid[0], grid[-1])
+    if ceilings is None:
+        axis.plot(grid, np.minimum(1.0, grid), color=INK, label="each run's own ceilings")
+        axis.set_xlabel("FLOP per model byte moved / those at the ridge")
+        axis.set_ylabel("FLOP/s / those of matmul")
+        title(axis, "Each run under its own measured ceilings")
+        return
     for key, name, style in (
         ("near_bandwidth", "reads of the model's size", "-"),
         ("far_bandwidth", "reads from memory", "--"),
@@ -210,22 +246,9 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
         roof = np.minimum(ceilings["flops"], grid * ceilings[key])
         said = f"{name}: {ceilings[key] / 1e9:.3g} GB/s"
         axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=said)
-    for name, point, colour in points:
-        x, y = point["intensity"], point["achieved_flops"]
-        roof = min(ceilings["flops"], x * ceilings["bandwidth"])
-        marker = "o" if point["phase"] == "decode" else "s"
-        axis.plot([x, x], [y, roof], color=colour, linewidth=0.9, linestyle=":")
-        said = f"{point['phase']}, {name}" if len(series) > 1 else point["phase"]
-        said += f": {point['of_roof']:.1%} of the roof"
-        axis.plot(x, y, marker, color=colour, markersize=9, linestyle="none", label=said)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(low, high)
     axis.set_xlabel("FLOP per model byte moved")
     axis.set_ylabel("FLOP/s")
     title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
-    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
-    return to_svg(figure, "Roofline with the measured ceilings and one point per phase")
 
 
 def captioned(svgs: Mapping[str, str], **captions: str) -> dict[str, Figure]:
@@ -339,22 +362,35 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
         "Perplexity (lower is better)": lambda r: (r["llmopt"]["quality"] or {}).get("perplexity"),
         "Weights as served (MiB)": lambda r: (served_weight_bytes(r) or 0) / 2**20 or None,
     }
-    figure, axes = canvas(len(panels), width=11, height=2.9)
+    lying = len(results) * max(map(len, results)) > MAX_NAME_LETTERS
+    height = 1.0 + 0.34 * len(results) if lying else 2.9
+    figure, axes = canvas(len(panels), width=11, height=height, sharey=lying)
     for axis, (heading, read) in zip(axes, panels.items(), strict=True):
         values = [read(result) for result in results.values()]
-        heights = [value or 0.0 for value in values]
-        bars = axis.bar(range(len(values)), heights, color=SERIES[: len(values)], width=0.62)
-        labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
-        axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
-        axis.set_xticks(range(len(values)), list(results))
+        _draw_bars(axis, values, list(results), lying=lying)
         title(axis, heading)
-        axis.grid(visible=False, axis="x")
-        axis.margins(y=0.16)
-        axis.spines["left"].set_visible(False)
-        axis.set_yticks([])
-        axis.spines["bottom"].set_color(GRID)
-        axis.tick_params(axis="x", colors=MUTED)
     return to_svg(figure, "Speed, quality and memory side by side")
+
+
+def _draw_bars(
+    axis: Axes, values: Sequence[float | None], names: Sequence[str], *, lying: bool
+) -> None:
+    """Bars with their values at the ends; names that do not fit beside each other stand below each other."""
+    places, lengths = range(len(values)), [value or 0.0 for value in values]
+    colours = [SERIES[place % len(SERIES)] for place in places]
+    draw, side = (axis.barh, "y") if lying else (axis.bar, "x")
+    bars = draw(places, lengths, 0.62, color=colours)
+    labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+    axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
+    getattr(axis, f"set_{side}ticks")(places, names)
+    if lying:
+        axis.set_ylim(len(values) - 0.5, -0.5)
+    axis.grid(visible=False)
+    axis.margins(x=0.3 if lying else 0.05, y=0.05 if lying else 0.16)
+    getattr(axis, "set_xticks" if lying else "set_yticks")([])
+    axis.spines["bottom" if lying else "left"].set_visible(False)
+    axis.spines["left" if lying else "bottom"].set_color(GRID)
+    axis.tick_params(axis=side, colors=MUTED)
 
 
 def latency_samples(data: RunData) -> dict[str, np.ndarray]:

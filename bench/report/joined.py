@@ -13,6 +13,7 @@ from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
 from .figures import (
+    SHARED_ROOFLINE,
     bars_svg,
     captioned,
     distributions_svg,
@@ -20,7 +21,7 @@ from .figures import (
     roofline_svg,
     rooflines,
 )
-from .parts import report_page, warnings
+from .parts import named_notes, report_page
 
 QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
@@ -114,13 +115,12 @@ def joined_page(runs: Sequence[RunData]) -> Page:
     candidates = {name: candidate(result, not obstacles) for name, result in results.items()}
     quality_name = shared_quality(candidates)
     best = front(candidates, quality_name)
-    notes = [warning for result in results.values() for warning in warnings(result)]
     return report_page(
         "report/joined.jinja",
         results=results,
         first=runs[0].result["llmopt"],
         verdict=joined_verdict(results, candidates, best, quality_name),
-        notes=[*obstacles, *dict.fromkeys(notes), *widened_notes(results)],
+        notes=[*obstacles, *named_notes(results), *widened_notes(results)],
         best=best,
         figures=joined_figures(named, candidates, quality_name),
         served_weight_bytes=served_weight_bytes,
@@ -144,7 +144,8 @@ def joined_figures(
             for name in ("size", "speed")
             if name == "size" or are_comparable(candidates)
         }
-    return {**captioned(svgs, **{"side-by-side": ""}), **fronts}
+    captions = {"side-by-side": "", **({"roofline": SHARED_ROOFLINE} if len(roofs) > 1 else {})}
+    return {**captioned(svgs, **captions), **fronts}
 
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:

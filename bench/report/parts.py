@@ -117,6 +117,18 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def named_notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The caveats of several runs, each once, with the names of the runs that have it."""
+    holders: dict[str, list[str]] = {}
+    for name, result in results.items():
+        for note in warnings(result):
+            holders.setdefault(note, []).append(name)
+    return [
+        f"{'Every run' if len(names) == len(results) else ', '.join(names)}: {note}"
+        for note, names in holders.items()
+    ]
+
+
 def facts(known: Mapping[str, Any] | None) -> str:
     """Facts of the hardware or of a server as text; an older result has none."""
     if not known:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
+from ...quant.base.progress import Progress, ProgressUpdate, as_progress
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, compare
 from ..gate.outputs import VerdictWanted, write_outputs
@@ -39,7 +39,10 @@ from .session import BenchSession
 ENVIRONMENT_NAME = "environment.json"
 
 
-def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
+def run_bench(
+    options: BenchOptions,
+    progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+) -> BenchRun:
     """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
     An interrupt during the load ends it: the record holds the finished requests and is marked `interrupted`.
@@ -50,7 +53,7 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
             tokenizer for it.
     """
     turns = PassTurns.from_environment()
-    with open_session(options, progress) as session:
+    with open_session(options, as_progress(progress)) as session:
         session.say_notes()
         for _ in range(options.num_runs):
             turns.wait()

@@ -15,6 +15,7 @@ from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes, widened_words
 from ..report.comparison import TONES, aspects_table, deltas_table
 from ..report.figures import (
+    SHARED_ROOFLINE,
     bars_svg,
     captioned,
     distributions_svg,
@@ -23,7 +24,7 @@ from ..report.figures import (
     rooflines,
     slowdown_bounds,
 )
-from ..report.parts import report_page, warnings
+from ..report.parts import named_notes, report_page
 from ..report.sweep import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
 from .recipe_results import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
@@ -199,7 +200,6 @@ def summary_table(run: RecipeRun) -> ReportTable:
 def recipe_page(run: RecipeRun) -> Page:
     """The page of a finished recipe."""
     results = all_results(run)
-    notes = [note for result in results.values() for note in warnings(result)]
     explained = [decode_explanation(result) for result in results.values()]
     return report_page(
         "studies/recipe.jinja",
@@ -207,7 +207,7 @@ def recipe_page(run: RecipeRun) -> Page:
         base=run.base.result,
         results=results,
         verdict=recipe_verdict(run),
-        notes=dict.fromkeys(notes),
+        notes=named_notes(results),
         summary=summary_table(run),
         gate=gate_sentence(run),
         explanation=next(filter(None, explained), ""),
@@ -232,6 +232,7 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
         "side-by-side": "Speed, quality and memory on the same prompts.",
         "changes": "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
         "shown as time per token.",
+        "roofline": SHARED_ROOFLINE,
     }
     return captioned(svgs, **captions)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...engine.server.endpoints.tokenization import PLAIN_TEMPLATE
+from ...engine.base.chat_template import PLAIN_TEMPLATE
 from ...quant.base.errors import BadInput
 from ..options.values import ThinkTime
 from .workload import ConversationTurn, Message, Workload, WorkloadItem

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -27,6 +29,51 @@ class Progress(Protocol):
     def finish(self) -> None:
         """The current task is over."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressUpdate:
+    """How far a task is: `done` of `total` units, and a status text."""
+
+    description: str
+    done: int
+    total: int
+    unit: str
+    status: str = ""
+
+
+class ProgressCallback:
+    """A `Progress` that calls a function with each update. Notes are dropped: results hold them."""
+
+    def __init__(self, call: Callable[[ProgressUpdate], None]) -> None:
+        self._call = call
+        self._now = ProgressUpdate("", 0, 0, "")
+
+    def start(self, description: str, total: int, unit: str) -> None:
+        self._tell(ProgressUpdate(description, 0, total, unit))
+
+    def advance(self, count: int = 1) -> None:
+        self._tell(replace(self._now, done=self._now.done + count))
+
+    def status(self, text: str) -> None:
+        self._tell(replace(self._now, status=text))
+
+    def note(self, message: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def _tell(self, update: ProgressUpdate) -> None:
+        self._now = update
+        self._call(update)
+
+
+def as_progress(given: Progress | Callable[[ProgressUpdate], None] | None) -> Progress:
+    """The sink that a caller of the Python API means: one, a function for updates, or none."""
+    if given is None:
+        return Silent()
+    return ProgressCallback(given) if callable(given) else given
 
 
 class Silent:

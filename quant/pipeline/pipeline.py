@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import PeakMemory, give_back
 from ..base.errors import BadInput
-from ..base.progress import Progress, Silent
+from ..base.progress import Progress, ProgressUpdate, as_progress
 from ..gguf.architecture import architecture_of, expert_of, to_gguf
 from ..gguf.imatrix import ImportanceMatrix, write_imatrix
 from ..methods.base import InputStatistics
@@ -69,14 +69,17 @@ class QuantizeResult:
     peak_bytes: int
 
 
-def quantize(request: QuantizeRequest, progress: Progress | None = None) -> QuantizeResult:
+def quantize(
+    request: QuantizeRequest,
+    progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+) -> QuantizeResult:
     """Quantize a checkpoint, resuming an interrupted run of the same request.
 
     Raises:
         BadInput: the request cannot be done as asked, or the disk is full. Finished layers
             stay in the work folder; without any, it is removed.
     """
-    progress = progress or Silent()
+    progress = as_progress(progress)
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")

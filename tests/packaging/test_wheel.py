@@ -89,25 +89,43 @@ def test_wheel_holds_nothing_outside_its_package(wheel: Path) -> None:
 
 def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     """Code, C sources, page, templates, device and model lists, bundled models: as tracked, no more."""
-    floors = [*structure.FLOORS, structure.DATA]
+    floors = [*structure.FLOORS, structure.DATA, "package"]
     command = ["git", "ls-files", "-z", *floors]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode:
         pytest.skip("not a git checkout")
     tracked = {name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()}
     built = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llmopt/")}
-    assert built == {f"llmopt/{name}" for name in tracked}
+    assert built == {f"llmopt/{name.removeprefix('package/')}" for name in tracked}
 
 
 def test_wheel_is_typed(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    packages = {name.split("/")[1] for name in names if name.startswith("llmopt/")}
-    assert {f"llmopt/{package}/py.typed" for package in packages} <= names
+    packages = {
+        name.split("/")[1] for name in names if name.startswith("llmopt/") and name.count("/") > 1
+    }
+    assert {"llmopt/py.typed", *(f"llmopt/{one}/py.typed" for one in packages)} <= names
 
 
 def test_help_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert "kv-plan" in run_llmopt(elsewhere, tmp_path, "--help").stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_the_package_is_run_and_has_a_version(elsewhere: Path, tmp_path: Path) -> None:
+    """`python -m llmopt`, `llmopt.__version__` and the public names, none of which loads torch by itself."""
+    version = run_llmopt(elsewhere, tmp_path, "--version").stdout
+    command = [elsewhere / "python", "-m", "llmopt", "--version"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == version
+    code = (
+        "import sys, llmopt; from llmopt.planner import PlanRequest, plan; from llmopt import bench, quant; "
+        "assert plan(PlanRequest('llama-70b')).devices and 'torch' not in sys.modules; "
+        "print('llmopt', llmopt.__version__)"
+    )
+    command = [elsewhere / "python", "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == version
 
 
 def test_kv_plan_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:

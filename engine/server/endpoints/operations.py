@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
+from ...base.chat_template import PLAIN_TEMPLATE
 from ...engine import Engine
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable, bad_field
@@ -25,7 +26,6 @@ from ..requests.request_record import record_of
 from .conversation import render
 from .exposition import Exposition
 from .service import Service
-from .tokenization import PLAIN_TEMPLATE
 
 
 class AbortRequest(BaseModel):

@@ -13,17 +13,10 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ....quant.base.errors import BadInput
+from ...base.chat_template import render_chat, renders_text
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
 from ..protocol.chat_protocol import ChatMessage, Tool
-from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import Prompt
-
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
-    "{% endfor %}Assistant:"
-)
-"""Fallback chat template for a model without one: a Jinja template with one line per message,
-`User: Hello`, and `Assistant:` as the generation prompt."""
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -82,7 +75,7 @@ class Tokenization:
         self._prefix_text = self.decode([self._prefix_id], skip_special_tokens=False)
         self._texts: dict[int, TokenText] = {}
         # Templates of some image-text models read lists of parts alone.
-        self._as_parts = takes_images and not self._renders_text()
+        self._as_parts = takes_images and not renders_text(self._tokenizer)
         self.stop_texts = tuple(
             self.decode([token], skip_special_tokens=False) for token in end_token_ids
         )
@@ -258,32 +251,9 @@ class Tokenization:
     def _render_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
-        is_plain = self.template_source == "plain"
-        try:
-            return self._tokenizer.apply_chat_template(
-                [message.for_template(as_parts=self._as_parts) for message in messages],
-                **{
-                    "add_generation_prompt": True,
-                    **options,
-                    "tools": [tool.for_template() for tool in tools] or None,
-                    "chat_template": PLAIN_TEMPLATE if is_plain else None,
-                    "tokenize": False,
-                },
-            )
-        except ApiError:
-            raise
-        except Exception as error:
-            # A template may raise anything; its input is only the client's messages.
-            raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
-
-    def _renders_text(self) -> bool:
-        """Whether the chat template takes the content of a message as a text."""
-        probe = "probe"
-        try:
-            turns = [{"role": "user", "content": probe}]
-            return probe in self._tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # a template may raise anything
-            return False
+        described = [tool.for_template() for tool in tools] or None
+        turns = [message.for_template(as_parts=self._as_parts) for message in messages]
+        return render_chat(self._tokenizer, turns, {**options, "tools": described})
 
     def _describe(self, token_id: int) -> TokenText:
         # Decoded after another token, because decoders strip the leading space of the first word.

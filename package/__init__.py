@@ -1,0 +1,22 @@
+"""Quantize, verify, serve and benchmark language models. The names that people import are in the folders:
+
+    from llmopt.engine import LLM, SamplingParams
+    from llmopt.quant import QuantizeRequest, quantize
+    from llmopt.bench import BenchOptions, run_bench
+    from llmopt.planner import PlanRequest, plan
+
+Each loads what it needs at its first use.
+"""
+
+from __future__ import annotations
+
+__version__: str
+__all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("llmopt")
