@@ -89,4 +89,6 @@ def for_template(message: Message, *, as_parts: bool) -> dict[str, Any]:
         shown = [part if part["type"] == "text" else {"type": "image"} for part in parts]
     else:
         shown = "".join(part["text"] for part in parts)
-    return {**message, "content": shown}
+    # Few templates know OpenAI's newer name for the role.
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {**message, "role": role, "content": shown}
