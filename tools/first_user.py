@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -24,12 +24,12 @@ from typing import Any
 from llmopt.bench.record.comparable import CONDITIONS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.cli_process import run_llmopt
 from tools.real_model import fetch_gguf, plain_checkpoint
 
 Words = Sequence[str | Path]
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-CALIBRATED = ("--num-samples", "16", "--seq-len", "256")
+CALIBRATED = ("--num-samples", "4", "--seq-len", "128")
 QUANTIZATIONS: dict[str, tuple[str, ...]] = {
     "q4km": ("--method", "rtn", "--format", "gguf", "--gguf-type", "Q4_K_M"),
     "q8": ("--method", "rtn", "--format", "gguf", "--gguf-type", "Q8_0"),
@@ -39,16 +39,14 @@ QUANTIZATIONS: dict[str, tuple[str, ...]] = {
     "w8a8": ("--method", "smoothquant", "--format", "compressed-tensors"),
 }
 LOAD = ("--num-threads", "1", "--max-concurrency", "4")
-SHORT = ("--num-prompts", "8", "--output-len", "16", "--num-runs", "3", "--quality-tokens", "2048")
+SHORT = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "3", "--quality-tokens", "512")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?")
 
 
-def run_process(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run_wide(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """The command as a process of its own, wide enough for its tables."""
-    environment = {**os.environ, "COLUMNS": "240", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "llmopt.cli.main", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return run_llmopt(*words, env={**os.environ, "COLUMNS": "240", "HF_HUB_OFFLINE": "1"})
 
 
 @dataclass
@@ -56,12 +54,10 @@ class FirstUser:
     """The commands in a folder, and what was wrong with what they said.
 
     Attributes:
-        run: runs the command with the words.
         load: options of every benchmark.
     """
 
     folder: Path
-    run: Run = run_process
     load: Words = (*LOAD, *SHORT)
     problems: list[str] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -82,7 +78,7 @@ class FirstUser:
 
     def call(self, *words: str | Path, codes: Sequence[int] = (0,)) -> Any:
         """The output of a command; another exit code than expected ends the script."""
-        done = self.run(*words)
+        done = run_wide(*words)
         if done.returncode not in codes:
             sys.exit(f"error: llmopt {' '.join(map(str, words))}: {done.returncode}\n{done.stderr}")
         return done

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
 from tools.first_user import LOAD, QUANTIZATIONS, FirstUser, agrees, rows
 
-from ..support.cli_process import run_llmopt
-
 SMALL = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "2", "--quality-tokens", "512")
-
-
-def run_forked(*words: str | Path) -> CompletedProcess[str]:
-    return run_llmopt(*words, env={**os.environ, "COLUMNS": "240"})
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(900)
 def test_every_pair_has_a_verdict_and_every_number_is_one(tmp_path: Path) -> None:
-    user = FirstUser(tmp_path, run_forked, (*LOAD, *SMALL))
+    user = FirstUser(tmp_path, (*LOAD, *SMALL))
     given = tmp_path / "given.gguf"
     user.call("quantize", "stories3M", *QUANTIZATIONS["q8"], "-o", given)
     kept = {name: QUANTIZATIONS[name] for name in ("q4km", "gptq4", "w8a8")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,64 @@ def test_a_joined_page_says_what_cannot_be_compared(root: Path, tmp_path: Path) 
     assert "No quality was scored alike" in page.verdict.headline
     assert "Their speeds are not comparable" in page.verdict.sentence
     assert "Fastest" not in page.verdict.sentence and "()" not in to_markdown(page)
+
+
+def changed_copy(root: Path, target: Path, **identity: Any) -> Path:
+    """The base run with another id and these parts of its identity."""
+    shutil.copytree(folder_of(root, "base"), target)
+    result = json.loads((target / "result.json").read_text())
+    result["llmopt"] |= {"run_id": target.name, "name": target.name}
+    result["llmopt"]["identity"] |= identity
+    (target / "result.json").write_text(json.dumps(result))
+    return target
+
+
+def test_compare_lists_what_was_varied_and_names_the_condition(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GGUF with 8-bit activations beside another format had NO VERDICT: the engine options differ."""
+    base = folder_of(root, "base")
+    identity = RunData.read(base).result["llmopt"]["identity"]
+    engine = {**identity["engine"], "cpu_activations": 8, "max_num_seqs": 3}
+    varied = changed_copy(root, tmp_path / "varied", quantization="gguf", engine=engine)
+    gate = ("--gate", "weight_bytes<=+0% kl<=0.5")
+    capsys.readouterr()
+    assert llmopt("compare", base, varied, *gate, "--markdown", tmp_path / "page.md") == 0
+    shown = capsys.readouterr().out
+    (said,) = re.findall(r"^differs by: (.*)$", shown, re.MULTILINE)
+    assert said.startswith("quantization: none against gguf; ")
+    assert "activation bits: none against 8" in said and "max_num_seqs: " in said
+    assert f"Differs by {said}." in (tmp_path / "page.md").read_text()
+    assert re.search(r"^overall +pass", shown, re.MULTILINE)
+    seeded = {**identity["load"], "seed": 7}
+    other = changed_copy(root, tmp_path / "other", load=seeded)
+    assert llmopt("compare", base, other, *gate, "--json") == 3
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["conditions"] == verdict["decided_by"] == ["sampling and seeds"]
+    assert verdict["reasons"] == ["not the same sampling and seeds (seed: 0 and 7)"]
+    assert llmopt("report", base, varied, other, "-o", tmp_path / "page.html") == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "Their speeds are not comparable" in shown and "Fastest" not in shown
+    assert llmopt("report", base, varied, "-o", tmp_path / "page.html") == 0
+    assert "Fastest: " in capsys.readouterr().out
+
+
+def test_a_broken_quality_limit_is_no_verdict_on_speed(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster = changed_copy(root, tmp_path / "faster")
+    gate = ("--gate", "median_tpot_ms<=+900% perplexity<=1")
+    capsys.readouterr()
+    assert llmopt("compare", folder_of(root, "base"), faster, *gate) == 1
+    shown = capsys.readouterr().out
+    verdicts = dict(re.findall(r"^(speed|quality|memory|overall) +(.+?)  ", shown, re.MULTILINE))
+    assert verdicts == {
+        "speed": "pass",
+        "quality": "regression",
+        "memory": "equal",
+        "overall": "regression",
+    }
+    assert re.search(r"^overall +regression +Perplexity ≤ 1$", shown, re.MULTILINE)
 
 
 def test_the_pareto_front_by_hand() -> None:
