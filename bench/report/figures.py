@@ -85,6 +85,8 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
         axis.set_xlabel("ms")
         axis.set_xlim(left=0)
         axis.set_ylim(0, 1.02)
+        # The last label of a panel would run into the first of the next one.
+        axis.locator_params(axis="x", nbins=5, prune="upper")
     axes[0].set_ylabel("share of the sample at or below")
     if len(values) > 1:
         handles = axes[0].get_legend_handles_labels()

@@ -116,6 +116,7 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set_xticks(contexts, [format_tokens(context) for context in contexts], fontsize=8)
+    axis.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}" if count >= 1 else "")
     axis.set_xlabel("tokens of each sequence")
     axis.set_ylabel("sequences at once")
     if axis.get_legend_handles_labels()[1]:

@@ -1,0 +1,196 @@
+"""How reports look: light and dark with their charts, axes of counts, names that fit, each run's own ceilings."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.bench.gate.compare import compare
+from llmopt.bench.page.page import to_html
+from llmopt.bench.page.plot_style import COLOURS, SERIES
+from llmopt.bench.record.result import RunData
+from llmopt.bench.report import figures
+from llmopt.bench.report.comparison import comparison_page
+from llmopt.bench.report.joined import joined_page
+from llmopt.bench.report.parts import named_notes
+from matplotlib.figure import Figure
+
+from ...support.browser import CHROMIUM, opened_page
+from .test_report_pages import data, passes
+
+LEAST_CONTRAST = 4.5
+"""Of texts, by WCAG 2.1, and 3 of parts of a chart."""
+TEXTS = ("ink", "muted", "good", "bad", "unsure", "plain")
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn, before they are SVG."""
+    seen: list[Figure] = []
+    real = figures.to_svg
+
+    def keep(figure: Figure, alt: str) -> str:
+        seen.append(figure)
+        return real(figure, alt)
+
+    monkeypatch.setattr(figures, "to_svg", keep)
+    return seen
+
+
+def roofline(flops: float, bandwidth: float, *, of_roof: float) -> dict[str, Any]:
+    """Two phases at the same distance below the ceilings of a run, left and right of its ridge."""
+    ridge = flops / bandwidth
+    points = [
+        {
+            "phase": phase,
+            "intensity": share * ridge,
+            "achieved_flops": of_roof * min(1.0, share) * flops,
+            "of_roof": of_roof,
+        }
+        for phase, share in (("decode", 0.25), ("prefill", 8.0))
+    ]
+    ceilings = {"flops": flops, "bandwidth": bandwidth}
+    ceilings |= {"near_bandwidth": bandwidth, "far_bandwidth": bandwidth / 2}
+    return {"ceilings": ceilings, "points": points}
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_texts_and_series_stand_out_from_the_page(theme: int) -> None:
+    for ground in ("paper", "soft", "notice"):
+        for name in TEXTS if ground != "notice" else ("ink",):
+            assert contrast(COLOURS[name][theme], COLOURS[ground][theme]) >= LEAST_CONTRAST, name
+    for place in range(len(SERIES)):
+        assert contrast(COLOURS[f"series{place}"][theme], COLOURS["paper"][theme]) >= 3
+    for shade in range(1, 5):
+        assert contrast(COLOURS["ink"][theme], COLOURS[f"shade{shade}"][theme]) >= LEAST_CONTRAST
+
+
+def test_charts_take_every_colour_from_the_style_sheet() -> None:
+    base, new = data("base"), data("new")
+    html = to_html(comparison_page(base, new, compare(base, new)))
+    charts = re.findall(r"<svg .*?</svg>", html, re.DOTALL)
+    assert len(charts) == 3
+    used = set(re.findall(r"var\(--([\w-]+)\)", html))
+    assert {"ink", "muted", "line", "series0", "series1"} <= used <= {*COLOURS, "tone"}
+    for chart in charts:
+        assert not re.search(r"(?:fill|stroke|color): *(?:#|rgb|black|white)", chart)
+    assert html.count("--paper: ") == 2 and "(prefers-color-scheme: dark)" in html
+
+
+def test_a_figure_in_a_file_keeps_its_colours() -> None:
+    svg = figures.distributions_svg({"run": figures.latency_samples(data())})
+    assert "#1c2733" in svg and "var(" not in svg
+
+
+def test_axes_of_counts_have_whole_numbers(drawn: list[Figure]) -> None:
+    one = passes(1)[0]
+    one.traces[:] = one.traces[:2]
+    figures.timeline_svg(one)
+    turn = {"completed": 1, "ttft_ms": {"median": 1.0, "p99": 1.0}}
+    turn |= {"mean_prompt_len": 2, "mean_cached_tokens": 1}
+    figures.turns_svg([{**turn, "turn": number} for number in (1, 2)])
+    requests = drawn[0].axes[0].get_yticks()
+    turns, tokens = drawn[1].axes[0].get_xticks(), drawn[1].axes[1].get_yticks()
+    for ticks in (requests, turns, tokens):
+        assert len(ticks) >= 2
+        assert all(float(tick).is_integer() for tick in ticks)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("llama-3.1-8b-gptq-4bit", "llama-3.1-8b-awq-4bit")])
+def test_names_that_do_not_fit_below_bars_stand_beside_them(
+    names: tuple[str, str], drawn: list[Figure]
+) -> None:
+    figures.bars_svg({name: data(name).result for name in names})
+    axes = drawn[0].axes
+    drawn[0].canvas.draw()
+    lying = len(names[0]) > 1
+    labels = axes[0].get_yticklabels() if lying else axes[0].get_xticklabels()
+    assert [one.get_text() for one in labels] == [*names]
+    for axis in axes:
+        boxes = [one.get_window_extent() for one in (*labels, *axis.texts)]
+        for place, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+
+
+def test_each_run_is_under_its_own_ceilings(drawn: list[Figure]) -> None:
+    """Runs at the same share of their own ceilings are at one place, however far these lie apart."""
+    slow, fast = (roofline(flops, 1e9, of_roof=0.5) for flops in (1e9, 64e9))
+    figures.roofline_svg({"slow": slow, "fast": fast})
+    (axis,) = drawn[0].axes
+    marks = [line for line in axis.lines if line.get_marker() in ("o", "s")]
+    places = {str(line.get_label()): line.get_xydata()[0].tolist() for line in marks}
+    assert places["decode, slow: 50.0% of the roof"] == places["decode, fast: 50.0% of the roof"]
+    assert places["prefill, slow: 50.0% of the roof"] == pytest.approx([8.0, 0.5])
+    figures.roofline_svg({"slow": slow})
+    (axis,) = drawn[1].axes
+    assert axis.get_ylabel() == "FLOP/s" and "matmul 1 GFLOP/s" in axis.get_title(loc="left")
+
+
+def test_more_runs_than_colours_are_all_drawn(drawn: list[Figure]) -> None:
+    count = len(SERIES) + 2
+    figures.distributions_svg({f"run{n}": figures.latency_samples(data()) for n in range(count)})
+    figures.roofline_svg({f"run{n}": roofline(1e9, 1e9, of_roof=0.5) for n in range(count)})
+    assert len(drawn[0].axes[0].lines) == count
+    assert sum(line.get_marker() == "o" for line in drawn[1].axes[0].lines) == count
+
+
+def test_a_note_names_its_runs_and_is_said_once() -> None:
+    runs = {name: data(name).result for name in ("one", "two", "three")}
+    runs["two"]["llmopt"]["preemptions"] = 3
+    runs["three"]["llmopt"]["preemptions"] = 3
+    notes = named_notes(runs)
+    assert len(notes) == len(set(notes)) == 3
+    assert "Every run: A <note> & more." in notes
+    assert any(note.startswith("two, three: 3 sequences were preempted") for note in notes)
+    page = joined_page([RunData(result) for result in runs.values()])
+    assert [note for note in page.warnings if "preempted" in note] == [notes[-1]]
+
+
+LOWEST_CONTRAST = """
+(() => {
+  const probe = document.createElement('canvas').getContext('2d');
+  const parts = (colour) => { probe.fillStyle = colour; probe.fillRect(0, 0, 1, 1);
+    return [...probe.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+  const light = (colour) => { const [r, g, b] = parts(colour).map((v) => v / 255).map(
+    (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ground = light(getComputedStyle(document.body).backgroundColor);
+  return Math.min(...[...document.querySelectorAll('svg text')].map((text) => {
+    const ink = light(getComputedStyle(text).fill);
+    return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05); })); })()
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_a_browser_shows_readable_charts_on_phones_and_desktops(tmp_path: Path) -> None:
+    base, new = data("base"), data("new")
+    path = tmp_path / "comparison.html"
+    path.write_text(to_html(comparison_page(base, new, compare(base, new))), encoding="utf-8")
+    grounds = set()
+
+    async def visit() -> None:
+        async with opened_page() as page:
+            for width in (390, 1280):
+                for scheme in ("light", "dark"):
+                    await page.open(path.as_uri(), width=width, scheme=scheme)
+                    assert await page.run("document.documentElement.scrollWidth") <= width
+                    assert await page.run(LOWEST_CONTRAST) >= LEAST_CONTRAST
+                    grounds.add(await page.run("getComputedStyle(document.body).backgroundColor"))
+                    assert not page.problems
+
+    asyncio.run(visit())
+    assert len(grounds) == 2
