@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.page.page import to_html
@@ -132,7 +133,7 @@ def test_each_run_is_under_its_own_ceilings(drawn: list[Figure]) -> None:
     figures.roofline_svg({"slow": slow, "fast": fast})
     (axis,) = drawn[0].axes
     marks = [line for line in axis.lines if line.get_marker() in ("o", "s")]
-    places = {str(line.get_label()): line.get_xydata()[0].tolist() for line in marks}
+    places = {str(line.get_label()): np.ravel(line.get_data()).tolist() for line in marks}
     assert places["decode, slow: 50.0% of the roof"] == places["decode, fast: 50.0% of the roof"]
     assert places["prefill, slow: 50.0% of the roof"] == pytest.approx([8.0, 0.5])
     figures.roofline_svg({"slow": slow})
