@@ -116,9 +116,7 @@ class Clone:
         self.folder, self.workers = folder, workers
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(folder)], check=True)
         self.links = folder / "build/links"
-        (self.links / "llmopt").mkdir(parents=True)
-        for name in (*FLOORS, "recipes"):
-            (self.links / "llmopt" / name).symlink_to(folder / name)
+        subprocess.run(["make", "-s", "-C", str(folder), str(self.links / "llmopt")], check=True)
         self.broken: set[str] = set()
 
     def first_failure(self, tests: Iterable[str]) -> str | None:
