@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tools import structure
 
@@ -158,3 +161,69 @@ def test_bench_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert "--port" in run_llmopt(elsewhere, tmp_path, "serve-local", "--help").stdout
+
+
+def ci_scripts(job: str) -> tuple[dict[str, str], list[str]]:
+    """(environment, scripts) of a workflow file as its runner has them, one shell for each script."""
+    whole: Any = yaml.safe_load((ROOT / "docs" / "ci" / f"serving-{job}.yml").read_text())
+    if job == "gitlab":
+        part = whole["serving-regression"]
+        return part["variables"], ["\n".join([*part["before_script"], *part["script"]])]
+    part = whole["jobs"]["regression"]
+    return part["env"], [step["run"] for step in part["steps"] if "run" in step]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("job", "is_worse"), [("github", False), ("gitlab", True)])
+def test_ci_files_need_the_wheel_and_nothing_of_this_repository(
+    wheel: Path, elsewhere: Path, tmp_path: Path, job: str, is_worse: bool
+) -> None:
+    """The steps of both files, with llmopt's server in place of vLLM: a candidate of 2 bits is a regression."""
+    candidate = "stories3M"
+    if is_worse:
+        words = "quantize --method rtn --bits 2 --no-errors --output 2bit"
+        run_llmopt(elsewhere, tmp_path, *words.split())
+        candidate = str(tmp_path / "2bit")
+    environment, scripts = ci_scripts(job)
+    changes = {"LLMOPT": wheel, "TODAY": wheel, "NEXT": wheel, "SERVE": "llmopt", "ARGS": ""}
+    changes |= {"PROGRAM": "python", "MODEL": "stories3M", "CANDIDATE": candidate}
+    assert set(environment) == set(changes)
+    few = "--set bench.num_prompts=16 --set bench.num_runs=2 --set bench.output_len=8"
+    scripts[-1] = scripts[-1].replace("run ci-regression", f"run ci-regression {few}")
+    where = tmp_path / "project"
+    where.mkdir()
+    python = Path(sys.executable).parent
+    inherited = {name: word for name, word in os.environ.items() if not name.startswith("PYTHON")}
+    outside = {
+        **inherited,
+        **{name: str(value) for name, value in changes.items()},
+        # The third-party packages of this environment, as in `elsewhere`; nothing from a network.
+        "PYTHONPATH": sysconfig.get_paths()["purelib"],
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{python}:{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md"),
+    }
+    run = None
+    for script in scripts:
+        run = subprocess.run(
+            ["bash", "-eo", "pipefail", "-c", script],
+            cwd=where,
+            env=outside,
+            capture_output=True,
+            text=True,
+        )
+    assert run is not None and run.returncode == is_worse, run and run.stderr
+    result = json.loads((where / "regression" / "result.json").read_text())
+    verdict = result["variants"]["candidate"]["comparison"]
+    found = {check["key"]: check["outcome"] for check in verdict["checks"]}
+    expected = "regression" if is_worse else "pass"
+    assert found["error_rate"] == "pass" and found["perplexity"] == found["kl"] == expected
+    assert (where / "regression" / "candidate" / "verdict.xml").is_file()
+    assert (tmp_path / "page.md").is_file() == (job == "github")
+    for name in ("original", "candidate"):
+        of_run = json.loads((where / "regression" / name / "result.json").read_text())["llmopt"]
+        folder = {"original": "today", "candidate": "next"}[name]
+        assert of_run["server"]["started"]["command"][0].endswith(f"stacks/{folder}/bin/python")
