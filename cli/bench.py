@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.options import definitions as of_bench
+from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options
 from .options.measuring import GridOptions, SweepOptions, VerdictOptions
-from .options.shared import ModelOptions, ResultOptions, TrackingOptions, check_models
+from .options.shared import ModelOptions, ResultOptions, check_models
 
 if TYPE_CHECKING:
     from rich.console import Console

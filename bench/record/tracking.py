@@ -10,12 +10,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...quant.base.errors import BadInput
+from ...quant.base.option import option
 
 BATCH = 100  # MLflow's limit of parameters in one request
 LONGEST_PARAM = 500
@@ -36,6 +37,32 @@ class TrackedRun:
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingOptions:
+    """Where finished runs are logged."""
+
+    PANEL: ClassVar = "Tracking"
+
+    mlflow_uri: str | None = option(
+        None, "Log the run to this MLflow server, database or folder ([mlflow])."
+    )
+    mlflow_experiment: str = option("llmopt", "MLflow's experiment.")
+    wandb_project: str | None = option(
+        None, "Log the run to this project of Weights & Biases ([wandb])."
+    )
+    wandb_entity: str | None = option(None, "The project's user or team.")
+
+    def trackers(self) -> list[Tracker]:
+        """The trackers, ready to log.
+
+        Raises:
+            BadInput: a package is missing, or a store cannot be used.
+        """
+        if self.mlflow_uri is None and self.wandb_project is None:
+            return []
+        return open_trackers(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def open_trackers(

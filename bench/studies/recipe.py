@@ -36,6 +36,7 @@ from ..gate.limits import Limit, parse_gate, parse_share
 from ..gate.quality_checks import QualityGate
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
+from ..record.tracking import Tracker, TrackingOptions
 from .grid_plan import server_words
 
 BASE_NAME = "original"
@@ -50,6 +51,21 @@ def _given(step: BaseModel, *configs: type) -> dict[str, Any]:
     known = {name for config in configs for name in options_of(config)} if configs else None
     names = step.model_fields_set if known is None else step.model_fields_set & known
     return {name: getattr(step, name) for name in names}
+
+
+class BenchStep(model_of(TrackingOptions), BenchOptions):
+    """Options of `llmopt bench`, by the same names."""
+
+    csv: bool = False
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Where runs are logged.
+
+        Raises:
+            BadInput: a package is missing, or a store cannot be used.
+        """
+        return TrackingOptions(**_given(self, TrackingOptions)).trackers()
 
 
 class QuantizeStep(model_of(QuantizeRequest), _Strict):
@@ -263,7 +279,7 @@ class Recipe(_Strict):
     model: str | None = None
     interleave: bool = False
     num_threads: Annotated[int, Field(ge=1)] | None = None
-    bench: BenchOptions = BenchOptions()
+    bench: BenchStep = BenchStep()
     serve_local: ServeStep | None = None
     variants: tuple[Variant, ...] = ()
     capacity: CapacityStep | None = None
@@ -327,6 +343,7 @@ def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) 
         BadInput: options that contradict each other.
     """
     given, serve = _given(recipe.bench), recipe.serve_local
+    given = {key: value for key, value in given.items() if key in BenchOptions.model_fields}
     name, own = BASE_NAME, {}
     model = recipe.model if variant is None else model or variant.model or recipe.model
     if variant is not None:

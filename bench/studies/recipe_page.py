@@ -90,6 +90,8 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
         headline += (
             f" {'is ' if share is None else ''}at {percent(change, 1, signed=True)} perplexity"
         )
+    if headline == best.variant.name:
+        headline += f" beside the {BASE_NAME}"
     files = "" if best.verified is None else best.verified.status.partition(":")[0]
     sentence = (
         f"It agrees with the {BASE_NAME} on the likeliest next token at "

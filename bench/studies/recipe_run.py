@@ -29,6 +29,7 @@ from ..load.started_server import served
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
 from ..record.result import BenchRun, plain, to_json
+from ..record.tracking import log_run, of_result, of_sweep
 from ..report.parts import write_page
 from ..report.sweep import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
@@ -51,6 +52,7 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     """
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
+    _ = recipe.bench.trackers  # which may not be there, before anything is measured
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)
     runs, proofs = [bench_of(recipe, None)], []
@@ -106,13 +108,14 @@ def measure(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) ->
             with ExitStack() as stack:
                 ready = [stack.enter_context(served(one, progress)) for one in runs]
                 paired = [with_reference(one, ready[0]) for one in ready]
-                keep(run_interleaved(paired, progress), stages)
+                keep(run_interleaved(paired, progress), stages, progress)
             stages.finish("bench in turns")
     else:
         for one in runs:
             if not stages.is_done(f"bench {one.name}"):
                 with served(one, progress) as ready:
-                    keep([run_bench(with_reference(ready, runs[0]), progress)], stages)
+                    run = run_bench(with_reference(ready, runs[0]), progress)
+                    keep([run], stages, progress)
                 stages.finish(f"bench {one.name}")
     return [RunData.read(stages.folder / str(one.name)) for one in runs]
 
@@ -132,12 +135,15 @@ def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
     return options.model_copy(update={"reference": reference})
 
 
-def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
-    """Write the folder of every run, named like the run. An interrupted run with finished requests is written
-    too, and then ends the recipe."""
+def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
+    """Write the folder of every run, named like the run, and log it. An interrupted run with finished
+    requests is written too, and then ends the recipe."""
+    wanted = stages.recipe.bench
     for run in runs:
         if any(one.traces for one in run.passes):
-            write_run(run, stages.clear(run.result["llmopt"]["name"]))
+            folder = stages.clear(run.result["llmopt"]["name"])
+            write_run(run, folder, with_csv=wanted.csv, with_report=wanted.report)
+            log_run(wanted.trackers, of_result(run.result, folder), progress.note)
     if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
 
@@ -175,6 +181,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     recipe, folder = stages.recipe, stages.folder
     step = recipe.capacity
     assert step is not None
+    _ = recipe.bench.trackers
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)
     options = recipe.bench.model_copy(
@@ -186,7 +193,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     )
     if not stages.is_done(SINGLE):
         alone = options.model_copy(update={"max_concurrency": 1, "name": SINGLE, "num_runs": 1})
-        keep([run_bench(alone, progress)], stages)
+        keep([run_bench(alone, progress)], stages, progress)
         stages.finish(SINGLE)
     written = planned(stages, options)
     if not stages.is_done(SWEEP):
@@ -194,7 +201,9 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
             options.model_copy(update={"name": recipe.name}), "concurrency", progress
         )
         found = sweep_loads(sweep_target, parse_loads(step.sweep_concurrency, "concurrency"))
-        write_sweep(found.as_dict(), stages.clear(SWEEP))
+        record = found.as_dict()
+        write_sweep(record, stages.clear(SWEEP))
+        log_run(recipe.bench.trackers, of_sweep(record, folder / SWEEP), progress.note)
         if found.interrupted:
             raise KeyboardInterrupt
         stages.finish(SWEEP)

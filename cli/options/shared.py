@@ -1,18 +1,15 @@
-"""Options of several commands: the model, output folders, experiment trackers, limits of verdicts."""
+"""Options of several commands: the model, output folders, printed output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from ...quant.base.option import option
-
-if TYPE_CHECKING:
-    from ...bench.record.tracking import Tracker
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")]
 TrustRemoteCode = Annotated[
@@ -97,34 +94,6 @@ class ResultOptions(FolderOptions):
 
     csv: bool = option(False, "Write the requests as CSV too, beside Parquet.", flag="--csv")
     as_json: bool = json_option()
-
-
-@dataclass(frozen=True, slots=True)
-class TrackingOptions:
-    """Where finished runs are logged."""
-
-    PANEL: ClassVar = "Tracking"
-
-    mlflow_uri: str | None = option(
-        None, "Log the run to this MLflow server, database or folder ([mlflow])."
-    )
-    mlflow_experiment: str = option("llmopt", "MLflow's experiment.")
-    wandb_project: str | None = option(
-        None, "Log the run to this project of Weights & Biases ([wandb])."
-    )
-    wandb_entity: str | None = option(None, "The project's user or team.")
-
-    def trackers(self) -> list[Tracker]:
-        """The trackers, ready to log.
-
-        Raises:
-            BadInput: a package is missing, or a store cannot be used.
-        """
-        if self.mlflow_uri is None and self.wandb_project is None:
-            return []
-        from ...bench.record.tracking import open_trackers
-
-        return open_trackers(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def check_models(keywords: Mapping[str, Any]) -> None:

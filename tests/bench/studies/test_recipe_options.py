@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from llmopt.bench.options.definitions import BENCH_GROUPS
+from llmopt.bench.record.tracking import TrackingOptions
 from llmopt.bench.studies.recipe import Recipe, bench_of
 from llmopt.bench.studies.recipe_file import read_recipe
 from llmopt.cli import main as cli_main
 from llmopt.cli.main import main
 from llmopt.cli.options.command import shown_name
 from llmopt.quant.base.option import options_of, spellings
+from llmopt.recipes import ROOT
 
 TWO = """name: mine
 bench:
@@ -126,9 +129,10 @@ def test_the_schema_knows_every_option_of_the_three_commands(recipe: Path, capsy
         ("quantize", "QuantizeStep", "quantize"),
         ("serve_local", "ServeStep", "serve-local"),
     ):
-        names = {shown_name(one.name) for one in commands[command].params if one.name != "help"}
+        names = {shown_name(one.name) for one in commands[command].params if "help" not in one.name}
         assert names - SET_BY_THE_RECIPE[step] <= set(parts[model]["properties"]), step
-    for model in ("BenchOptions", "BenchFields"):
+    assert {"csv", *options_of(TrackingOptions)} <= set(parts["BenchStep"]["properties"])
+    for model in ("BenchStep", "BenchFields"):
         for group in BENCH_GROUPS:
             assert set(options_of(group)) - set(parts[model]["properties"]) == set()
         assert {"speculative", "draft_model", "lora"} <= set(parts[model]["properties"])
@@ -230,3 +234,19 @@ def test_every_spelling_of_an_option_is_a_key() -> None:
     )
     recipe = read_recipe("quickstart", changes=("bench.sharegpt_output_len=3",))
     assert recipe.bench.output_len == 3
+
+
+def test_the_page_of_run_shows_what_is_valid_and_what_is_bundled() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "commands" / "run.md").read_text(encoding="utf-8")
+    blocks = [part.partition("```")[0] for part in page.split("```yaml\n")[1:]]
+    quickstart, variants = (yaml.safe_load(block) for block in blocks)
+    Recipe.model_validate(quickstart)
+    shown = Recipe.model_validate({"name": "shown", "model": "m", **variants})
+    for variant in shown.variants:
+        bench_of(shown, variant)
+    assert str(read_recipe("ci-regression").compare.gate) in page.replace("`", "")
+    assert all(f"| `{path.stem}` |" in page for path in ROOT.glob("*.yaml"))
+    methods = [one.quantize for one in read_recipe("method-shootout").variants]
+    assert len(methods) == 6 and "six methods in 4 bits" in page
+    assert {step.words.partition(", ")[2] for step in methods if step is not None} == {"4 bits"}

@@ -63,7 +63,7 @@ variants:
 """
     )
     names = ["original", "folder", "gguf", "url", "ours", "cache"]
-    assert run("mine.yaml", "--output", "out", "--json") == 0
+    assert run("mine.yaml", "--output", "out", "--set", "bench.csv=true", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert list(record["variants"]) == names[1:]
     assert [one["verified"] for one in record["variants"].values()] == [None] * 5
@@ -83,6 +83,7 @@ variants:
     report = Path("out/report.html").read_text()
     assert "mine: stories260K and its variants" in report and "Layer error" not in report
     assert all(Path("out", name, "verdict.xml").is_file() for name in names[1:])
+    assert all(Path("out", name, "requests.csv").is_file() for name in names)
 
 
 @pytest.mark.whole
