@@ -265,20 +265,24 @@ def environment_of(inherit_sources: bool) -> dict[str, str]:
 
 
 def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) -> bool:
-    """Whether `command --help` names the option: an older version may not know it."""
+    """Whether a help screen of the command names the option: an older version may not know it, nor a screen
+    with every option."""
     environment = {**environment_of(inherit_sources), "COLUMNS": "200"}
-    try:
-        done = subprocess.run(
-            [*command, "--help"],
-            capture_output=True,
-            text=True,
-            timeout=HELP_SECONDS,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return option in done.stdout
+    for screen in ("--help-all", "--help"):
+        try:
+            done = subprocess.run(
+                [*command, screen],
+                capture_output=True,
+                text=True,
+                timeout=HELP_SECONDS,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        if done.returncode == 0:
+            return option in done.stdout
+    return False
 
 
 def last_line(log: Path) -> str:

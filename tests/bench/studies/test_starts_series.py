@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from llmopt.bench.gate.limits import GateOutcome
+from llmopt.bench.studies.start import has_option
 from llmopt.bench.studies.starts_plan import Budget, Build, StartsPlan
 from llmopt.bench.studies.starts_series import Finished, PairedSeries, write_comparison
 from llmopt.cli.compare import compare
@@ -189,6 +190,12 @@ def test_only_the_first_start_has_a_report_and_only_where_it_can_be_left(
         words = [json.loads(line)["words"] for line in lines]
         without = {w[w.index("--output") + 1][-8:] for w in words if "--no-report" in w}
         assert {name.strip("/").partition("-")[0] for name in without} == expected
+
+
+@pytest.mark.parametrize(("option", "known"), [("--no-report", True), ("--no-such", False)])
+def test_an_option_that_only_the_long_help_shows_is_known(option: str, known: bool) -> None:
+    command = [sys.executable, "-m", "llmopt.cli.main", "bench"]
+    assert has_option(command, option, inherit_sources=True) is known
 
 
 def test_the_client_of_servers_is_this_installation(
