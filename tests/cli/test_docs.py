@@ -1,10 +1,13 @@
-"""Commands shown in the README and the docs parse."""
+"""Commands shown in the README and the docs parse, and print what is shown below them."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import typer.main
@@ -18,6 +21,31 @@ LINES = [
     for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     if re.match(r"^ {4}llmopt ", line)
 ]
+SHOWN = [
+    (page.name, line, shown)
+    for page in PAGES
+    for line, shown in re.findall(
+        r"^ {4}\$ (llmopt .+)\n((?: {4}(?!\$).+\n)+)",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+]
+OMITTED = "…\n"
+
+
+@pytest.mark.parametrize(("page", "line", "shown"), SHOWN)
+def test_what_the_docs_show_is_printed(page, line, shown, tmp_path, monkeypatch):
+    """In an empty folder; a line of … stands for any lines."""
+    monkeypatch.setenv("COLUMNS", "100")
+    command = [sys.executable, "-m", "llmopt.cli.main", *shlex.split(line)[1:]]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    pieces = map(re.escape, dedent(shown).split(OMITTED))
+    said = re.sub(r"\n\s*\n", "\n", run.stdout + run.stderr)
+    assert re.fullmatch("(?s:.*)".join(pieces), said), said
+
+
+def test_the_docs_show_help_and_an_error():
+    assert {"--help" in line for _, line, _ in SHOWN} == {True, False}
 
 
 @pytest.fixture(scope="module")
