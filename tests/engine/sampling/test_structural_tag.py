@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,11 +138,30 @@ def test_special_tokens_are_tokens_and_no_text() -> None:
         assert taken < count, text
 
 
-def deep(depth: int) -> dict[str, Any]:
+NESTINGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "or": lambda form: {"type": "or", "elements": [form]},
+    "sequence": lambda form: {"type": "sequence", "elements": [form]},
+    "tag": lambda form: tag("<", form, ">"),
+    "star": lambda form: {"type": "star", "content": form},
+}
+
+
+def deep(depth: int, kind: str = "or") -> dict[str, Any]:
     form = const("x")
     for _ in range(depth):
-        form = {"type": "or", "elements": [form]}
+        form = NESTINGS[kind](form)
     return form
+
+
+@pytest.mark.parametrize("kind", NESTINGS)
+def test_a_format_within_another_is_one_level(kind: str) -> None:
+    def grammar(depth: int) -> object:
+        value = StructuralTag.model_validate({"format": deep(depth, kind)}).value
+        return structural_tag(value, WHITESPACE)
+
+    assert grammar(MAX_DEPTH)
+    with pytest.raises(BadInput, match="nested more than 32 deep"):
+        grammar(MAX_DEPTH + 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +172,6 @@ def deep(depth: int) -> dict[str, Any]:
         ({"type": "star", "content": TEXT}, "format.content: free text may only come last"),
         ({"type": "repeat", "content": const("a"), "min": 3, "max": 2}, "max 2 is less than min 3"),
         ({"type": "grammar", "grammar": "root ::= ("}, "format.grammar: "),
-        (deep(MAX_DEPTH + 1), "nested more than 32 deep"),
     ],
 )  # fmt: skip
 def test_a_format_that_contradicts_itself(form: dict[str, Any], message: str) -> None:
