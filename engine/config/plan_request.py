@@ -161,6 +161,12 @@ class PlanRequest:
         "or a folder of them, are rows of this machine that correct the plan and narrow its error.",
         panel=_MONEY,
     )
+    operators: str = option(
+        "fit",
+        "fit, or silicon: operator times as measured in the tables of the package aiconfigurator-core, where "
+        "they hold the shape (pip install 'llmopt[silicon]').",
+        panel=_MONEY,
+    )
     draft_tokens: int | None = option(
         None, "Speculative decoding: draft tokens per step.", panel=_MONEY
     )

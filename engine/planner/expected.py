@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from .devices import Device
 from .load import SteadyState
 from .memory import Deployment, Reserve
+from .operator_tables import tables_for
 from .own_rows import OwnRows, level
 from .setup import Setup
 from .speed import Efficiency, StepTime, decode_time, prefill_time
@@ -32,7 +33,14 @@ from .step_model import (
     operator_seconds,
     weight_dtype,
 )
-from .step_parameters import Deployed, measured_parameters, parameter_file, resolve
+from .step_parameters import (
+    BESIDE_TABLES,
+    FITTED,
+    Deployed,
+    measured_parameters,
+    parameter_file,
+    resolve,
+)
 
 CHUNK_TOKENS = 8192
 
@@ -124,8 +132,8 @@ def steady_state(
         resident = model.resident_sequences(prompt, output)
     loop = Loop(prompt, output, concurrency, min(concurrency, resident))
     works, known = loop_works(loop, chunk_tokens), model.parameters
-    loads = (model.loads(works.decode), model.loads(works.mixed), model.loads(works.packed))
-    times = loop_times(loads, works.packed_prompts, model.roofs, known.values)
+    decode, mixed, packed = map(model.plain_seconds, works[:3])
+    times = LoopTimes(decode, mixed, packed / works.packed_prompts)
     ttft, tpot = closed_loop(loop, times, known.values)
     ttft *= known.ttft_factor({"prompt": prompt, "answer": output, "clients": concurrency})
     tpot *= known.tpot_factor
@@ -142,6 +150,8 @@ _KEYS = ("engine", "generation", "known", "kind", "regime")
 """Properties that make rows alike; where rows are few, the last ones are given up."""
 
 
+BY_TABLES = " by tables"
+"""After an engine's name: operator times were taken from measured tables."""
 Known = Literal["model measured", "model not measured"]
 
 
@@ -207,8 +217,9 @@ def _percent(band: tuple[float, float]) -> str:
 
 @cache
 def _bands() -> Mapping[str, Mapping[str, Any]]:
-    """Bands of measured GPU deployments, and of CPUs by this project's own records."""
-    files = map(Path(__file__).with_name, ("error_bands.json", "cpu_band.json"))
+    """Bands of measured GPU deployments, fitted and by tables, and of CPUs by this project's own records."""
+    names = ("error_bands.json", "table_bands.json", "cpu_band.json")
+    files = map(Path(__file__).with_name, names)
     parts = (json.loads(file.read_text(encoding="utf-8"))["bands"] for file in files)
     return {key: entry for part in parts for key, entry in part.items()}
 
@@ -293,11 +304,13 @@ class Expectation:
         """Properties that its error depends on. Its model is known where the fit has a correction of it."""
         steps = self.steps
         key = Deployed(steps.model, steps.engine, weight_dtype(steps.recipe)).keys[0]
-        has_correction = key in parameter_file()["corrections"]["tpot"]
+        fitted = FITTED if steps.tables is None else BESIDE_TABLES
+        has_correction = key in parameter_file(fitted)["corrections"]["tpot"]
         known = "model measured" if has_correction else "model not measured"
         kind = "mixture" if steps.shape.experts else "dense"
         where = "cpu" if self.device.kind == "cpu" else generation(self.device)
-        return Likeness(steps.engine, where, known, kind, batch_regime(clients))
+        engine = steps.engine if steps.tables is None else f"{steps.engine}{BY_TABLES}"
+        return Likeness(engine, where, known, kind, batch_regime(clients))
 
     def _step_time(self, work: StepWork, outside: float) -> StepTime:
         """The step's time, with `outside` seconds of a request beside it."""
@@ -330,7 +343,11 @@ def own_of(device: Device, setup: Setup) -> OwnRows | None:
 
 def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
     """The step model of a deployment of a model of that name."""
-    parameters, share = None, setup.measured
+    parameters, share, tables = None, setup.measured, None
+    recipe, parallel = deployment.recipe, deployment.parallel
+    element = float(deployment.kv_bytes_per_element)
+    if setup.operators == "silicon":
+        tables = tables_for(deployment.shape, recipe, device, setup.engine, parallel, element)
     if share is not None:
         parameters = measured_parameters(
             share.bandwidth, share.compute, share.seconds_per_layer, share.source
@@ -339,13 +356,14 @@ def step_model(deployment: Deployment, device: Device, setup: Setup, model: str)
             parameters = replace(parameters, tpot_log=level(own.tpot), ttft_log=level(own.ttft))
     return StepModel.build(
         deployment.shape,
-        deployment.recipe,
+        recipe,
         device,
         model=model,
         engine=setup.engine,
-        parallel=deployment.parallel,
-        kv_bytes_per_element=float(deployment.kv_bytes_per_element),
+        parallel=parallel,
+        kv_bytes_per_element=element,
         parameters=parameters,
+        tables=tables,
     )
 
 

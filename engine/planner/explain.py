@@ -254,7 +254,10 @@ def _step(name: str, time: StepTime) -> Formula:
         return Formula(
             name,
             "sum of the operators, each the longer of memory and compute, messages and launches",
-            " + ".join(f"{operator} {_time(part)}" for operator, part, _ in time.operators),
+            " + ".join(
+                f"{operator} {_time(part)}{'' if source == 'fit' else f' ({source})'}"
+                for operator, part, source in time.operators
+            ),
             result,
         )
     return Formula(

@@ -343,6 +343,11 @@ def _warnings(
         warnings.append(
             "the engine evicts in one process: a kv_budget on several devices is arithmetic"
         )
+    untabled = [p.gpu for p in plans if p.expectation and p.expectation.steps.tables is None]
+    if setup.operators == "silicon" and untabled:
+        warnings.append(
+            f"no measured times of these linear layers on {', '.join(untabled)}: all operators are fitted"
+        )
     rule = RULES[setup.engine]
     if workload.kv_dtype not in rule.kv_dtypes:
         warnings.append(

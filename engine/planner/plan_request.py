@@ -61,6 +61,7 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         max_num_seqs=ask.max_num_seqs,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
+        operators=ask.operators,
         own=own_rows(runs, (model.name, recipe.label), devices, engine) if runs else None,
         prices=_prices(ask),
         speculation=None

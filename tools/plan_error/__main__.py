@@ -46,8 +46,10 @@ def main() -> None:
     judged = judged_rows(held, predicted, found.corrections["tpot"])
     judged += judged_rows(held, without_model, ())
     if arguments.fit:
-        _write("step_parameters.json", as_json(found))
-        _write("error_bands.json", {"source": as_json(found)["source"], "bands": bands(judged)})
+        write_planner_file("step_parameters.json", as_json(found))
+        write_planner_file(
+            "error_bands.json", {"source": as_json(found)["source"], "bands": bands(judged)}
+        )
     print(f"{len(half.rows)} configurations fitted, {len(held.rows)} held out\n")
     print(HEADER, LEGEND, sep="\n")
     print(line("ours", errors(predicted, held.measured)))
@@ -63,7 +65,8 @@ def main() -> None:
         _print_aiconfigurator(held, predicted, arguments.aiconfigurator)
 
 
-def _write(name: str, content: object) -> None:
+def write_planner_file(name: str, content: object) -> None:
+    """Write a JSON file of the planner."""
     text = json.dumps(content, indent=1) + "\n"
     (PLANNER / name).write_text(text, encoding="utf-8")
 
