@@ -34,6 +34,7 @@ from ...quant.plan.request import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
 from ..gate.limits import Limit, parse_gate, parse_share
 from ..gate.quality_checks import QualityGate
+from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
 from ..record.tracking import Tracker, TrackingOptions
@@ -391,8 +392,8 @@ def steps_of(recipe: Recipe) -> list[str]:
     for variant in (None, *recipe.variants):
         options = bench_of(recipe, variant)
         if options.serve is not None:
-            words = " ".join(filter(None, [options.serve, options.serve_args]))
-            lines.append(f"serve {options.name} by {words}")
+            words = " ".join(without_secrets((options.serve_args or "").split(" ")))
+            lines.append(f"serve {options.name} by {options.serve} {words}".rstrip())
         elif options.base_url is not None:
             lines.append(f"take {options.name} from {options.base_url}")
     names = ", ".join([BASE_NAME, *(variant.name for variant in recipe.variants)])

@@ -134,7 +134,8 @@ def quality_key(variant: VariantRun) -> float:
     scored = variant.data.result["llmopt"]["quality"]
     if scored and scored["kl_nats"] is not None:
         return scored["kl_nats"]
-    return math.inf if variant.manifest is None else variant.manifest["summary"]["error"]
+    error = None if variant.manifest is None else variant.manifest["summary"]["error"]
+    return math.inf if error is None else error
 
 
 def gate_sentence(run: RecipeRun) -> str:

@@ -61,12 +61,13 @@ def test_set_and_model_change_what_is_run(recipe: Path, capsys) -> None:
     found = steps(
         capsys, "mine.yaml", "--model", "stories260K", "--set", "bench.num_prompts=200",
         "--set", "variants.one.quantize.bits=8", "--set", "variants.1.bench.serve=llmopt",
+        "--set", "variants.two.bench.serve_args=--api-key KEY",
         "--set", "compare.gate=kl<=0.1", "--set", "num_threads=1",
     )  # fmt: skip
     assert found == [
         "quantize stories260K to checkpoints/one: rtn, 8 bits",
         "verify checkpoints/one",
-        "serve two by llmopt --num-threads 1",
+        "serve two by llmopt --num-threads 1 --api-key ...",
         "bench original, one, two one after another: sharegpt, 200 prompts, 5 passes",
         "compare one with original, kl<=0.1",
         "compare two with original, kl<=0.1",

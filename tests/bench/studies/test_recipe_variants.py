@@ -113,6 +113,45 @@ variants:
     assert found["quantized"]["llmopt"]["arms"] is not None
 
 
+def stand_in(name: str, arguments: str) -> Path:
+    """A program of another server's command line that serves with llmopt."""
+    program, serve = Path.cwd() / name, f"{sys.executable} -m llmopt.cli.main serve-local"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1.2.3 && exit\nexec {serve} {arguments}\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.whole
+def test_other_servers_are_started_by_their_command_lines() -> None:
+    """vLLM's, by its own arguments and by options of serve-local, and llama.cpp's on a GGUF that is made."""
+    vllm = stand_in("vllm", '"$2" "$3" "$4" "$5" "$6" "$7" "$8"')
+    llama = stand_in("llama-server", '"$2" --served-model-name "$4" "$5" "$6" "$7" "$8"')
+    gguf = "{method: rtn, gguf_type: Q8_0, format: gguf, errors: false}"
+    Path("mine.yaml").write_text(
+        f"""{HEAD}
+variants:
+  - {{name: args, bench: {{serve: vllm, serve_program: {vllm}, serve_args: "--max-num-seqs 3"}}}}
+  - {{name: options, serve_local: {{engine: vllm, max_num_seqs: 3}}, bench: {{serve_program: {vllm}}}}}
+  - name: gguf
+    model: stories3M
+    quantize: {gguf}
+    bench: {{serve: llama.cpp, serve_program: {llama}, max_model_len: null}}
+"""
+    )
+    assert run("mine.yaml", "--output", "out", "--json") == 0
+    found = results(["args", "options", "gguf"])
+    assert all(one["completed"] == 8 and one["failed"] == 0 for one in found.values())
+    started = {name: one["llmopt"]["server"]["started"] for name, one in found.items()}
+    assert {one["version"] for one in started.values()} == {"1.2.3"}
+    for name in ("args", "options"):
+        assert started[name]["command"][:2] == [str(vllm), "serve"]
+        assert started[name]["command"][-2:] == ["--max-num-seqs", "3"]
+    made = started["gguf"]["command"][2]
+    assert made.startswith(str(Path("out/checkpoints/gguf").resolve())) and made.endswith(".gguf")
+
+
 @pytest.mark.parametrize(
     ("variant", "said"),
     [
