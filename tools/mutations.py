@@ -174,22 +174,23 @@ def print_row(number: int, row: dict[str, Any]) -> None:
 
 
 def judge_suite(count: int, seed: int, only: list[int], workers: int, out: Path) -> None:
-    """Judge the mutations, printing each, into a JSON file."""
+    """Judge the mutations, each printed and in a JSON file as soon as it is judged."""
     record, rows = TestedLines(), []
+    about = {
+        "command": "python -m tools.mutations", "count": count, "seed": seed, "date": time.strftime("%F"),
+        "commit": commit(), "recorded_at": (FOLDER / "commit").read_text(), "machine": platform.machine(),
+        "mutations": rows,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         clone = Clone(Path(folder) / "llmopt", workers)
         for number, mutation in enumerate(chosen(count, seed), start=1):
             if not only or number in only:
-                rows.append(judge(record, mutation, clone))
+                rows.append({"number": number, **judge(record, mutation, clone)})
                 print_row(number, rows[-1])
+                about["fail_without_mutation"] = sorted(clone.broken)
+                out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     tier, whole = (sum(bool(row[f"found_by_{who}"]) for row in rows) for who in ("tier", "whole"))
     print(f"of {len(rows)} mutations make test finds {tier}, the whole suite {whole}")
-    about = {
-        "command": "python -m tools.mutations", "count": count, "seed": seed, "date": time.strftime("%F"),
-        "commit": commit(), "recorded_at": (FOLDER / "commit").read_text(), "machine": platform.machine(),
-        "fail_without_mutation": sorted(clone.broken), "mutations": rows,
-    }  # fmt: skip
-    out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
