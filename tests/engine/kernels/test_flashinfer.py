@@ -90,6 +90,19 @@ def test_the_workspace_has_room_for_a_captured_step(log: Log) -> None:
     assert wrappers[1]._partial is workspace.partial
 
 
+@pytest.mark.parametrize(("most", "runs"), [(3, ["latent"]), (2, [])])
+def test_a_plan_holds_so_many_tiles_of_latents(
+    most: int, runs: list[str], log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk and two decodes are a tile each; a batch of more than a plan holds is left to our kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(library_attention, "MOST_LATENT_TILES", most)
+    world = World([9, 4, 17], [1, 3, 1], heads=8, kv_heads=1, dims=(24, 16), in_keys=True)
+    attend = library_attention.attend_flashinfer(attend_sdpa)
+    attend(world.queries, world.keys, world.values, world.batch()[1], AttentionRule(0.3))
+    assert log.runs == runs
+
+
 @pytest.mark.parametrize("heads", [8, 20])
 def test_latents(heads: int, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multi-head latent attention: values are the keys' first elements, of one KV head. FlashInfer's plan
