@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from llmopt.engine.planner import expected
 from llmopt.engine.planner.expected import throughput
-from llmopt.engine.planner.step_model import Parallelism
+from llmopt.engine.planner.step_model import Parallelism, StepWork
 
+from tools.plan_error import disaggregated
 from tools.plan_error.columns import Columns, Predicted
 from tools.plan_error.cpu_records import (
     KEY,
@@ -55,7 +56,7 @@ ROW = {
 def written(folder: Path, rows: list[dict[str, str]]) -> Path:
     path = folder / "rows.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, list(ROW))
+        table = csv.DictWriter(file, list(rows[-1]))
         table.writeheader()
         table.writerows(rows)
     return path
@@ -186,3 +187,28 @@ def test_a_cpu_step_is_predicted_by_the_longer_of_its_bytes_and_operations() -> 
     assert other.predicted("alone", "alone", run) == 3.0
     assert other.predicted("batch 16", "alone", run) == 20.0
     assert {(m, r) for _, _, m, r in transfers([run, other])} == {("tpot", 4 / 3), ("tpot", 0.45)}
+
+
+def disaggregated_row(**changes: str) -> dict[str, str]:
+    pools = {"num_workers": "2", "tp_size": "2", "attention_dp_size": "1"}
+    pools |= {"moe_tp_size": "1", "moe_ep_size": "1"}
+    sizes = {f"{pool}_{name}": n for pool in ("prefill", "decode") for name, n in pools.items()}
+    return ROW | {"mode": "disagg"} | sizes | changes
+
+
+def test_disaggregated_pools_are_predicted_apart(tmp_path: Path) -> None:
+    rows = [
+        disaggregated_row(),
+        disaggregated_row(id="b", silicon_ttft_ms="60"),
+        disaggregated_row(id="c", decode_num_workers="8"),
+        disaggregated_row(id="d", prefill_num_workers="1", isl="8192"),
+        disaggregated_row(id="e", prefill_num_workers="", osl="100"),
+    ]
+    found, unknown = disaggregated.read(written(tmp_path, rows))
+    assert (len(found), unknown) == (3, 1)
+    plain, spread, queued = (one.predicted() for one in found)
+    assert found[0].measured == (0.05, 0.006)
+    assert spread[1] < plain[1], "a decode step of fewer sequences"
+    alone = found[2].prefill.seconds(StepWork.of(0, 0, 8192))
+    assert queued[0] > alone + found[2].prefill.parameters.values["load.fixed"]
+    assert len(disaggregated.lines(tmp_path / "rows.csv")) == 3

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from llmopt.engine.planner import expected
 
-from . import own_machine
+from . import disaggregated, own_machine
 from .columns import Column, Columns, Predicted
 from .cross import left_out
 from .fit import as_json, fit
@@ -61,6 +61,7 @@ def main() -> None:
     for name, (share, count) in coverage(judged).items():
         print(f"  {name:12}{100 * share:6.1f} % of {count}")
     print("", *own_machine.lines(judged[: len(held.rows)]), sep="\n")
+    print("", HEADER, *disaggregated.lines(arguments.data or packaged_csv()), sep="\n")
     if arguments.aiconfigurator:
         _print_aiconfigurator(held, predicted, arguments.aiconfigurator)
 

@@ -28,7 +28,7 @@ from llmopt.engine.planner.weights import WeightRecipe, recipe_for
 
 MOST_TP = 8
 PACKAGED = "systems/silicon_sample.csv"
-_MEASURED = ("id", "silicon_data_source", "silicon_ttft_ms", "silicon_tpot_ms")
+MEASURED_COLUMNS = ("id", "silicon_data_source", "silicon_ttft_ms", "silicon_tpot_ms")
 _FORMATS = {"nvfp4": "nvfp4", "fp8": "fp8", "fp8_block": "fp8-block", "": "bf16"}
 _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 
@@ -93,7 +93,7 @@ def read_rows(path: Path) -> list[Row]:
         raw = [row for row in csv.DictReader(file) if row["mode"] == "agg"]
     same: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for row in raw:
-        same[tuple(value for key, value in row.items() if key not in _MEASURED)].append(row)
+        same[tuple(value for key, value in row.items() if key not in MEASURED_COLUMNS)].append(row)
     return [_configuration(rows) for rows in same.values()]
 
 
@@ -146,6 +146,13 @@ def parallelism(row: Mapping[str, str]) -> Parallelism:
     elif (width * ep) % (tp * dp) == 0 and width * ep > tp * dp:
         dp = width * ep // tp
     return Parallelism(tp, 1, ep if (tp * dp) % ep == 0 else 1, dp)
+
+
+def described(row: Mapping[str, str]) -> tuple[PlannedModel, WeightRecipe, Device]:
+    """Model, weight format and GPU of a row of the file."""
+    name = _table_name(row["model_path"])
+    weights = row["moe_quant_mode"] or row["gemm_quant_mode"]
+    return _model(name), _recipe(name, weights), find_device(row["system"].removesuffix("_sxm"))
 
 
 def _whole(text: str) -> int:
