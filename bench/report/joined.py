@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
@@ -69,11 +70,12 @@ def pareto_svg(
 ) -> str:
     """Quality against size or speed. Better is down and to the left for size, to the right for speed;
     the line joins the non-dominated ones in these two."""
-    figure, (axis,) = canvas(width=5.4, height=3.1)
     points: dict[str, tuple[float, float]] = {}
     for name, one in candidates.items():
         x = one.throughput if against == "speed" else (one.weight_bytes or 0.0) / 2**20
         points[name] = (x or 0.0, one.quality(quality_name))
+    is_crowded = _are_crowded([*points.values()])
+    figure, (axis,) = canvas(width=5.4, height=3.7 if is_crowded else 3.1)
     sign = -1 if against == "speed" else 1
     best = sorted(
         point
@@ -86,18 +88,33 @@ def pareto_svg(
     axis.plot(*zip(*best, strict=True), color=MUTED, linewidth=1, linestyle="--", zorder=1)
     for place, (name, (x, y)) in enumerate(points.items()):
         colour = SERIES[place % len(SERIES)]
-        axis.plot(x, y, "o", color=colour, markersize=9, zorder=2)
+        axis.plot(x, y, "o", color=colour, markersize=9, zorder=2, label=name)
+        if is_crowded:
+            continue
         # Alternate label sides, so that neighbouring labels do not overlap.
         above = place % 2 == 0
         style = {"ha": "center", "va": "bottom" if above else "top", "fontsize": 9, "color": INK}
         label(axis, name, (x, y), (0, 9 if above else -9), **style)
     axis.margins(0.18)
+    highest = axis.get_ylim()[1]
+    axis.set_yticks([tick for tick in axis.get_yticks() if 0 <= tick <= highest])
+    if is_crowded:
+        figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     unit = "output tokens/s" if against == "speed" else "weights (MiB)"
     axis.set_xlabel(f"{unit}, {'right' if against == 'speed' else 'left'} is better")
     axis.set_ylabel(f"{QUALITY_LABELS[quality_name]}, down is better")
     what = "speed" if against == "speed" else "size"
     title(axis, f"Quality against {what}")
     return to_svg(figure, f"Quality against {what} of {len(points)} runs")
+
+
+def _are_crowded(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether some points are so close that names beside them would cover each other."""
+    width, height = (max(values) - min(values) or 1.0 for values in zip(*points, strict=True))
+    return any(
+        abs(one[0] - other[0]) < 0.3 * width and abs(one[1] - other[1]) < 0.2 * height
+        for one, other in combinations(points, 2)
+    )
 
 
 def joined_page(runs: Sequence[RunData]) -> Page:

@@ -12,7 +12,7 @@ from llmopt.bench.gate.compare import compare
 from llmopt.bench.page.page import to_html
 from llmopt.bench.page.plot_style import COLOURS, SERIES
 from llmopt.bench.record.result import RunData
-from llmopt.bench.report import figures
+from llmopt.bench.report import figures, joined
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
 from llmopt.bench.report.parts import named_notes
@@ -128,6 +128,24 @@ def test_names_that_do_not_fit_below_bars_stand_beside_them(
         boxes = [one.get_window_extent() for one in (*labels, *axis.texts)]
         for place, box in enumerate(boxes):
             assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_names_of_points_close_together_are_in_a_legend(
+    near: bool, drawn: list[Figure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "to_svg", figures.to_svg)
+    sizes = {"original": (6.0, 0.0), "gptq": (1.71, 0.09), "awq": (1.72 if near else 4.0, 0.08)}
+    points = {
+        name: joined.ParetoPoint(mib * 2**20, 100.0 / mib, 3.0, kl, "t")
+        for name, (mib, kl) in sizes.items()
+    }
+    joined.pareto_svg(points, "kl", "size")
+    (axis,) = drawn[0].axes
+    legends = [one.get_text() for legend in drawn[0].legends for one in legend.get_texts()]
+    assert legends == ([*sizes] if near else [])
+    assert [one.get_text() for one in axis.texts] == ([] if near else [*sizes])
+    assert min(axis.get_yticks()) == 0
 
 
 def test_each_run_is_under_its_own_ceilings(drawn: list[Figure]) -> None:
