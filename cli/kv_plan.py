@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import typer
+
 from ..engine.config.plan_request import PlanRequest
 from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, with_options
+from .options.shared import ModelOptions
 
 if TYPE_CHECKING:
     from ..engine.planner.plan import DeploymentPlan
@@ -22,6 +25,7 @@ class PlanOutputOptions:
     PANEL: ClassVar = "Output"
 
     explain: bool = option(False, "Each formula with its numbers.", flag="--explain", common=True)
+    names: bool = option(False, "List the models and GPUs of the table.", flag="--list")
     output: Path | None = option(
         None,
         "Write the plan as JSON to this file.",
@@ -34,30 +38,53 @@ class PlanOutputOptions:
     as_json: bool = option(False, "Print the plan as JSON.", flag="--json", common=True)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedModelOptions(ModelOptions):
+    """The model argument, which has no default."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name of the bundled table (--list), a folder, a config.json, a .gguf file, or a hub id."
+        ),
+    ] = None
+
+
 @with_options
 def kv_plan(
-    words: Annotated[Words, From(PlanRequest)],
+    model: PlannedModelOptions,
+    words: Annotated[Words, From(PlanRequest, but=("model",))],
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
+    from ..engine.planner.answer import answer_as_dict, answer_of
     from ..engine.planner.plan_json import plan_as_dict
     from ..engine.planner.plan_request import plan_for
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, result_console, say
-    from .output.plan_tables import show_engines, show_explanation, show_plan
+    from .output.plan_tables import show_engines, show_explanation, show_names, show_plan
 
+    if output.names:
+        show_names(result_console(output.as_json), as_json=output.as_json)
+        return
+    if (name := model.name) is None:
+        raise BadInput(
+            "no model: name one, such as llama-70b, or with --model; --list shows the table's: see llmopt "
+            "kv-plan --help"
+        )
     for target in (output.output, output.html):
         if target is not None and not target.parent.is_dir():
             raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
-    plan = plan_for(PlanRequest(**keywords_of_words(PlanRequest, words)))
+    plan = plan_for(PlanRequest(name, **keywords_of_words(PlanRequest, words)))
     for warning in plan.warnings:
         say(f"warning: {warning}")
-    answer = plan_as_dict(plan)
+    found = answer_of(plan)
+    answer = plan_as_dict(plan) | {"answer": answer_as_dict(found)}
     if output.as_json:
         emit_json(answer)
     else:
         console = result_console(output.as_json)
-        show_plan(plan, console)
+        show_plan(plan, found, console)
         if words["engine"] == "all":
             show_engines(answer, console)
         if output.explain:

@@ -12,45 +12,43 @@ if TYPE_CHECKING:
     from ...engine.planner.load import PlannedLoad, Quantiles
     from ...engine.planner.memory import Deployment
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
-    from ...engine.planner.setup import Prices
 
 
 def loads_table(plan: DeploymentPlan, wide: bool) -> Table:
     """The load on each device: the one asked for, or the highest within the SLO."""
-    asked, prices = plan.workload.load, plan.setup.prices
+    asked = plan.workload.load
     assert asked is not None
     by_rate = asked.load.rate is not None if asked.slo is None else asked.slo.by == "rate"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", no_wrap=True)
     names = ["GPUs", "requests\n/s" if by_rate else "clients", "TTFT ms\np50 / p99"]
     names += ["TPOT ms\np50 / p99", "output\ntok/s"]
-    names += ["GPU hours\n/M tokens"] if prices is None else ["$\n/M tokens"]
+    priced = any(device.dollars_per_million is not None for device in plan.devices)
+    names += ["$\n/M tokens"] if priced else ["GPU hours\n/M tokens"]
     names += ["E2E s\np50 / p99", "preemptions"] if wide else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.devices:
-        cells = _cells(device, prices, by_rate)
+        cells = _cells(device, priced, by_rate)
         kept = device.load is not None and device.load.keeps_slo
         table.add_row(*cells[: 1 + len(names)], style=None if kept else "dim")
     table.caption, table.caption_justify = Text(_caption(asked), style="dim"), "left"
     return table
 
 
-def _cells(device: DevicePlan, prices: Prices | None, by_rate: bool) -> list[str]:
+def _cells(device: DevicePlan, priced: bool, by_rate: bool) -> list[str]:
     if (load := device.load) is None:
         return [device.gpu, "-"]
     result, value = load.result, load.load.rate if by_rate else load.load.concurrency
-    cost = load.gpu_hours_per_million
-    if prices is not None:
-        cost *= prices.gpu_hour / prices.duty_cycle
+    cost = device.dollars_per_million if priced else load.gpu_hours_per_million
     return [
         device.gpu,
-        _sizes(load.deployment),
+        sizes(load.deployment),
         f"{value:.4g}" if load.keeps_slo else f"< {value:.4g}",
         _pair(result.ttft, 1e3),
         _pair(result.tpot, 1e3),
         rate(result.output_tokens_per_second),
-        f"{cost:.3g}",
+        "-" if cost is None else f"{cost:.3g}",
         _pair(result.e2e, 1),
         str(result.preemptions),
     ]
@@ -79,7 +77,7 @@ def rate(speed: float | None) -> str:
     return "-" if speed is None else f"{speed:,.0f}"
 
 
-def _sizes(deployment: Deployment) -> str:
+def sizes(deployment: Deployment) -> str:
     """Devices, and how they are divided."""
     names = {"tp": deployment.tp, "pp": deployment.pp, "ep": deployment.ep}
     names["dp"] = deployment.attention_dp

@@ -12,15 +12,16 @@ from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.kv_dtypes import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
 from ...engine.probe.facts import PARTS
-from .console import table_of
+from .console import emit_json, table_of
 from .load_table import loads_table, rate
+from .plan_answer import answer_lines, counted
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
+    from ...engine.planner.answer import Answer
     from ...engine.planner.images import ImageLoad
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
-    from ...engine.planner.speed import StepTime
     from ...quant.families.shapes import ModelShape
 
 NARROW: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
@@ -36,8 +37,9 @@ BAR = (
 )
 
 
-def show_plan(plan: DeploymentPlan, console: Console) -> None:
-    """Print the whole plan."""
+def show_plan(plan: DeploymentPlan, answer: Answer, console: Console) -> None:
+    """Print the whole plan, its answers first."""
+    console.print(answer_lines(plan, answer))
     console.print(_facts(plan))
     console.print(_devices(plan, wide=console.width >= WIDE))
     console.print(_memory(plan))
@@ -59,6 +61,24 @@ def _image_lines(load: ImageLoad, seconds: float | None, gpu: str) -> list[str]:
     if seconds is not None:
         lines.append(f"{1e3 * seconds:,.4g} ms to encode them on {gpu}, before the prefill")
     return lines
+
+
+def show_names(console: Console, *, as_json: bool) -> None:
+    """Print the names of the table's models, and its devices."""
+    from ...engine.planner.catalog import aliases, model_names
+    from ...engine.planner.devices import devices
+
+    models, short = sorted(model_names()), aliases()
+    if as_json:
+        emit_json({"models": models, "aliases": short, "gpus": [d.name for d in devices()]})
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("models", ", ".join(models))
+    table.add_row("short names", ", ".join(f"{name} ({means})" for name, means in short.items()))
+    table.add_row("GPUs", ", ".join(device.name for device in devices()))
+    console.print(table)
 
 
 def show_engines(answer: dict[str, Any], console: Console) -> None:
@@ -90,9 +110,7 @@ def _facts(plan: DeploymentPlan) -> Table:
     model, shape, work = plan.model, plan.model.shape, plan.workload
     element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
     first = plan.devices[0]
-    one = first.deployment.engine.kv_bytes(
-        shape, work.context, element, first.deployment.knobs(first.reserve)
-    )
+    one = _kv_of_one(plan, first)
     parameters = f"{shape.num_parameters:,}"
     if shape.experts:
         parameters += f", of them {shape.num_active_parameters:,} active"
@@ -116,10 +134,16 @@ def _facts(plan: DeploymentPlan) -> Table:
     )
     if shape.state_bytes:
         row("state per sequence", f"{format_gib(shape.state_bytes)}  (whatever its length)")
+    second = first.beside
+    sizes = f"{format_gib(one)} in {plan.setup.engine}"
+    if second is not None:
+        other = _kv_of_one(plan, second)
+        sizes += (
+            f" and {second.engine}" if other == one else f", {format_gib(other)} in {second.engine}"
+        )
     row(
         "KV and state of one" if shape.state_bytes else "KV per sequence",
-        f"{format_gib(one)}  ({format_tokens(work.context)} tokens, {plan.setup.engine}, "
-        f"{work.kv_dtype})",
+        f"{sizes}  ({format_tokens(work.context)} tokens, {work.kv_dtype})",
     )
     least = shape.kv_bytes(work.context, element)
     if least < 0.95 * one:
@@ -137,6 +161,14 @@ def _facts(plan: DeploymentPlan) -> Table:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
     row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))
     return table
+
+
+def _kv_of_one(plan: DeploymentPlan, device: DevicePlan) -> int:
+    """KV-cache bytes of one sequence, undivided, by the rule of the device's engine."""
+    work, deployment = plan.workload, device.deployment
+    element = kv_dtype(work.kv_dtype).bytes_per_element(plan.model.shape)
+    knobs = deployment.knobs(device.reserve)
+    return deployment.engine.kv_bytes(plan.model.shape, work.context, element, knobs)
 
 
 def _parts(shape: ModelShape) -> list[str]:
@@ -182,36 +214,54 @@ def _kv_line(shape: ModelShape, element: Fraction) -> str:
 
 
 def _devices(plan: DeploymentPlan, wide: bool) -> Table:
-    """One row per device; a wide terminal also shows throughput, bounds and the binding constraint."""
-    header = ["GPU", "memory\nGiB", "GPUs", "weights\nGiB", "KV budget\nGiB", "seqs"]
-    header += ["longest\ntokens", "TTFT\ns", "TPOT\nms"]
+    """A row for each device and engine; a wide terminal also shows bounds and the binding constraint."""
+    header = [f"GPU\n{plan.setup.engine}", "GPUs", "weights\nGiB", "KV\nGiB", "seqs"]
+    header += ["longest\ntokens", "TTFT\ns", "TPOT\nms", "measured\nTPOT"]
     if wide:
-        header += ["output\ntok/s", "decode\n<= tok/s", "TTFT\n>= s", "TPOT\n>= ms"]
+        header += ["output\ntok/s", "decode\n<= tok/s", "$\n/M tokens", "memory\nGiB"]
         header.append("one more\nneeds")
-    table = table_of(header, left=(0, 13), no_wrap=range(9), **NARROW)
+    table = table_of(header, left=(0, 13), no_wrap=range(13), **NARROW)
     for device in plan.devices:
-        estimated = "~" if device.device.memory_is_estimated else ""
-        cells = [
-            device.gpu,
-            f"{estimated}{device.device.memory_bytes / 2**30:.1f}",
-            _gpus(device),
-            f"{device.weight_bytes / 2**30:.1f}",
-            f"{device.kv_budget_bytes / 2**30:.1f}",
-            str(device.max_concurrent_sequences),
-            format_tokens(device.max_context),
-            _seconds(device.prefill, 1),
-            _seconds(device.decode, 1e3),
-        ]
-        if wide:
-            cells += [
-                rate(device.tokens_per_second),
-                rate(device.tokens_per_second_bound),
-                _seconds(device.prefill_bound, 1),
-                _seconds(device.decode_bound, 1e3),
-                device.binding_constraint.replace("_", " "),
-            ]
-        table.add_row(*cells, style=None if device.fits else "dim")
+        table.add_row(*_cells(plan, device, wide), style=None if device.fits else "dim")
+        if (second := device.beside) is not None:
+            cells = [f"  {second.engine}", *_cells(plan, second, wide)[1:]]
+            table.add_row(*cells, style=None if second.fits else "dim")
     return table
+
+
+def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
+    state = device.loaded
+    cells = [
+        device.gpu,
+        _gpus(device),
+        f"{device.weight_bytes / 2**30:.1f}",
+        f"{device.kv_budget_bytes / 2**30:.1f}",
+        str(device.max_concurrent_sequences),
+        format_tokens(device.max_context),
+        number(state.ttft_seconds if state else None),
+        number(1e3 * state.tpot_seconds if state else None),
+        _band(plan, device),
+    ]
+    if wide:
+        estimated = "~" if device.device.memory_is_estimated else ""
+        cells += [
+            rate(device.tokens_per_second),
+            rate(device.tokens_per_second_bound),
+            number(device.dollars_per_million),
+            f"{estimated}{device.device.memory_bytes / 2**30:.1f}",
+            device.binding_constraint.replace("_", " "),
+        ]
+    return cells
+
+
+def _band(plan: DeploymentPlan, device: DevicePlan) -> str:
+    """How far the measured TPOT of deployments like it lay from the predicted one."""
+    if device.loaded is None:
+        return "-"
+    if device.band is None:
+        return "unknown" if plan.setup.measured is None else "-"
+    low, high = device.band.tpot
+    return f"{100 * (low - 1):+.0f}..{100 * (high - 1):+.0f}%"
 
 
 def _gpus(device: DevicePlan) -> str:
@@ -304,7 +354,9 @@ def _notes(plan: DeploymentPlan) -> list[str]:
         notes.append(
             f"Speed: what to expect at {_share(share.bandwidth)} of the bandwidth and "
             f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
-            f"({share.source}). TTFT is of one whole prompt on an idle engine."
+            f"({share.source}). TTFT and TPOT are means with prompts of "
+            f"{plan.workload.prompt_tokens:,} and answers of {plan.workload.answer_tokens:,} tokens, under "
+            f"{counted(plan.workload.sequences, 'client')}."
         )
         notes += _errors(plan)
     if any(device.device.memory_is_estimated for device in plan.devices):
@@ -328,8 +380,8 @@ def _share(part: float) -> str:
     return f"{part:.0%}" if part >= 0.1 else f"{100 * part:.2g}%"
 
 
-def _seconds(time: StepTime | None, scale: float) -> str:
-    if time is None:
+def number(value: float | None) -> str:
+    """A time or a price in three digits."""
+    if value is None:
         return "-"
-    value = scale * time.seconds
     return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

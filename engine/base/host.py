@@ -242,6 +242,24 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_NARROWER = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether oneDNN computes in bfloat16 on this CPU: with AVX-512, AVX-NE-CONVERT or Arm's BF16, unless
+    `ONEDNN_MAX_CPU_ISA` keeps it from them. The engine asks torch, which has to be imported for that."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _NARROWER:
+        return False
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    named = (line for line in lines if line.lower().startswith(("flags", "features")))
+    flags = set(next(named, "").lower().partition(":")[2].split())
+    return flags >= _AVX512 or bool(flags & {"avx_ne_convert", "bf16"})
+
+
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 TEMPERATURE_GPU = 0

@@ -15,6 +15,11 @@ _MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Spe
 _LOAD = "Load, which is simulated"
 
 
+def _names(words: list[str]) -> tuple[str, ...]:
+    """The names in words that may have commas between names."""
+    return tuple(name for word in words for part in word.split(",") if (name := part.strip()))
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """A model, its workload and its hardware, not parsed yet; None if not set."""
@@ -29,7 +34,7 @@ class PlanRequest:
     )
     weights: str | None = option(
         None,
-        "bf16, fp8, int8, int4, gptq, nf4, mxfp4, nvfp4, q8_0 ... Without it: as stored.",
+        "A type or a method of quantize: bf16, fp8, int4, awq, Q4_K_M, exl3:3 ... Without it: as stored.",
         panel=_MODEL,
         common=True,
     )
@@ -67,16 +72,17 @@ class PlanRequest:
     )
     kv_dtype: str | None = option(
         None,
-        "bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: bf16.",
+        "bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: the engine's.",
         panel=_SERVED,
         common=True,
     )
     gpus: tuple[str, ...] = option(
         (),
-        "A GPU of the table; repeatable; `all` ranks all of them; `cpu` is this machine.",
+        "A GPU of the table; repeatable, or several with commas; `all` ranks all of them; `cpu` is this "
+        "machine.",
         flag="--gpu",
         word=list[str],
-        parse=tuple,
+        parse=_names,
         panel=_HARDWARE,
         common=True,
     )
@@ -122,7 +128,7 @@ class PlanRequest:
         common=True,
     )
     prefix_hit_rate: float = option(
-        0.0, "Fraction of the prompt tokens that the prefix cache holds.", panel=_LOAD
+        0.0, "Fraction of the prompt tokens that the prefix cache holds.", panel=_SERVED
     )
     slo: str | None = option(
         None,
@@ -135,9 +141,10 @@ class PlanRequest:
     slo_share: float = option(
         SLO_SHARE, "Fraction of requests that must meet the limits.", panel=_LOAD
     )
-    engine: str = option(
-        "llmopt",
-        "llmopt, vllm, llama.cpp, transformers, or all side by side.",
+    engine: str | None = option(
+        None,
+        "vllm, sglang, trtllm, llmopt, llama.cpp, transformers, or all side by side. Default: vllm with "
+        "llmopt beside it on GPUs, llmopt on a CPU.",
         panel="Engine",
         common=True,
     )
@@ -176,7 +183,12 @@ class PlanRequest:
     draft_cost: float = option(
         0.1, "Speculative decoding: cost of a draft-model step, in target steps.", panel=_MONEY
     )
-    gpu_hour_price: float | None = option(None, "Dollars per GPU hour.", panel=_MONEY, common=True)
+    gpu_hour_price: float | None = option(
+        None,
+        "Dollars per GPU hour. Default: a published price, with its date.",
+        panel=_MONEY,
+        common=True,
+    )
     api_price_in: float | None = option(
         None, "An API's dollars per million input tokens.", panel=_MONEY
     )

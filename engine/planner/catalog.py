@@ -143,6 +143,11 @@ def model_names() -> list[str]:
     return list(_table()["models"])
 
 
+def aliases() -> dict[str, str]:
+    """The table's model that each alias means."""
+    return {name: entry["means"] for name, entry in _table()["aliases"].items()}
+
+
 def table_configs() -> dict[str, dict[str, Any]]:
     """The raw config of every model in the bundled table."""
     return {name: entry["config"] for name, entry in _table()["models"].items()}

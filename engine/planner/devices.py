@@ -1,9 +1,11 @@
-"""Device specifications: memory, bandwidth and dense peak FLOP/s, each with its source (`devices.json`)."""
+"""Device specifications: memory, bandwidth and dense peak FLOP/s, each with its source (`devices.json`), and
+what an hour costs (`prices.json`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -15,6 +17,21 @@ from ..base.host import available_memory_bytes
 
 # One direction of PCIe 4.0 x16, for cards without NVLink or the like.
 PCIE_BYTES_PER_SECOND = 32e9
+
+
+@dataclass(frozen=True, slots=True)
+class HourPrice:
+    """Dollars of one device for an hour, and where and when they were published."""
+
+    dollars: float
+    source: str
+    date: str = ""
+
+    @property
+    def words(self) -> str:
+        """The price with its source and date: `$2.95 an hour (…, 2026-05)`."""
+        origin = f"{self.source}, {self.date}" if self.date else self.source
+        return f"${self.dollars:g} an hour ({origin})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,7 @@ class Device:
     link_bytes_per_second: float = PCIE_BYTES_PER_SECOND
     kind: str = "cuda"
     source: str = ""
+    price: HourPrice | None = None
 
     def peak_flops(self, weight_bits: int | Fraction, weight_name: str) -> float | None:
         """Peak FLOP/s of the GEMM's compute dtype: fp8 weights use fp8 tensor cores if the device has them;
@@ -52,21 +70,34 @@ DEFAULT_DEVICES = ("H100 SXM", "A100 80GB SXM", "H200 SXM", "B200", "MI300X", "L
 
 
 def find_device(name: str) -> Device:
-    """Look up a device by name or alias, ignoring case and separators.
+    """Look up a device by name or alias, ignoring case, separators and what people add to a name (NVIDIA,
+    GeForce, SXM5, 80GB).
 
     Raises:
         BadInput: no such device; close matches are named.
     """
     named = {_key(row["name"]): row["name"] for row in _rows()}
     named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
-    wanted = _key(name)
-    if wanted not in named:
-        close = get_close_matches(wanted, named, n=4, cutoff=0.4)
+    wanted = next((key for key in _spellings(name) if key in named), None)
+    if wanted is None:
+        close = get_close_matches(_key(name), named, n=4, cutoff=0.4)
         hint = ", ".join(dict.fromkeys(named[key] for key in close)) or ", ".join(
             row["name"] for row in _rows()
         )
         raise BadInput(f"no GPU {name!r} in the table ({hint}); --gpu-memory 80GiB works for any")
     return next(device for device in devices() if device.name == named[wanted])
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """Keys of a name, from as it is written to without maker, form and memory."""
+    key = _key(name)
+    yield key
+    bare = re.sub(r"^(nvidia|amd|intel)?(instinct|geforce|tesla)?", "", key)
+    yield bare
+    shorter = re.sub(r"(sxm)\d+", r"\1", bare)
+    yield shorter
+    yield re.sub(r"\d+g(i?b)?$", "", shorter)
+    yield re.sub(r"(sxm|pcie|hbm3e?|\d+g(i?b)?)+$", "", shorter)
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
@@ -98,6 +129,13 @@ def _rows() -> list[dict]:
     return json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 
 
+@cache
+def hour_prices() -> Mapping[str, HourPrice]:
+    """Published prices by the name of the device; devices that none is known of are left out."""
+    text = Path(__file__).with_name("prices.json").read_text(encoding="utf-8")
+    return {name: HourPrice(**entry) for name, entry in json.loads(text)["prices"].items()}
+
+
 def _read(row: dict) -> Device:
     visible = row["visible_bytes"]
     link = row["nvlink_gb_s"]
@@ -110,6 +148,7 @@ def _read(row: dict) -> Device:
         # The table gives bidirectional bandwidth, as data sheets do.
         link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
         source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
+        price=hour_prices().get(row["name"]),
     )
 
 

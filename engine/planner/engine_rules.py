@@ -33,6 +33,7 @@ from fractions import Fraction
 from math import ceil
 
 from ...quant.base.errors import BadInput
+from ...quant.base.option import offer
 from ...quant.families.shapes import ModelShape
 from ..probe.facts import CachedTensor
 from ..scheduling.block_pool import Window
@@ -157,11 +158,11 @@ def _state_layers(shape: ProbedShape) -> dict[int, int]:
     return states
 
 
-def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction:
+def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction | int:
     """Bytes of an entry that is kept apart: indexer keys are fp8 with a float32 scale per 128."""
     if is_indexer(tensor):
         width = tensor.heads * tensor.width
-        return Fraction(width + 4 * ceil(width / 128))
+        return width + 4 * ceil(width / 128)
     return entry_bytes(tensor, element)
 
 
@@ -169,7 +170,7 @@ def _sum(
     tensors: Iterable[CachedTensor],
     element: Element,
     held: Callable[[CachedTensor], int],
-    size: Callable[[CachedTensor, Element], Fraction] = entry_bytes,
+    size: Callable[[CachedTensor, Element], Fraction | int] = entry_bytes,
 ) -> int:
     return ceil(sum(held(t) * size(t, element) for t in tensors))
 
@@ -184,12 +185,14 @@ PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] 
 
 @dataclass(frozen=True, slots=True)
 class EngineRule:
-    """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store."""
+    """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store, and
+    `default_kv_dtype` what it stores where it is not told."""
 
     name: str
     slots: Callable[[ModelShape, int, CacheKnobs], int]
     kv_dtypes: tuple[str, ...]
     description: str
+    default_kv_dtype: str = "bf16"
 
     def kv_bytes(
         self,
@@ -276,21 +279,30 @@ RULES = {
         EngineRule(
             "vllm",
             _vllm,
-            ("bf16", "float32", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8", "nvfp4"),
+            ("bf16", "f16", "float32", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8", "nvfp4"),
             "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded; a state "
             "takes a page",
         ),
         EngineRule(
             "llama.cpp",
             _llama_cpp,
-            ("bf16", "float32", "q8_0", "q5_1", "q4_0"),
+            ("f16", "bf16", "float32", "q8_0", "q5_1", "q4_0"),
             "a window keeps W + n_ubatch; all in steps of 256 tokens",
+            "f16",
         ),
         EngineRule(
-            "transformers", _transformers, ("bf16", "float32"), "a window keeps W - 1; no blocks"
+            "transformers",
+            _transformers,
+            ("bf16", "f16", "float32"),
+            "a window keeps W - 1; no blocks",
         ),
     )
 }
+
+
+PAGED_LIKE_VLLM = ("sglang", "trtllm")
+"""Servers whose caches are of pages too, planned by vLLM's rule; their speed is their own."""
+ENGINES = ("vllm", "sglang", "trtllm", "llmopt", "llama.cpp", "transformers")
 
 
 def engine_rule(name: str) -> EngineRule:
@@ -299,6 +311,6 @@ def engine_rule(name: str) -> EngineRule:
     Raises:
         BadInput: an unknown engine.
     """
-    if name not in RULES:
-        raise BadInput(f"no engine {name!r}: choose {', '.join(RULES)} or all")
-    return RULES[name]
+    if name not in ENGINES:
+        raise BadInput(f"no engine {name!r}: {offer(name, (*ENGINES, 'all'))}")
+    return RULES["vllm" if name in PAGED_LIKE_VLLM else name]

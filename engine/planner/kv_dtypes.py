@@ -116,6 +116,7 @@ KV_DTYPES = {
     dtype.name: dtype
     for dtype in (
         KvDtype("bf16", 1, 2, description="2 bytes"),
+        KvDtype("f16", 1, 2, description="2 bytes"),
         KvDtype("float32", 1, 4, description="4 bytes"),
         KvDtype("fp8", 1, 1, description="1 byte"),
         KvDtype(
@@ -147,7 +148,8 @@ KV_DTYPES = {
 
 VLLM_NAMES = {
     "bfloat16": "bf16",
-    "float16": "bf16",
+    "float16": "f16",
+    "fp16": "f16",
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
     "int8_per_token_head": "int8",

@@ -80,6 +80,17 @@ class LoadPlanner:
             if self._num_blocks(deployment) // deployment.pp > ceil(longest / deployment.block_size)
         ]
 
+    def nearest(self, deployments: Iterable[Deployment]) -> tuple[Deployment, SteadyState] | None:
+        """The deployment of least GPU time per token within the SLO, and its steady state, in closed form;
+        None where none keeps it."""
+        slo, output = self._asked.slo, self._asked.load.mean_lengths()[1]
+        assert slo is not None
+        near = min(self._fitting(deployments), key=self._near_cost, default=None)
+        if near is None:
+            return None
+        state = self._steady(near, self._near_concurrency(near, slo))
+        return (near, state) if slo.near(state, output) else None
+
     def _near_cost(self, deployment: Deployment) -> tuple[bool, float]:
         """GPU time per token at the highest concurrency within the SLO, in closed form."""
         slo, output = self._asked.slo, self._asked.load.mean_lengths()[1]

@@ -101,6 +101,9 @@ class Deployment:
     ep: int = 1
     attention_dp: int = 1
     stages: tuple[PipelineStage, ...] = field(init=False)
+    _kv: dict[tuple[int, int, int], int] = field(
+        init=False, compare=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -174,8 +177,11 @@ class Deployment:
         return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
 
     def _stage_kv(self, stage: PipelineStage, context: int, reserve: Reserve) -> int:
-        knobs = self.knobs(reserve)
-        return self.engine.kv_bytes(stage.cache, context, self.kv_bytes_per_element, knobs)
+        key = id(stage), context, reserve.chunk_tokens
+        if key not in self._kv:  # a search asks again and again, for each device
+            knobs, element = self.knobs(reserve), self.kv_bytes_per_element
+            self._kv[key] = self.engine.kv_bytes(stage.cache, context, element, knobs)
+        return self._kv[key]
 
     def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
         """Peak activation memory of a prefill chunk, and of the sampler.

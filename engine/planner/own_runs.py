@@ -61,7 +61,8 @@ class OwnRow:
 
     def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> SteadyState:
         """Expected means of its loop on a device."""
-        recipe, element = model.as_stored(), self.kv_bytes_per_element
+        recipe = setup.run_recipe(model.as_stored(), model.shape, device.kind)
+        element = self.kv_bytes_per_element
         deployment = Deployment(model.shape, recipe, element, self.block_size)
         expected = Expectation.of(deployment, device, model.name, setup)
         return expected.loaded(*self.loop, self.resident)
@@ -128,16 +129,22 @@ def together(runs: Sequence[MeasuredRun]) -> MeasuredRun:
 
 
 def own_rows(
-    runs: Sequence[MeasuredRun], planned: Deployable, devices: Sequence[Device], engine: str
+    runs: Sequence[MeasuredRun],
+    planned: Deployable,
+    devices: Sequence[Device],
+    engine: str,
+    cpu_plain_bytes: int | None = None,
 ) -> OwnRows | None:
     """The rows on one of the devices by the engine, against predictions at the shares of all runs: one for
-    each load of the planned model, or one for each other model; of models that are still where they were."""
+    each load of the planned model, or one for each other model; of models that are still where they were.
+    `cpu_plain_bytes` are those of the plan."""
     known = {device.name: device for device in devices if device.bandwidth and device.peaks}
     rows = [run.row for run in runs if run.row is not None]
     rows = [row for row in rows if row.engine == engine and row.gpu in known]
     rows = [row for row in rows if row.gpu == rows[0].gpu]
     of_model = any(row.deployed == planned for row in rows)
-    setup = Setup(engine=engine, measured=together(runs).efficiency)
+    shares = together(runs).efficiency
+    setup = Setup(engine=engine, measured=shares, cpu_plain_bytes=cpu_plain_bytes)
     alike: dict[tuple[object, ...], list[tuple[OwnRow, SteadyState]]] = {}
     for row in rows:
         if (model := _model_of(row)) is not None:

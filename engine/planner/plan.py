@@ -17,8 +17,8 @@ from .cache_size import (
     size_states,
 )
 from .catalog import PlannedModel
-from .devices import Device
-from .engine_rules import RULES, resident_tokens
+from .devices import Device, HourPrice
+from .engine_rules import RULES, engine_rule, resident_tokens
 from .expected import UNKNOWN, ErrorBand, Expectation, fitted_efficiency
 from .kv_dtypes import kv_dtype
 from .load import SteadyState
@@ -45,7 +45,8 @@ class SpeculationGain:
 class DevicePlan:
     """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
     `encode_seconds` is the time of a prompt's images in the vision encoder, before its prefill. `load` is the
-    deployment under the load that is asked for, if one is.
+    deployment under the load that is asked for, if one is. `dollars_per_million` is for output tokens, with
+    the prefill of their prompts. `beside` is the same device under a second engine, without a simulated load.
 
     `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
     the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
@@ -78,6 +79,10 @@ class DevicePlan:
     expectation: Expectation | None = None
     loaded: SteadyState | None = None
     band: ErrorBand | None = None
+    engine: str = "llmopt"
+    price: HourPrice | None = None
+    dollars_per_million: float | None = None
+    beside: DevicePlan | None = None
 
     @property
     def gpu(self) -> str:
@@ -149,9 +154,11 @@ def make_plan(
     *,
     setup: Setup | None = None,
     ranked: bool = False,
+    beside: str | None = None,
 ) -> DeploymentPlan:
     """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
-    `ranked` sorts by fit, then number of devices, then speed.
+    `ranked` sorts by fit, then by the cost within an SLO, or without one by number of devices and speed.
+    `beside` is a second engine for every GPU.
 
     Raises:
         BadInput: heads or layers do not divide as requested, or the KV dtype does not suit the model.
@@ -166,25 +173,46 @@ def make_plan(
             raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
         if chosen.speculation is not None:
             raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
-    solver = Solver(model.shape, recipe, workload, chosen)
-    plans = [_on_device(solver, model, workload, device, chosen) for device in devices]
+    solvers = {
+        kind: Solver(model.shape, chosen.run_recipe(recipe, model.shape, kind), workload, chosen)
+        for kind in {device.kind for device in devices}
+    }
+    plans = [_on_device(solvers[device.kind], model, device, chosen) for device in devices]
+    setups = [chosen]
+    if beside is not None:
+        second = replace(chosen, engine=beside)
+        setups.append(second)
+        solver = Solver(model.shape, recipe, replace(workload, load=None), second)
+        plans = [
+            _with_second(plan, _on_device(solver, model, plan.device, second)) for plan in plans
+        ]
     if ranked:
         plans.sort(key=_rank)
-    warnings = tuple(_warnings(model, workload, chosen, plans))
+    warnings = tuple(_warnings(model, workload, setups, plans))
     return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
 
 
-def _rank(plan: DevicePlan) -> tuple[bool, bool, float, float]:
+def _with_second(plan: DevicePlan, second: DevicePlan) -> DevicePlan:
+    """The plan with that of a second engine; llmopt's own cache is known of either."""
+    if plan.device.kind == "cpu":
+        return plan
+    return replace(plan, beside=second, engine_cache=plan.engine_cache or second.engine_cache)
+
+
+def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
+    """Fit, the SLO, and what a token costs there: in dollars, and after those in GPU hours; without an SLO
+    the number of devices, and speed."""
     if plan.load is not None and plan.load.searched is not None:
-        return (not plan.fits, *order_of(plan.load), 0.0)
+        misses, hours = order_of(plan.load)
+        dollars = plan.dollars_per_million
+        return not plan.fits, misses, dollars is None, hours if dollars is None else dollars, 0.0
     speed = plan.tokens_per_second or 0.0
     gpus = plan.gpus_needed or plan.deployment.gpus
-    return (not plan.fits, plan.load is None, gpus, -speed)
+    return not plan.fits, plan.load is None, False, gpus, -speed
 
 
-def _on_device(
-    solver: Solver, model: PlannedModel, workload: PlannedWorkload, device: Device, setup: Setup
-) -> DevicePlan:
+def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup) -> DevicePlan:
+    workload = solver.workload
     deployment, needed = solver.choose(device)
     load = None
     if workload.load is not None and device.bandwidth is not None and device.peaks:
@@ -211,7 +239,7 @@ def _on_device(
         answer = workload.answer_tokens
         loaded = expected.loaded(workload.prompt_tokens, answer, count, max_sequences)
         band = expected.band(count)
-    return DevicePlan(
+    plan = DevicePlan(
         device=device,
         deployment=deployment,
         reserve=reserve,
@@ -240,7 +268,13 @@ def _on_device(
         expectation=expected,
         loaded=loaded,
         band=band,
+        engine=setup.engine,
+        price=setup.price_of(device),
     )
+    if not (speed := plan.tokens_per_second):
+        return plan
+    dollars = setup.dollars_per_million(device, deployment.gpus, speed)
+    return replace(plan, dollars_per_million=dollars)
 
 
 def _engine_cache(
@@ -333,7 +367,10 @@ def _cost(
 
 
 def _warnings(
-    model: PlannedModel, workload: PlannedWorkload, setup: Setup, plans: Sequence[DevicePlan]
+    model: PlannedModel,
+    workload: PlannedWorkload,
+    setups: Sequence[Setup],
+    plans: Sequence[DevicePlan],
 ) -> list[str]:
     warnings = []
     shape = model.shape
@@ -344,16 +381,17 @@ def _warnings(
             "the engine evicts in one process: a kv_budget on several devices is arithmetic"
         )
     untabled = [p.gpu for p in plans if p.expectation and p.expectation.steps.tables is None]
-    if setup.operators == "silicon" and untabled:
+    if setups[0].operators == "silicon" and untabled:
         warnings.append(
             f"no measured times of these linear layers on {', '.join(untabled)}: all operators are fitted"
         )
-    rule = RULES[setup.engine]
-    if workload.kv_dtype not in rule.kv_dtypes:
-        warnings.append(
-            f"{rule.name} does not store its cache in {workload.kv_dtype} (it supports "
-            f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
-        )
+    for setup in setups:
+        rule = engine_rule(setup.engine)
+        if workload.kv_dtype not in rule.kv_dtypes:
+            warnings.append(
+                f"{setup.engine} does not store its cache in {workload.kv_dtype} (it supports "
+                f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
+            )
     return warnings
 
 

@@ -15,7 +15,7 @@ from ...quant.model.checkpoint import read_json
 from ..probe.facts import PARTS
 from .catalog import PlannedModel
 from .devices import Device
-from .engine_rules import RULES, CacheKnobs
+from .engine_rules import RULES, CacheKnobs, engine_rule
 from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
@@ -75,6 +75,8 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "checkpoint_file_bytes": checkpoint_file_bytes(shape, plan.recipe),
         "weight_bytes_from": "headers" if plan.recipe.stored_bytes else "recipe",
         "engine": plan.setup.engine,
+        "run_plain_bytes": plan.setup.cpu_plain_bytes if first.device.kind == "cpu" else None,
+        "prefix_hit_rate": work.prefix_share,
         "kv_dtype": work.kv_dtype,
         "kv_bytes_per_element": float(element),
         "context": context,
@@ -93,7 +95,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
         "kv_bytes_paged": count * shape.kv_bytes(context, element, block),
         "kv_bytes_paged_no_window": count * full.kv_bytes(context, element, block),
-        "engines": engines_as_dict(plan, first, element),
+        "engines": engines_as_dict(plan, first),
         **_device_dict(first),
         "kv_eviction": _eviction_dict(first),
         "images": _images_dict(work.images),
@@ -152,12 +154,16 @@ def _indexer_bytes(shape: ModelShape, element: Fraction) -> int:
     return ceil(elements * element)
 
 
-def engines_as_dict(plan: DeploymentPlan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
+def engines_as_dict(plan: DeploymentPlan, first: DevicePlan) -> dict[str, Any]:
     """KV-cache sizes of the workload by each engine's rule, in total and on the first plan's devices."""
     work, reserve = plan.workload, first.reserve
     knobs = CacheKnobs(work.block_size, reserve.chunk_tokens)
     engines = {}
     for rule in RULES.values():
+        name = work.kv_dtype
+        if work.kv_dtype_is_default and rule is not engine_rule(plan.setup.engine):
+            name = rule.default_kv_dtype
+        element = kv_dtype(name).bytes_per_element(plan.model.shape)
         deployment = replace(first.deployment, kv_bytes_per_element=element, engine=rule)
         per_sequence = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
         engines[rule.name] = {
@@ -167,7 +173,8 @@ def engines_as_dict(plan: DeploymentPlan, first: DevicePlan, element: Fraction) 
             "max_concurrent_sequences": deployment.max_sequences(
                 first.device.memory_bytes, reserve, work.context
             ),
-            "stores_kv_dtype": work.kv_dtype in rule.kv_dtypes,
+            "kv_dtype": name,
+            "stores_kv_dtype": name in rule.kv_dtypes,
             "rule": rule.description,
         }
     return engines
@@ -186,6 +193,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "gpu_peaks": dict(device.peaks or {}),
         "gpu_link_bytes_per_second": device.link_bytes_per_second,
         "gpu_kind": device.kind,
+        "gpu_hour_price": None if plan.price is None else asdict(plan.price),
+        "engine": plan.engine,
         "tp": plan.deployment.tp,
         "pp": plan.deployment.pp,
         "ep": plan.deployment.ep,
@@ -226,6 +235,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "operators": _operators(plan),
         "speculation": None if plan.speculation is None else asdict(plan.speculation),
         "cost": None if plan.cost is None else asdict(plan.cost),
+        "dollars_per_million_output_tokens": plan.dollars_per_million,
+        "beside": None if plan.beside is None else _device_dict(plan.beside),
     }
 
 
@@ -330,9 +341,12 @@ class WrittenPlan:
             peaks=values["gpu_peaks"],
             link_bytes_per_second=values["gpu_link_bytes_per_second"],
         )
+        recipe = self.model.as_stored()
+        if plain_bytes := values.get("run_plain_bytes"):
+            recipe = recipe.as_run(self.model.shape, plain_bytes)
         deployment = Deployment(
             self.model.shape,
-            self.model.as_stored(),
+            recipe,
             values["kv_bytes_per_element"],
             values["block_size"],
             values["tp"],
@@ -341,7 +355,9 @@ class WrittenPlan:
         measured = None
         if values.get("speed_from", "measured") == "measured":
             measured = Efficiency(**values["efficiency"])
-        setup = Setup(engine=values["engine"], measured=measured)
+        # llmopt runs; with its cache in the plan it was planned, be it beside another engine.
+        engine = "llmopt" if values["engine_cache"] else values["engine"]
+        setup = Setup(engine=engine, measured=measured)
         expected = Expectation.of(deployment, device, values["model"], setup)
         prefill = expected.prefill(prompt_tokens, Reserve(**values["reserve"]))
         return prefill.seconds, expected.decode(batch, context).seconds

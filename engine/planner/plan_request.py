@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...quant.base.errors import BadInput
+from ..base.host import cpu_has_bf16
 from ..base.slo import required_slo
 from ..base.units import parse_bytes, parse_size, parse_tokens
 from ..config.config import EngineConfig
@@ -13,6 +14,7 @@ from ..config.plan_request import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices
+from .engine_rules import engine_rule
 from .images import image_load, probed_image_tokens
 from .kv_dtypes import kv_dtype
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
@@ -36,20 +38,23 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     block_size = ask.block_size
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
+    engine, beside = _engines(ask, on_cpu)
     load = _load(ask)
     workload = PlannedWorkload(
         _context(ask, model, load),
         ask.sequences,
-        kv_dtype(ask.kv_dtype or "bf16").name,
+        kv_dtype(ask.kv_dtype or _default_kv_dtype(engine, on_cpu)).name,
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
         None if ask.images is None else image_load(model, ask.images, probed_image_tokens),
+        prefix_share=ask.prefix_hit_rate,
+        kv_dtype_is_default=ask.kv_dtype is None,
     )
     if load is None and ask.slo is not None:
         load = _asked(ask, ((workload.prompt_tokens, workload.answer_tokens),))
     workload = replace(workload, load=load)
-    engine = "llmopt" if ask.engine == "all" else ask.engine
+    plain_bytes = CPU_PLAIN_BYTES[cpu_dtype()] if engine == "llmopt" and not ask.weights else None
     setup = Setup(
         tp=ask.tp,
         pp=ask.pp,
@@ -62,14 +67,40 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
         operators=ask.operators,
-        own=own_rows(runs, (model.name, recipe.label), devices, engine) if runs else None,
+        own=own_rows(runs, (model.name, recipe.label), devices, engine, plain_bytes)
+        if runs
+        else None,
         prices=_prices(ask),
         speculation=None
         if ask.draft_tokens is None
         else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
+        cpu_plain_bytes=plain_bytes,
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
-    return make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked)
+    return make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
+
+
+CPU_PLAIN_BYTES = {"bf16": 2, "float32": 4}
+
+
+def cpu_dtype() -> str:
+    """The dtype that llmopt's engine runs on this machine's CPU."""
+    return "bf16" if cpu_has_bf16() else "float32"
+
+
+def _default_kv_dtype(engine: str, on_cpu: bool) -> str:
+    """The KV dtype of an engine that is not told one."""
+    return cpu_dtype() if engine == "llmopt" and on_cpu else engine_rule(engine).default_kv_dtype
+
+
+def _engines(ask: PlanRequest, on_cpu: bool) -> tuple[str, str | None]:
+    """The engine that is planned, and the one beside it: without a choice, on GPUs vLLM and llmopt; llmopt
+    alone on a CPU, by a measured run of it, and for what only it has."""
+    if ask.engine is not None and ask.engine != "all":
+        return ask.engine, None
+    if on_cpu or ask.measured is not None or ask.kv_budget is not None:
+        return "llmopt", None
+    return "vllm", "llmopt"
 
 
 def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:
@@ -90,7 +121,7 @@ def _load(ask: PlanRequest) -> PlannedLoad | None:
     if ask.dataset is not None:
         return _asked(ask, dataset_lengths(ask.dataset))
     if ask.input_len is None:
-        if ask.request_rate is not None or ask.prefix_hit_rate:
+        if ask.request_rate is not None:
             raise BadInput(
                 "a load needs lengths: give --input-len and --output-len, or --dataset azure"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any, Self, cast
@@ -21,16 +21,20 @@ class ElementBytes(Fraction):
     """
 
     __slots__ = ("by_width",)
-    by_width: Mapping[int, Fraction]
+    by_width: Mapping[int, Fraction | int]
 
     def __new__(cls, mean: Fraction, by_width: Mapping[int, Fraction]) -> Self:
         """The mean is the number's value."""
         number = super().__new__(cls, mean.numerator, mean.denominator)
-        number.by_width = by_width
+        # Whole numbers are added many times faster as such.
+        number.by_width = {
+            width: size.numerator if size.denominator == 1 else size
+            for width, size in by_width.items()
+        }
         return number
 
 
-def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction:
+def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction | int:
     """Bytes of a vector of `width` elements."""
     if isinstance(bytes_per_element, ElementBytes):
         return bytes_per_element.by_width[width]
@@ -44,12 +48,26 @@ class ProbedShape(ModelShape):
     `ranks` are those that the cache is split over, `stage` the layers whose cache it is (None: all), and
     `frees_windows` is False where a window keeps every token. State and positions have dtypes of their own;
     a KV dtype narrows the growing tensors alone.
+
+    Attributes:
+        layer_tensors: the cached tensors of this stage on one rank: heads are split, at least one on each. A
+            stage whose layers share the keys and values of an earlier stage holds a copy of them.
+        growing: cached keys, values and latents, which grow with the sequence.
     """
 
     facts: ProbedModel | None = None
     ranks: int = 1
     stage: range | None = None
     frees_windows: bool = True
+    layer_tensors: tuple[CachedTensor, ...] = field(init=False, compare=False, repr=False)
+    growing: tuple[CachedTensor, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ModelShape.__post_init__(self)
+        held = self._held_tensors()
+        growing = tuple(t for t in held if t.law == "growing" and t.is_float)
+        object.__setattr__(self, "layer_tensors", held)
+        object.__setattr__(self, "growing", growing)
 
     @classmethod
     def from_facts(cls, facts: ProbedModel, raw: Mapping[str, Any]) -> ProbedShape:
@@ -100,10 +118,7 @@ class ProbedShape(ModelShape):
             elif self.tied and last and p.role == "embedding" and p.out_features == self.vocab_size:
                 yield replace(tensor, role="head")
 
-    @property
-    def layer_tensors(self) -> tuple[CachedTensor, ...]:
-        """The cached tensors of this stage on one rank: heads are split, at least one on each. A stage whose
-        layers share the keys and values of an earlier stage holds a copy of them."""
+    def _held_tensors(self) -> tuple[CachedTensor, ...]:
         here = self.measured.cache
         if self.stage is not None:
             held = {*self.stage, *self._layers_shared_with(self.stage)}
@@ -119,11 +134,6 @@ class ProbedShape(ModelShape):
         if stage.stop <= first_shared:
             return set()
         return set({t.window: t.layer for t in self.measured.cache if t.law == "growing"}.values())
-
-    @property
-    def growing(self) -> tuple[CachedTensor, ...]:
-        """Cached keys, values and latents, which grow with the sequence."""
-        return tuple(t for t in self.layer_tensors if t.law == "growing" and t.is_float)
 
     @property
     def positions(self) -> tuple[CachedTensor, ...]:
@@ -237,7 +247,7 @@ def is_indexer(tensor: CachedTensor) -> bool:
     return "index" in tensor.name or "idx" in tensor.name
 
 
-def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction:
+def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction | int:
     """Bytes of one entry in the KV dtype."""
     return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
 

@@ -1,6 +1,7 @@
 """Options of a plan: workload, deployment, speculation, prices; unset ones are chosen by the solver.
 
-Prices are inputs, never assumed: they change by the month. Speculation follows Leviathan et al. (2023).
+Prices change by the month: those of `prices.json` are dated, and `--gpu-hour-price` replaces them.
+Speculation follows Leviathan et al. (2023).
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
+from ...quant.families.shapes import ModelShape
 from ..scheduling.kv_eviction import KvEviction
 from .cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, KvCacheBudget
-from .devices import Device
+from .devices import Device, HourPrice
 from .engine_rules import engine_rule
 from .images import ImageLoad
 from .kv_dtypes import kv_dtype
@@ -18,6 +20,7 @@ from .load import PlannedLoad
 from .memory import Reserve
 from .own_rows import OwnRows
 from .speed import Efficiency
+from .weights import WeightRecipe
 
 # Default fraction of the context that is output, the rest is prompt.
 OUTPUT_FRACTION = 0.25
@@ -150,7 +153,8 @@ def cost_of(
 class PlannedWorkload:
     """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
     `output_tokens` are output. With `eviction` a budget of them stays in the KV cache. `images` are part of
-    every prompt. `load` is simulated."""
+    every prompt, of which the prefix cache holds `prefix_share`. `load` is simulated. Where
+    `kv_dtype_is_default` other engines are sized by their own defaults."""
 
     context: int
     sequences: int = 1
@@ -160,6 +164,8 @@ class PlannedWorkload:
     eviction: KvEviction | None = None
     images: ImageLoad | None = None
     load: PlannedLoad | None = None
+    prefix_share: float = 0.0
+    kv_dtype_is_default: bool = False
 
     def __post_init__(self) -> None:
         kv_dtype(self.kv_dtype)
@@ -168,6 +174,11 @@ class PlannedWorkload:
                 raise BadInput(f"{name} {value}: at least 1 is needed")
         if self.block_size < 1:
             raise BadInput(f"--block-size {self.block_size}: at least 1 token is needed")
+        if not 0 <= self.prefix_share < 1:
+            raise BadInput(
+                f"--prefix-hit-rate {self.prefix_share}: a share of the prompt tokens, at least 0 and "
+                "below 1, is needed"
+            )
         if self.output_tokens is not None and not 1 <= self.output_tokens < self.context:
             raise BadInput(
                 f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
@@ -196,10 +207,18 @@ class PlannedWorkload:
         """Prompt tokens of a sequence."""
         return max(1, self.context - self.answer_tokens)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache holds; one at least is computed."""
+        return min(self.prompt_tokens - 1, round(self.prefix_share * self.prompt_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options of the engine and the devices; None leaves one to the solver or its default."""
+    """Options of the engine and the devices; None leaves one to the solver or its default.
+
+    `cpu_plain_bytes` are those of an unquantized weight in llmopt's engine on a CPU; None: as stored.
+    """
 
     tp: int | None = None
     pp: int | None = None
@@ -215,6 +234,7 @@ class Setup:
     operators: str = "fit"
     prices: Prices | None = None
     speculation: Speculation | None = None
+    cpu_plain_bytes: int | None = None
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
@@ -230,6 +250,27 @@ class Setup:
     def has_free_sizes(self) -> bool:
         """Whether the parallel sizes are left to the plan."""
         return self.tp is None and self.pp is None and self.ep == self.attention_dp == 1
+
+    def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, kind: str) -> WeightRecipe:
+        """The weights as the engine runs them on a kind of device."""
+        if kind == "cpu" and self.cpu_plain_bytes is not None:
+            return recipe.as_run(shape, self.cpu_plain_bytes)
+        return recipe
+
+    def price_of(self, device: Device) -> HourPrice | None:
+        """What an hour of a device costs: as given, else as published; None: neither is known."""
+        if self.prices is None:
+            return device.price
+        return HourPrice(self.prices.gpu_hour, "--gpu-hour-price")
+
+    def dollars_per_million(
+        self, device: Device, gpus: int, tokens_per_second: float
+    ) -> float | None:
+        """Dollars of a million tokens, at the duty cycle."""
+        if (price := self.price_of(device)) is None:
+            return None
+        busy = 1.0 if self.prices is None else self.prices.duty_cycle
+        return gpus * price.dollars / busy * MILLION / tokens_per_second / SECONDS_PER_HOUR
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""

@@ -50,14 +50,15 @@ class Solver:
     def __init__(
         self, shape: ModelShape, recipe: WeightRecipe, workload: PlannedWorkload, setup: Setup
     ) -> None:
-        self._shape, self._recipe, self._workload, self._setup = shape, recipe, workload, setup
+        self._shape, self._recipe, self._setup = shape, recipe, setup
+        self.workload = workload
         self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}
 
     def deployment(
         self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
     ) -> Deployment | None:
         """The deployment with these parallel sizes and dtypes; None if heads or layers do not divide."""
-        recipe, kv = recipe or self._recipe, kv or self._workload.kv_dtype
+        recipe, kv = recipe or self._recipe, kv or self.workload.kv_dtype
         key = (recipe.label, kv, tp, pp)
         if key not in self._deployments:
             try:
@@ -72,7 +73,7 @@ class Solver:
             self._shape,
             recipe,
             kv_dtype(kv).bytes_per_element(self._shape),
-            self._workload.block_size,
+            self.workload.block_size,
             tp,
             pp,
             engine_rule(self._setup.engine),
@@ -84,7 +85,7 @@ class Solver:
         """Valid (tp, pp), fewest devices first: tensor parallelism within a machine, then pipeline stages."""
         single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
         if not single:  # raises with the reason
-            self._build(1, 1, self._recipe, self._workload.kv_dtype)
+            self._build(1, 1, self._recipe, self.workload.kv_dtype)
         widest = single[-1][0]
         several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
         return [*single, *several]
@@ -115,7 +116,7 @@ class Solver:
             tp, pp = tp or 1, pp or 1
         if tp is not None or pp is not None:
             # Not self.deployment: an invalid request must raise with its reason.
-            requested = self._build(tp or 1, pp or 1, self._recipe, self._workload.kv_dtype)
+            requested = self._build(tp or 1, pp or 1, self._recipe, self.workload.kv_dtype)
             tried = [(requested.tp, requested.pp), *self.arrangements]
             if device.kind == "cpu":
                 tried = tried[:1]
@@ -132,7 +133,7 @@ class Solver:
         fitting.sort(key=lambda candidate: candidate.gpus)
         needed = fitting[0].gpus if fitting else None
         if tp is not None:
-            return self._build(tp, pp or 1, self._recipe, self._workload.kv_dtype), needed
+            return self._build(tp, pp or 1, self._recipe, self.workload.kv_dtype), needed
         if fitting:
             return fitting[0], needed
         one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
@@ -140,20 +141,20 @@ class Solver:
 
     def holds(self, deployment: Deployment, device: Device, reserve: Reserve | None = None) -> bool:
         """Whether all of the workload's sequences run concurrently."""
-        return self.sequences(deployment, device, reserve) >= self._workload.sequences
+        return self.sequences(deployment, device, reserve) >= self.workload.sequences
 
     def sequences(
         self, deployment: Deployment, device: Device, reserve: Reserve | None = None
     ) -> int:
         """Concurrent sequences at the workload's context."""
-        chosen, work = reserve or self.reserve(deployment, device), self._workload
+        chosen, work = reserve or self.reserve(deployment, device), self.workload
         if (evicted := self.evicted(deployment, chosen)) is not None:
             return evicted.max_sequences(device.memory_bytes)
         return deployment.max_sequences(device.memory_bytes, chosen, work.context)
 
     def evicted(self, deployment: Deployment, reserve: Reserve) -> EvictedCache | None:
         """The KV cache of a sequence under the workload's budget; None: it has none."""
-        work = self._workload
+        work = self.workload
         if work.eviction is None:
             return None
         tokens = work.prompt_tokens, work.context
@@ -195,7 +196,7 @@ class Solver:
                 deployment,
                 replace(reserve, max_num_seqs=doubled),
             )
-        elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self._workload.sequences):
+        elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self.workload.sequences):
             yield (
                 f"--max-num-seqs {FEWER_SEQUENCES}",
                 deployment,
@@ -207,7 +208,7 @@ class Solver:
             if other is None:
                 continue
             changed = []
-            if kv != self._workload.kv_dtype:
+            if kv != self.workload.kv_dtype:
                 changed.append(f"--kv-dtype {kv}")
             if recipe is not self._recipe:
                 changed.append(f"--weights {recipe.name}")
@@ -236,7 +237,7 @@ class Solver:
 
     def _ladder(self, include_current: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
         """Dtype pairs from least to most reduced: every KV dtype before the next weight dtype."""
-        kv = self._workload.kv_dtype
+        kv = self.workload.kv_dtype
         caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
         for recipe in (self._recipe, *self._lighter):
             for cache in caches:

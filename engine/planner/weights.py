@@ -10,6 +10,7 @@ size, so the tensor names are generated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -73,6 +74,19 @@ class WeightRecipe:
             + self.bytes_per_tensor
             + self.bytes_per_input * tensor.in_features
         )
+
+    def as_run(self, shape: ModelShape, plain_bytes: int) -> WeightRecipe:
+        """The recipe in memory, where an engine keeps unquantized weights in `plain_bytes`."""
+        if self.plain_bytes == plain_bytes:
+            return self
+        run = replace(self, plain_bytes=plain_bytes, stored_bytes=None)
+        if self.bits >= 16:
+            run = replace(run, name="float32" if plain_bytes == 4 else "bf16", bits=8 * plain_bytes)
+        if self.stored_bytes is None:
+            return run
+        tensors = [*shape.tensors()]
+        stored_bytes = self.stored_bytes + run.bytes_of(tensors) - self.bytes_of(tensors)
+        return replace(run, stored_bytes=stored_bytes)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of all these tensors."""
@@ -330,13 +344,11 @@ def weight_bytes_per_rank(
     """
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
     experts = {**parts, "ranks": expert_ranks or ranks}
-    held = sum(
-        Fraction(
-            recipe.tensor_bytes(t) * t.count,
-            (experts if t.role.startswith("expert") else parts)[t.shard],
-        )
-        for t in shape.tensors(stage)
-    )
+    divided: Counter[int] = Counter()
+    for t in shape.tensors(stage):
+        split = (experts if t.role.startswith("expert") else parts)[t.shard]
+        divided[split] += recipe.tensor_bytes(t) * t.count
+    held = sum(Fraction(size, split) for split, size in divided.items())
     if recipe.stored_bytes:
         held *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
     return ceil(held)

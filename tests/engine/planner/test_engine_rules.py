@@ -135,8 +135,10 @@ def test_a_latent_is_cached_as_it_is_by_all() -> None:
 
 
 def test_unknown_engines_are_refused() -> None:
-    with pytest.raises(BadInput, match="no engine 'sglang'"):
-        engine_rule("sglang")
+    with pytest.raises(BadInput, match="no engine 'tgi'"):
+        engine_rule("tgi")
+    with pytest.raises(BadInput, match="the nearest is sglang"):
+        engine_rule("sglan")
 
 
 @pytest.mark.parametrize(

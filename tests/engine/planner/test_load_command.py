@@ -88,13 +88,16 @@ def test_gpus_are_ranked_by_cost_at_the_slo(capsys: pytest.CaptureFixture[str]) 
     served = [gpu for gpu in found if gpu["load"]]
     kept = [gpu["load"]["slo"]["best"] is not None for gpu in served]
     assert kept == sorted(kept, reverse=True)
-    hours = [
-        gpu["load"]["gpu_hours_per_million_output_tokens"]
-        for gpu, keeps in zip(served, kept, strict=True)
-        if keeps
-    ]
-    assert hours == sorted(hours)
-    assert found[0]["gpu_bandwidth"] > found[-1]["gpu_bandwidth"]
+    within = [gpu for gpu, keeps in zip(served, kept, strict=True) if keeps]
+    dollars = [gpu["dollars_per_million_output_tokens"] for gpu in within]
+    priced = [price for price in dollars if price is not None]
+    # Those without a published price come last, by their GPU hours.
+    assert dollars[: len(priced)] == sorted(priced)
+    hours = [gpu["load"]["gpu_hours_per_million_output_tokens"] for gpu in within]
+    assert len(priced) > 5 and hours[len(priced) :] == sorted(hours[len(priced) :])
+    for gpu, price in zip(within, priced, strict=False):
+        spent = gpu["load"]["gpu_hours_per_million_output_tokens"]
+        assert price == pytest.approx(spent * gpu["gpu_hour_price"]["dollars"], rel=1e-4)
 
 
 def test_the_table_names_the_load(capsys: pytest.CaptureFixture[str]) -> None:

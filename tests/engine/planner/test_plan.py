@@ -241,7 +241,7 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["--model", "lama-70b"], "close: llama-70b"),
-        (["--model", "llama-8b", "--engine", "sglang"], "no engine 'sglang'"),
+        (["--model", "llama-8b", "--engine", "tgi"], "no engine 'tgi'"),
         (["--model", "llama-8b", "--pp", "33"], "32 layers"),
         (["--model", "llama-8b", "--tp", "0"], "--tp 0"),
         (["--model", "llama-8b", "--gpu-hour-price", "-1"], "--gpu-hour-price -1"),

@@ -43,7 +43,7 @@ def test_engines_are_listed_side_by_side(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_engine_decides_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--model", "gemma-3-27b", "--ctx", "128k", "--gpu", "h200", "--tp", "1"]
-    ours = answer(capsys, *base)
+    ours = answer(capsys, *base, "--engine", "llmopt")
     theirs = answer(capsys, *base, "--engine", "vllm")
     assert ours["max_concurrent_sequences"] < theirs["max_concurrent_sequences"]
     assert (
@@ -83,7 +83,8 @@ def test_formulas_come_with_their_numbers(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_mixture_and_a_checkpoint_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--model", "mixtral-8x7b", "--ctx", "4k", "--gpu", "h100", "--explain") == 0
+    options = ["--ctx", "4k", "--gpu", "h100", "--engine", "llmopt", "--explain"]
+    assert call("--model", "mixtral-8x7b", *options) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "= 8192 x 2 x (2 x (3 x 14336 / 2 + 4096) + 3 x 0 / 2 + 3 x 4096)" in words
     assert "= linear layers " in words and " + experts " in words and " + all-reduce " in words

@@ -1,0 +1,114 @@
+"""What a plan answers first, in lines: fit, users, speed, cost, what would be cheaper, the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from ...engine.base.units import format_tokens
+from .load_table import rate, sizes
+
+if TYPE_CHECKING:
+    from ...engine.planner.answer import Answer
+    from ...engine.planner.plan import DeploymentPlan, DevicePlan
+
+
+def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
+    """A line for each question."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold green" if answer.device.fits else "bold red", no_wrap=True)
+    table.add_column()
+    for question, says in (
+        ("fits", _fit(plan, answer)),
+        ("users", _users(plan, answer)),
+        ("speed", _speed(plan, answer)),
+        ("cost", _cost(answer)),
+        ("cheaper", _cheaper(plan, answer)),
+        ("limit", _limit(answer.device)),
+    ):
+        if lines := list(says):
+            table.add_row(question, Text("\n".join(lines)))
+    return table
+
+
+def counted(count: int, what: str) -> str:
+    """`1 client`, `2 clients`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
+    device, work = answer.device, plan.workload
+    where = f"{device.deployment.gpus} x {device.gpu}"
+    what = f"{counted(work.sequences, 'sequence')} of {format_tokens(work.context)} tokens"
+    line = f"{'yes' if device.fits else 'no'}: {what} in {device.engine} on {where}"
+    if (second := device.beside) is not None and second.fits != device.fits:
+        line += f"; in {second.engine} {'yes' if second.fits else 'no'}"
+    yield line
+    for change in answer.would_fit:
+        yield (
+            f"{change.gpus} x {change.gpu}: {' '.join(change.options)}  ({change.sequences:,} at once)"
+        )
+
+
+def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
+    device, asked = answer.device, plan.workload.load
+    if asked is not None and asked.slo is not None and device.load is not None:
+        limits = " ".join(f"{name}:{limit:g}ms" for name, limit in asked.slo.limits_ms.items())
+        unit = "requests/s" if asked.slo.by == "rate" else "clients"
+        where = f"{sizes(device.load.deployment)} x {device.gpu}"
+        found = "no load keeps" if answer.users is None else f"{answer.users:.4g} {unit} keep"
+        yield f"{found} {limits} on {where}"
+        return
+    if (full := answer.full) is not None:
+        yield (
+            f"{full.clients:,} at once, then TTFT {full.state.ttft_seconds:.3g} s, TPOT "
+            f'{1e3 * full.state.tpot_seconds:.3g} ms; --slo "ttft:2s tpot:50ms" finds how many keep that'
+        )
+    elif device.fits:
+        yield f"{device.max_concurrent_sequences:,} at once"
+
+
+def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
+    device = answer.device
+    if (state := device.loaded) is None:
+        return
+    clients = plan.workload.sequences
+    yield (
+        f"TTFT {state.ttft_seconds:.3g} s, TPOT {1e3 * state.tpot_seconds:.3g} ms, "
+        f"{rate(device.tokens_per_second)} tokens/s with {counted(clients, 'client')}"
+    )
+    if device.band or plan.setup.measured is None:
+        yield device.error_words
+
+
+def _cost(answer: Answer) -> Iterator[str]:
+    device, full = answer.device, answer.full
+    if device.price is None or (dollars := device.dollars_per_million) is None:
+        return
+    line = f"${dollars:,.3g} per million output tokens with their prompts"
+    if full is not None and full.dollars_per_million is not None:
+        line += f", ${full.dollars_per_million:,.3g} with all {full.clients:,} at once"
+    yield f"{line}, at {device.price.words}"
+
+
+def _cheaper(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
+    asked, clients = plan.workload.load, plan.workload.sequences
+    load = f"with {clients:,} clients" if clients > 1 else "with all places taken"
+    if asked is not None and asked.slo is not None:
+        load = "within the limits"
+    for saving in answer.savings:
+        doubt = "" if saving.is_near_measured else " (no measurement near it)"
+        yield f"{saving.options}: {saving.saved:.0%} less {load}, on {saving.gpus} x {saving.gpu}{doubt}"
+
+
+def _limit(device: DevicePlan) -> Iterator[str]:
+    line = device.binding_constraint.replace("_", " ")
+    if device.decode is not None:
+        line += f"; decode is bound by {device.decode.bound}"
+    if device.relaxations:
+        more = device.relaxations[0]
+        line += f"; {more.change} brings {counted(more.gained_sequences, 'sequence')} more"
+    yield line

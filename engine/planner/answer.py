@@ -1,0 +1,210 @@
+"""Answers of a plan: does it fit and what would, how many users, what a million tokens cost, what would be
+cheaper. Means are those of the closed form; under an SLO they are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from .catalog import PlannedModel
+from .devices import Device, devices
+from .expected import Expectation
+from .fitting import Change, FitSearch
+from .load import SteadyState
+from .load_plan import LoadPlanner
+from .memory import Deployment
+from .plan import DeploymentPlan, DevicePlan
+from .setup import PlannedWorkload, Setup
+from .solver import Solver
+from .weights import WeightRecipe, recipe_for
+
+MOST_LINES = 3
+LEAST_SAVING = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class FullLoad:
+    """As many clients as fit at once, in closed form."""
+
+    clients: int
+    state: SteadyState
+    dollars_per_million: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Another GPU or weight format for the same load, the share of a token's cost that it saves, and whether
+    deployments like it were measured."""
+
+    options: str
+    gpus: int
+    gpu: str
+    saved: float
+    is_near_measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answers about `device`, the first one of a plan that fits, or its first one.
+
+    Attributes:
+        would_fit: options with which devices that do not fit would, and one device where several are needed.
+        full: with all places taken; None: no speed is known, or a load was given and simulated.
+        users: the highest load within the SLO: clients, or requests per second; None without an SLO, or where
+            nothing keeps it.
+        savings: cheaper ways, the cheapest first.
+    """
+
+    device: DevicePlan
+    would_fit: tuple[Change, ...]
+    full: FullLoad | None
+    users: float | None
+    savings: tuple[Saving, ...]
+
+
+def answer_of(plan: DeploymentPlan) -> Answer:
+    """The answers of a plan."""
+    first = next((device for device in plan.devices if device.fits), plan.devices[0])
+    searched = None if first.load is None else first.load.searched
+    return Answer(
+        first,
+        tuple(_would_fit(plan, first))[:MOST_LINES],
+        _full(plan, first),
+        None if searched is None else searched.best,
+        tuple(_savings(plan, first))[:MOST_LINES],
+    )
+
+
+def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
+    model, setup = plan.model, plan.setup
+    others = plan.devices if len(plan.devices) <= MOST_LINES else ()
+    for device in (first, *(one for one in others if one is not first and not one.fits)):
+        deployment = device.deployment
+        if deployment.attention_dp > 1 or (device.fits and deployment.gpus == 1):
+            continue
+        recipe = setup.run_recipe(plan.recipe, model.shape, device.device.kind)
+        search = FitSearch(model, recipe, plan.workload, setup, device.device)
+        sizes = [(1, 1)] if setup.has_free_sizes else []
+        if not device.fits:
+            sizes.append((deployment.tp, deployment.pp))
+        for tp, pp in dict.fromkeys(sizes):
+            yield from search.changes(tp, pp)
+
+
+def _full(plan: DeploymentPlan, first: DevicePlan) -> FullLoad | None:
+    if first.expectation is None or first.load is not None:
+        return None
+    return _full_load(
+        first.expectation, plan.workload, plan.setup, first.device, first.max_concurrent_sequences
+    )
+
+
+def _full_load(
+    expected: Expectation, work: PlannedWorkload, setup: Setup, device: Device, clients: int
+) -> FullLoad:
+    state = expected.loaded(work.prompt_tokens, work.answer_tokens, clients, clients)
+    gpus = expected.deployment.gpus
+    dollars = setup.dollars_per_million(device, gpus, state.throughput)
+    return FullLoad(clients, state, dollars)
+
+
+def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
+    """Other GPUs with these weights, and this one with lighter ones, that cost less by 5 % or more."""
+    if not first.fits or first.price is None or first.device.kind == "cpu":
+        return []
+    solver = _solver(plan, plan.recipe)
+    now = _least_cost(plan, solver, first.device)
+    if now is None:
+        return []
+    found = []
+    for options, other, device in _others(plan, solver, first):
+        cost = None
+        with suppress(BadInput):
+            cost = _least_cost(plan, other, device)
+        if cost is not None and cost[0] < (1 - LEAST_SAVING) * now[0]:
+            saved, deployment = 1 - cost[0] / now[0], cost[1]
+            expected = Expectation.of(deployment, device, plan.model.name, plan.setup)
+            near = expected.band(plan.workload.sequences) is not None
+            found.append(Saving(options, deployment.gpus, device.name, saved, near))
+    return sorted(found, key=lambda one: -one.saved)
+
+
+def _others(
+    plan: DeploymentPlan, solver: Solver, first: DevicePlan
+) -> Iterator[tuple[str, Solver, Device]]:
+    for device in devices():
+        if device.name != first.gpu and plan.setup.price_of(device) is not None:
+            key = device.name.lower().replace(" ", "-")
+            yield f"--gpu {key}", solver, device
+    for name in ("fp8", "int4"):
+        with suppress(BadInput):
+            recipe = recipe_for(name, plan.model.shape)
+            if recipe.bits < plan.recipe.bits:
+                yield f"--weights {name}", _solver(plan, recipe), first.device
+
+
+def _solver(plan: DeploymentPlan, recipe: WeightRecipe) -> Solver:
+    return Solver(plan.model.shape, recipe, plan.workload, plan.setup)
+
+
+def _least_cost(
+    plan: DeploymentPlan, solver: Solver, device: Device
+) -> tuple[float, Deployment] | None:
+    """Dollars of a million output tokens in closed form, and the deployment: at the SLO, at the clients that
+    are asked for, or with all places taken. None: it does not fit, misses the SLO, or has no price."""
+    work, model, setup = plan.workload, plan.model, plan.setup
+    if work.load is not None and work.load.slo is not None:
+        return _cost_within_slo(model, solver, device, setup)
+    deployment, needed = solver.choose(device)
+    if needed is None or not solver.holds(deployment, device):
+        return None
+    places = solver.sequences(deployment, device)
+    expected = Expectation.of(deployment, device, model.name, setup)
+    clients = work.sequences if work.sequences > 1 else places
+    state = expected.loaded(work.prompt_tokens, work.answer_tokens, clients, places)
+    dollars = setup.dollars_per_million(device, deployment.gpus, state.throughput)
+    return None if dollars is None else (dollars, deployment)
+
+
+def _cost_within_slo(
+    model: PlannedModel, solver: Solver, device: Device, setup: Setup
+) -> tuple[float, Deployment] | None:
+    asked = solver.workload.load
+    assert asked is not None
+    planner = LoadPlanner(asked, solver, device, setup, model.name)
+    nearest = planner.nearest(
+        [*solver.machine_arrangements()] if setup.has_free_sizes else [solver.choose(device)[0]]
+    )
+    if nearest is None:
+        return None
+    dollars = setup.dollars_per_million(device, nearest[0].gpus, nearest[1].throughput)
+    return None if dollars is None else (dollars, nearest[0])
+
+
+def answer_as_dict(answer: Answer) -> dict[str, Any]:
+    """The answers for JSON; times in milliseconds."""
+    full = answer.full
+    return {
+        "gpu": answer.device.gpu,
+        "gpus": answer.device.deployment.gpus,
+        "engine": answer.device.engine,
+        "fits": answer.device.fits,
+        "would_fit": [asdict(change) for change in answer.would_fit],
+        "full": None
+        if full is None
+        else {
+            "clients": full.clients,
+            "ttft_ms": round(1e3 * full.state.ttft_seconds, 3),
+            "tpot_ms": round(1e3 * full.state.tpot_seconds, 3),
+            "throughput_tokens_per_s": round(full.state.throughput, 2),
+            "dollars_per_million_output_tokens": full.dollars_per_million,
+        },
+        "highest_load_within_slo": answer.users,
+        "dollars_per_million_output_tokens": answer.device.dollars_per_million,
+        "cheaper": [asdict(saving) for saving in answer.savings],
+        "limit": answer.device.binding_constraint,
+    }
