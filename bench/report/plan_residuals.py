@@ -53,7 +53,8 @@ def residuals(
         times = plan.times(prompt, context, batch)
     ttft, tpot = times or (None, None)
     config, held = engine.scheduler.config, engine.memory.weight_bytes
-    layouts = "" if held == plan.weight_bytes else "kernels keep layouts of their own"
+    planned, is_plain = plan.held_weight_bytes, plan.model.as_stored().bits >= 16
+    layouts = "" if held == planned or is_plain else "kernels keep layouts of their own"
     tokens = engine.stats.kv_blocks_total * config.block_size
     load = f"a prompt of {prompt} tokens"
     step = f"{batch} sequences of {context} tokens"
@@ -61,7 +62,7 @@ def residuals(
         "file": str(plan.path),
         "rows": [
             _row("weights in the checkpoint", "bytes", plan.weight_bytes, plan.model.stored_bytes),
-            _row("weights in memory", "bytes", plan.weight_bytes, held, layouts),
+            _row("weights in memory", "bytes", planned, held, layouts),
             _row("KV cache", "tokens", plan.kv_tokens, tokens),
             _row("TTFT", "ms", _milliseconds(ttft), metrics["ttft"].get("median"), load),
             _row("TPOT", "ms", _milliseconds(tpot), metrics["tpot"].get("median"), step),

@@ -1,4 +1,4 @@
-"""What a plan answers first, in lines: fit, users, speed, cost, what would be cheaper, the limit."""
+"""Lines of the answers that a plan begins with: fit, users, speed, cost, what would be cheaper, the limit."""
 
 from __future__ import annotations
 

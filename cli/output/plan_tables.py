@@ -11,6 +11,7 @@ from rich.text import Text
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.kv_dtypes import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
+from ...engine.planner.weights import weight_bytes
 from ...engine.probe.facts import PARTS
 from .console import emit_json, table_of
 from .load_table import loads_table, rate
@@ -127,7 +128,11 @@ def _facts(plan: DeploymentPlan) -> Table:
         row("sizes", f"{model.how}: parameters and cache as its module has them")
     row("shape", _shape_line(shape))
     row("parameters", parameters, *_parts(shape))
-    row("weights", f"{format_gib(plan.weight_bytes)}  ({plan.recipe.label})")
+    held, run = plan.weight_bytes, first.deployment.recipe
+    row("weights", f"{format_gib(held)}  ({plan.recipe.label})")
+    if run is not plan.recipe:
+        held = weight_bytes(shape, run)
+        row("", f"{format_gib(held)} in memory  ({run.label})")
     row(
         "KV per token",
         f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
@@ -159,7 +164,7 @@ def _facts(plan: DeploymentPlan) -> Table:
         row("images", *_image_lines(load, first.encode_seconds, first.gpu))
     if work.sequences > 1:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
-    row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))
+    row("weights + KV", format_gib(held + work.sequences * one))
     return table
 
 

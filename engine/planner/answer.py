@@ -28,7 +28,7 @@ LEAST_SAVING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FullLoad:
-    """As many clients as fit at once, in closed form."""
+    """All places taken: the clients that fit at once, in closed form."""
 
     clients: int
     state: SteadyState

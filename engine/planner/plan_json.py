@@ -323,6 +323,13 @@ class WrittenPlan:
         return self.values["weight_bytes"]
 
     @property
+    def held_weight_bytes(self) -> int:
+        """Bytes of weights in the engine's memory; of a plan before they were told apart, as stored."""
+        if self.values["tp"] * self.values["pp"] > 1:
+            return self.weight_bytes
+        return self.values.get("weight_bytes_per_rank", self.weight_bytes)
+
+    @property
     def kv_tokens(self) -> int | None:
         """Planned KV-cache capacity of llmopt's engine in tokens; None for a plan of another engine."""
         cache = self.values["engine_cache"]

@@ -43,7 +43,7 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     workload = PlannedWorkload(
         _context(ask, model, load),
         ask.sequences,
-        kv_dtype(ask.kv_dtype or _default_kv_dtype(engine, on_cpu)).name,
+        kv_dtype(ask.kv_dtype or engine_rule(engine).default_kv_dtype).name,
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
@@ -54,7 +54,10 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     if load is None and ask.slo is not None:
         load = _asked(ask, ((workload.prompt_tokens, workload.answer_tokens),))
     workload = replace(workload, load=load)
-    plain_bytes = CPU_PLAIN_BYTES[cpu_dtype()] if engine == "llmopt" and not ask.weights else None
+    # Where the CPU has no bfloat16 llmopt's engine runs float32; an explicit format is an explicit --dtype.
+    plain_bytes = 2 if cpu_has_bf16() else 4
+    if engine != "llmopt" or ask.weights is not None:
+        plain_bytes = None
     setup = Setup(
         tp=ask.tp,
         pp=ask.pp,
@@ -78,19 +81,6 @@ def plan_for(ask: PlanRequest) -> DeploymentPlan:
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
     return make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
-
-
-CPU_PLAIN_BYTES = {"bf16": 2, "float32": 4}
-
-
-def cpu_dtype() -> str:
-    """The dtype that llmopt's engine runs on this machine's CPU."""
-    return "bf16" if cpu_has_bf16() else "float32"
-
-
-def _default_kv_dtype(engine: str, on_cpu: bool) -> str:
-    """The KV dtype of an engine that is not told one."""
-    return cpu_dtype() if engine == "llmopt" and on_cpu else engine_rule(engine).default_kv_dtype
 
 
 def _engines(ask: PlanRequest, on_cpu: bool) -> tuple[str, str | None]:

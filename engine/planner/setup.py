@@ -258,7 +258,7 @@ class Setup:
         return recipe
 
     def price_of(self, device: Device) -> HourPrice | None:
-        """What an hour of a device costs: as given, else as published; None: neither is known."""
+        """Price of a device for an hour: as given, else as published; None: neither is known."""
         if self.prices is None:
             return device.price
         return HourPrice(self.prices.gpu_hour, "--gpu-hour-price")

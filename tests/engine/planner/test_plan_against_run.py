@@ -272,6 +272,8 @@ def test_a_benchmark_shows_the_residuals(
     result = json.loads(capsys.readouterr().out)
     rows = {row["quantity"]: row for row in result["llmopt"]["plan"]["rows"]}
     assert rows["weights in the checkpoint"]["residual"] == 0
+    assert rows["weights in memory"]["residual"] == 0
+    assert rows["weights in memory"]["load"] == ""
     assert rows["KV cache"]["residual"] == 0
     assert rows["KV cache"]["measured"] == 8192
     assert (rows["TTFT"]["predicted"], rows["TPOT"]["residual"]) == (None, None)
