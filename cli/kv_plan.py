@@ -25,7 +25,9 @@ class PlanOutputOptions:
     PANEL: ClassVar = "Output"
 
     explain: bool = option(False, "Each formula with its numbers.", flag="--explain", common=True)
-    names: bool = option(False, "List the models and GPUs of the table.", flag="--list")
+    names: bool = option(
+        False, "List the models and GPUs of the table.", flag="--list", common=True
+    )
     output: Path | None = option(
         None,
         "Write the plan as JSON to this file.",

@@ -213,7 +213,7 @@ def prefill_time(
 def _streamed_on_rank(plan: Deployment, tokens: int) -> float:
     """Bytes of weights that one rank of each stage reads in a step, summed over the stages."""
     total = weight_bytes(plan.shape, plan.recipe)
-    read = streamed_weight_bytes(plan.shape, total, tokens, plan.recipe.plain_bytes)
+    read = streamed_weight_bytes(plan.shape, total, tokens, plan.recipe.embedding_bytes)
     return read * sum(stage.weight_bytes for stage in plan.stages) / total
 
 

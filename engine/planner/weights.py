@@ -34,7 +34,7 @@ class WeightRecipe:
     A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
     `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
-    `plain_bytes`; the output head may have `head_bits` of its own. `stored_bytes` is the size of a local
+    `plain_bytes`; output head and embedding may have bits of their own. `stored_bytes` is the size of a local
     checkpoint, if there is one: it overrides the sum.
     """
 
@@ -48,13 +48,14 @@ class WeightRecipe:
     bytes_per_input: int = 0
     plain_bytes: int = UNQUANTIZED_BYTES
     roles: tuple[Role, ...] = ("linear", "expert")
-    head_bits: int = 16
+    head_bits: int | Fraction = 16
+    embedding_bits: int | Fraction = 16
     stored_bytes: int | None = None
 
     @property
     def label(self) -> str:
         """Display name: `int4 g128 asymmetric`."""
-        if self.bits >= 16:
+        if self.bits >= 16 or not (self.scale_bits or self.bytes_per_tensor):
             return self.name
         group = f" g{self.group_size}" if self.group_size > 0 else " per channel"
         return self.name + group + (" asymmetric" if self.zero_bits else "")
@@ -64,6 +65,8 @@ class WeightRecipe:
         bits = self.bits if tensor.role in self.roles else 16
         if tensor.role == "head":
             bits = self.head_bits
+        elif tensor.role == "embedding":
+            bits = self.embedding_bits
         if bits >= 16:
             return tensor.num_elements * self.plain_bytes
         groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
@@ -87,6 +90,12 @@ class WeightRecipe:
         tensors = [*shape.tensors()]
         stored_bytes = self.stored_bytes + run.bytes_of(tensors) - self.bytes_of(tensors)
         return replace(run, stored_bytes=stored_bytes)
+
+    @property
+    def embedding_bytes(self) -> float:
+        """Bytes of an element of the embedding."""
+        bits = self.embedding_bits
+        return self.plain_bytes if bits >= 16 else float(bits) / 8
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of all these tensors."""
@@ -129,16 +138,27 @@ def recipe_for(
     file_format: str | None = None,
     plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe `name` for this model. Without a group size, int4 takes the largest of
-    `GROUP_SIZES` that divides every quantized input dimension, as `llmopt quantize` does; -1 is one scale per
-    output channel. int4 uses AWQ's layout unless symmetric, int8 that of compressed-tensors.
+    """The recipe `name` for this model: one of `RECIPES`, or a type or method of `llmopt quantize`.
+
+    Without a group size, int4 takes the largest of `GROUP_SIZES` that divides every quantized input
+    dimension, as `llmopt quantize` does; -1 is one scale per output channel. int4 uses AWQ's layout unless
+    symmetric, int8 that of compressed-tensors.
 
     Raises:
         BadInput: an unknown name, a group size that does not divide a width or does not apply, or a
             format that does not support the scheme.
     """
     if name not in RECIPES:
-        raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
+        from .weight_names import quantized_recipe
+
+        return quantized_recipe(
+            name,
+            shape,
+            group_size,
+            symmetric=symmetric,
+            file_format=file_format,
+            plain_bytes=plain_bytes,
+        )
     recipe = RECIPES[name]
     if recipe.bits < 16:
         recipe = replace(recipe, plain_bytes=plain_bytes)
