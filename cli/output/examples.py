@@ -8,7 +8,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "llmopt": (
         "llmopt quantize --method awq",
         "llmopt bench --dataset sharegpt",
-        "llmopt kv-plan --model llama-70b --ctx 128k",
+        "llmopt kv-plan llama-70b --ctx 128k",
         "llmopt serve-local",
     ),
     "quantize": (
@@ -51,9 +51,9 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt batch requests.jsonl -o answers.jsonl --model ./my-model",
     ),
     "kv-plan": (
-        "llmopt kv-plan --model llama-70b --ctx 128k",
-        "llmopt kv-plan --model qwen3-32b --gpu all --slo 'ttft:1s tpot:20ms'",
-        "llmopt kv-plan --model ./my-model --weights int4 --gpu l40s --concurrency 32",
+        "llmopt kv-plan llama-70b --ctx 128k",
+        "llmopt kv-plan qwen3-32b --gpu all --slo 'ttft:1s tpot:20ms'",
+        "llmopt kv-plan ./my-model --weights int4 --gpu l40s --concurrency 32",
     ),
     "deploy": (
         "llmopt deploy meta-llama/Llama-3.1-8B-Instruct --like llama-3.1-8b",

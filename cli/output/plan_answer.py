@@ -48,9 +48,8 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         line += f"; in {second.engine} {'yes' if second.fits else 'no'}"
     yield line
     for change in answer.would_fit:
-        yield (
-            f"{change.gpus} x {change.gpu}: {' '.join(change.options)}  ({change.sequences:,} at once)"
-        )
+        fits, options = "also fits" if device.fits else "would fit", " ".join(change.options)
+        yield f"{fits} {change.gpus} x {change.gpu}: {options}  ({change.sequences:,} at once)"
 
 
 def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
@@ -73,12 +72,16 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 
 def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device = answer.device
-    if (state := device.loaded) is None:
+    if device.means is None:
         return
-    clients = plan.workload.sequences
+    ttft, tpot = device.means
+    load = counted(plan.workload.sequences, "client")
+    if device.load is not None:
+        rate_asked, clients = device.load.load.rate, device.load.load.concurrency
+        load = f"{rate_asked:.4g} requests/s" if rate_asked else counted(clients or 0, "client")
     yield (
-        f"TTFT {state.ttft_seconds:.3g} s, TPOT {1e3 * state.tpot_seconds:.3g} ms, "
-        f"{rate(device.tokens_per_second)} tokens/s with {counted(clients, 'client')}"
+        f"TTFT {ttft:.3g} s, TPOT {1e3 * tpot:.3g} ms, {rate(device.tokens_per_second)} tokens/s "
+        f"with {load}"
     )
     if device.band or plan.setup.measured is None:
         yield device.error_words

@@ -235,7 +235,7 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
 
 
 def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
-    state = device.loaded
+    ttft, tpot = device.means or (None, None)
     cells = [
         device.gpu,
         _gpus(device),
@@ -243,8 +243,8 @@ def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
         f"{device.kv_budget_bytes / 2**30:.1f}",
         str(device.max_concurrent_sequences),
         format_tokens(device.max_context),
-        number(state.ttft_seconds if state else None),
-        number(1e3 * state.tpot_seconds if state else None),
+        number(ttft),
+        number(None if tpot is None else 1e3 * tpot),
         _band(plan, device),
     ]
     if wide:
@@ -356,12 +356,16 @@ def _notes(plan: DeploymentPlan) -> list[str]:
             "sequences) and the runtime's own; per GPU."
         ]
     if any(device.decode for device in plan.devices):
+        means = (
+            f"means with prompts of {plan.workload.prompt_tokens:,} and answers of "
+            f"{plan.workload.answer_tokens:,} tokens, under {counted(plan.workload.sequences, 'client')}"
+        )
+        if plan.workload.load is not None:
+            means = "the means of the simulated load; beside it, in closed form"
         notes.append(
             f"Speed: what to expect at {_share(share.bandwidth)} of the bandwidth and "
             f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
-            f"({share.source}). TTFT and TPOT are means with prompts of "
-            f"{plan.workload.prompt_tokens:,} and answers of {plan.workload.answer_tokens:,} tokens, under "
-            f"{counted(plan.workload.sequences, 'client')}."
+            f"({share.source}). TTFT and TPOT are {means}."
         )
         notes += _errors(plan)
     if any(device.device.memory_is_estimated for device in plan.devices):

@@ -18,6 +18,7 @@ from .load import SteadyState
 from .load_plan import LoadPlanner
 from .memory import Deployment
 from .plan import DeploymentPlan, DevicePlan
+from .plan_json import rounded
 from .setup import PlannedWorkload, Setup
 from .solver import Solver
 from .weights import WeightRecipe, recipe_for
@@ -106,7 +107,7 @@ def _full(plan: DeploymentPlan, first: DevicePlan) -> FullLoad | None:
 def _full_load(
     expected: Expectation, work: PlannedWorkload, setup: Setup, device: Device, clients: int
 ) -> FullLoad:
-    state = expected.loaded(work.prompt_tokens, work.answer_tokens, clients, clients)
+    state = expected.loaded_by(work, clients, clients)
     gpus = expected.deployment.gpus
     dollars = setup.dollars_per_million(device, gpus, state.throughput)
     return FullLoad(clients, state, dollars)
@@ -165,7 +166,7 @@ def _least_cost(
     places = solver.sequences(deployment, device)
     expected = Expectation.of(deployment, device, model.name, setup)
     clients = work.sequences if work.sequences > 1 else places
-    state = expected.loaded(work.prompt_tokens, work.answer_tokens, clients, places)
+    state = expected.loaded_by(work, clients, places)
     dollars = setup.dollars_per_million(device, deployment.gpus, state.throughput)
     return None if dollars is None else (dollars, deployment)
 
@@ -201,10 +202,12 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
             "ttft_ms": round(1e3 * full.state.ttft_seconds, 3),
             "tpot_ms": round(1e3 * full.state.tpot_seconds, 3),
             "throughput_tokens_per_s": round(full.state.throughput, 2),
-            "dollars_per_million_output_tokens": full.dollars_per_million,
+            "dollars_per_million_output_tokens": rounded(full.dollars_per_million),
         },
         "highest_load_within_slo": answer.users,
-        "dollars_per_million_output_tokens": answer.device.dollars_per_million,
-        "cheaper": [asdict(saving) for saving in answer.savings],
+        "dollars_per_million_output_tokens": rounded(answer.device.dollars_per_million),
+        "cheaper": [
+            {**asdict(saving), "saved": rounded(saving.saved)} for saving in answer.savings
+        ],
         "limit": answer.device.binding_constraint,
     }

@@ -88,16 +88,18 @@ def find_device(name: str) -> Device:
     return next(device for device in devices() if device.name == named[wanted])
 
 
+_MAKERS = frozenset({"nvidia", "amd", "geforce", "instinct", "tesla"})
+
+
 def _spellings(name: str) -> Iterator[str]:
     """Keys of a name, from as it is written to without maker, form and memory."""
-    key = _key(name)
-    yield key
-    bare = re.sub(r"^(nvidia|amd|intel)?(instinct|geforce|tesla)?", "", key)
-    yield bare
-    shorter = re.sub(r"(sxm)\d+", r"\1", bare)
-    yield shorter
-    yield re.sub(r"\d+g(i?b)?$", "", shorter)
-    yield re.sub(r"(sxm|pcie|hbm3e?|\d+g(i?b)?)+$", "", shorter)
+    yield _key(name)
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS]
+    words = [re.sub(r"^sxm\d$", "sxm", word) for word in words]
+    yield "".join(words)
+    words = [word for word in words if not re.fullmatch(r"\d+g(i?b)?", word)]
+    yield "".join(words)
+    yield "".join(word for word in words if word not in ("sxm", "hbm3", "hbm3e"))
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:

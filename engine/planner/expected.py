@@ -23,7 +23,7 @@ from .load import SteadyState
 from .memory import Deployment, Reserve
 from .operator_tables import tables_for
 from .own_rows import OwnRows, level
-from .setup import Setup
+from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
 from .step_model import (
     Loads,
@@ -55,12 +55,14 @@ class LoopTimes(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A closed loop: prompt and output tokens, clients, and the sequences that are resident at once."""
+    """A closed loop: prompt and output tokens, clients, the sequences that are resident at once, and the
+    prompt tokens that the prefix cache holds."""
 
     prompt: Any
     output: Any
     concurrency: Any
     resident: Any
+    cached: Any = 0
 
 
 class LoopWorks(NamedTuple):
@@ -75,12 +77,13 @@ class LoopWorks(NamedTuple):
 def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
     """Steps of a loop. A prompt longer than a chunk counts as one step."""
     context = loop.prompt + loop.output / 2
-    prompts = max(1, min(loop.concurrency, chunk_tokens // loop.prompt))
-    attended = prompts * loop.prompt * (loop.prompt + 1) / 2
+    computed = loop.prompt - loop.cached
+    prompts = max(1, min(loop.concurrency, chunk_tokens // computed))
+    attended = prompts * computed * (loop.cached + (computed + 1) / 2)
     return LoopWorks(
         StepWork.of(loop.resident, context),
-        StepWork.of(loop.resident, context, loop.prompt),
-        StepWork(0, 0, prompts * loop.prompt, attended, prompts),
+        StepWork.of(loop.resident, context, computed, loop.cached),
+        StepWork(0, 0, prompts * computed, attended, prompts),
         prompts,
     )
 
@@ -125,19 +128,51 @@ def steady_state(
     *,
     resident: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    cached: int = 0,
+    speculation: Speculation | None = None,
 ) -> SteadyState:
     """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
-    cache holds `resident` at once (by default what the step model expects)."""
+    cache holds `resident` at once (by default what the step model expects) and of each prompt `cached` tokens
+    of a prefix."""
     if resident is None:
         resident = model.resident_sequences(prompt, output)
-    loop = Loop(prompt, output, concurrency, min(concurrency, resident))
+    loop = Loop(prompt, output, concurrency, min(concurrency, resident), cached)
     works, known = loop_works(loop, chunk_tokens), model.parameters
     decode, mixed, packed = map(model.plain_seconds, works[:3])
     times = LoopTimes(decode, mixed, packed / works.packed_prompts)
+    if speculation is not None:
+        verified = model.plain_seconds(_verification(works.decode, speculation))
+        token = speculation.token_seconds(times.decode, verified)
+        times = times._replace(decode=token, mixed=token + times.mixed - times.decode)
     ttft, tpot = closed_loop(loop, times, known.values)
-    ttft *= known.ttft_factor({"prompt": prompt, "answer": output, "clients": concurrency})
+    ttft *= known.ttft_factor({"prompt": prompt - cached, "answer": output, "clients": concurrency})
     tpot *= known.tpot_factor
     return SteadyState(ttft, tpot, throughput(loop, ttft, tpot))
+
+
+def _verification(decode: StepWork, speculation: Speculation) -> StepWork:
+    """A decode step that verifies the draft tokens of every sequence."""
+    tokens = speculation.draft_tokens + 1
+    return replace(decode, decode_sequences=tokens * decode.decode_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeSteps:
+    """Seconds of steps for each token that speculation is expected to give a sequence, not each step: a step
+    gives several, and the prompts in it take their time once."""
+
+    model: StepModel
+    speculation: Speculation
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of one step's share."""
+        whole = self.model.seconds(work)
+        if not work.decode_sequences:
+            return whole
+        decode = StepWork(work.decode_sequences, work.decode_context_tokens)
+        plain = self.model.seconds(decode)
+        verified = self.model.seconds(_verification(decode, self.speculation))
+        return whole - plain + self.speculation.token_seconds(plain, verified)
 
 
 FEW, MANY = 8, 64
@@ -259,12 +294,14 @@ class Expectation:
     steps: StepModel
     measured: Efficiency | None = None
     own: OwnRows | None = None
+    speculation: Speculation | None = None
 
     @classmethod
     def of(cls, deployment: Deployment, device: Device, model: str, setup: Setup) -> Expectation:
         """The expectation for a model of that name."""
         steps = step_model(deployment, device, setup, model)
-        return cls(deployment, device, steps, setup.measured, own_of(device, setup))
+        own = own_of(device, setup)
+        return cls(deployment, device, steps, setup.measured, own, setup.speculation)
 
     @property
     def efficiency(self) -> Efficiency:
@@ -281,17 +318,34 @@ class Expectation:
         work = StepWork(micro_batch * tokens_per_sequence, micro_batch * context)
         return self._step_time(work, 0.0)
 
-    def prefill(self, prompt: int, reserve: Reserve) -> StepTime:
-        """TTFT of one prompt on an idle engine."""
+    def prefill(self, prompt: int, reserve: Reserve, cached: int = 0) -> StepTime:
+        """TTFT of one prompt on an idle engine whose prefix cache holds `cached` of its tokens."""
+        computed = prompt - cached
         if self.measured is not None:
-            return prefill_time(self.deployment, self.device, prompt, reserve, self.measured)
-        work = StepWork.of(0, 0, prompt)
-        whole = steady_state(self.steps, prompt, 1, 1).ttft_seconds
+            return prefill_time(self.deployment, self.device, computed, reserve, self.measured)
+        work = StepWork.of(0, 0, computed, cached)
+        whole = steady_state(self.steps, prompt, 1, 1, cached=cached).ttft_seconds
         return self._step_time(work, whole - self.steps.seconds(work))
 
-    def loaded(self, prompt: int, output: int, clients: int, resident: int) -> SteadyState:
-        """Means of a closed loop of that many clients, of which the cache holds `resident` at once."""
-        return steady_state(self.steps, prompt, output, clients, resident=max(1, resident))
+    def loaded(
+        self, prompt: int, output: int, clients: int, resident: int, cached: int = 0
+    ) -> SteadyState:
+        """Means of a closed loop of that many clients, of which the cache holds `resident` at once, and
+        `cached` tokens of each prompt."""
+        return steady_state(
+            self.steps,
+            prompt,
+            output,
+            clients,
+            resident=max(1, resident),
+            cached=cached,
+            speculation=self.speculation,
+        )
+
+    def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> SteadyState:
+        """Means of a closed loop of a workload's requests."""
+        lengths = work.prompt_tokens, work.answer_tokens
+        return self.loaded(*lengths, clients, resident, work.cached_tokens)
 
     def band(self, clients: int) -> ErrorBand | None:
         """The error of deployments like this one, narrowed by rows of the machine; None without either."""

@@ -9,7 +9,7 @@ from math import ceil, floor
 from ..base.slo import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
-from .expected import steady_state, step_model
+from .expected import SpeculativeSteps, steady_state, step_model
 from .load import Load, LoadResult, PlannedLoad, Slo, SteadyState
 from .memory import Deployment
 from .setup import MILLION, SECONDS_PER_HOUR, Setup
@@ -125,6 +125,8 @@ class LoadPlanner:
             output,
             concurrency,
             resident=self._most_sequences(deployment),
+            cached=int(self._asked.load.prefix_share * prompt),
+            speculation=self._setup.speculation,
         )
 
     def _steps(self, deployment: Deployment) -> StepModel:
@@ -173,7 +175,9 @@ class LoadPlanner:
         self, deployment: Deployment, load: Load, counted: int, bundle: int = 1
     ) -> LoadPlan:
         server = self._server(deployment, load, bundle)
-        result = simulate(server, self._steps(deployment), load, counted)
+        steps, draft = self._steps(deployment), self._setup.speculation
+        clock = steps if draft is None else SpeculativeSteps(steps, draft)
+        result = simulate(server, clock, load, counted)
         return LoadPlan(deployment, load, result, server.num_blocks)
 
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:

@@ -112,6 +112,13 @@ class DevicePlan:
         return None if self.loaded is None else self.loaded.throughput
 
     @property
+    def means(self) -> tuple[float, float] | None:
+        """Mean TTFT and TPOT under load in seconds: simulated if asked, else in closed form."""
+        if self.load is not None:
+            return self.load.result.ttft.mean, self.load.result.tpot.mean
+        return None if self.loaded is None else (self.loaded.ttft_seconds, self.loaded.tpot_seconds)
+
+    @property
     def error_words(self) -> str:
         """How far measured deployments most like this one were from such plans."""
         return UNKNOWN if self.band is None else self.band.words
@@ -234,10 +241,9 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         decode = expected.decode(count, context)
         decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
         context = workload.context
-        prefill = expected.prefill(context, reserve)
+        prefill = expected.prefill(context, reserve, int(workload.prefix_share * context))
         prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
-        answer = workload.answer_tokens
-        loaded = expected.loaded(workload.prompt_tokens, answer, count, max_sequences)
+        loaded = expected.loaded_by(workload, count, max_sequences)
         band = expected.band(count)
     plan = DevicePlan(
         device=device,

@@ -235,7 +235,7 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "operators": _operators(plan),
         "speculation": None if plan.speculation is None else asdict(plan.speculation),
         "cost": None if plan.cost is None else asdict(plan.cost),
-        "dollars_per_million_output_tokens": plan.dollars_per_million,
+        "dollars_per_million_output_tokens": rounded(plan.dollars_per_million),
         "beside": None if plan.beside is None else _device_dict(plan.beside),
     }
 
@@ -303,6 +303,11 @@ def _operators(plan: DevicePlan) -> list[dict[str, Any]]:
         {"operator": name, "ms": round(1e3 * seconds, 4), "source": source}
         for name, seconds, source in parts
     ]
+
+
+def rounded(value: float | None) -> float | None:
+    """A price or a share to a millionth."""
+    return None if value is None else round(value, 6)
 
 
 def _milliseconds(time: StepTime | None) -> float | None:

@@ -21,7 +21,7 @@ from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
 from .own_runs import MeasuredRun, own_rows, read_runs, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
-from .weights import WeightRecipe, recipe_for
+from .weights import WeightRecipe
 
 
 def plan_for(ask: PlanRequest) -> DeploymentPlan:
@@ -160,7 +160,9 @@ def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
     chosen = (ask.weights, ask.group_size, ask.symmetric, ask.file_format)
     if all(value is None for value in chosen):
         return model.as_stored()
-    return recipe_for(
+    from .weight_names import named_recipe  # what it knows takes a while to import
+
+    return named_recipe(
         ask.weights or "int4",
         model.shape,
         ask.group_size,

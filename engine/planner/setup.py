@@ -53,6 +53,10 @@ class Speculation:
             return self.draft_tokens + 1.0
         return (1 - self.acceptance ** (self.draft_tokens + 1)) / (1 - self.acceptance)
 
+    def token_seconds(self, decode: float, verification: float) -> float:
+        """Seconds per token, of those of a plain step and of one that verifies the draft tokens."""
+        return (verification + self.draft_tokens * self.draft_cost * decode) / self.expected_tokens
+
     def speedup(self, verification: float = 1.0) -> float:
         """Speed-up over plain decoding, where a verification takes `verification` plain steps: nearly 1 if
         memory-bound, up to k + 1 if compute-bound."""

@@ -18,27 +18,36 @@ from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ...quant.methods.options import SchemeOptions
 from ...quant.methods.registry import METHODS
-from .weights import RECIPES, WeightRecipe, chosen_group, recipe_for
+from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, recipe_for
 
 _SPELLED = re.compile(r"([a-z][a-z0-9_-]*?)(?:[:@-](\d+)(?:\.0)?(?:bits?|bpw)?)?")
 _INT4 = {"awq": "awq", "rtn": "compressed-tensors", "autoround": "compressed-tensors"}
 """Methods whose int4 weights the planner knows to the byte, and the layouts that they are written in."""
 
 
-def quantized_recipe(
+def named_recipe(
     name: str,
     shape: ModelShape,
-    group_size: int | None,
+    group_size: int | None = None,
     *,
-    symmetric: bool | None,
-    file_format: str | None,
-    plain_bytes: int,
+    symmetric: bool | None = None,
+    file_format: str | None = None,
+    plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe of a type or a method of `llmopt quantize`.
+    """The recipe of one of the planner's formats, or of a type or a method of `llmopt quantize`.
 
     Raises:
         BadInput: no such name, or an option that it does not have.
     """
+    if name in RECIPES:
+        return recipe_for(
+            name,
+            shape,
+            group_size,
+            symmetric=symmetric,
+            file_format=file_format,
+            plain_bytes=plain_bytes,
+        )
     from ...quant.gguf.mix import ALIASES, DEFAULT_GGUF_TYPE, GGUF_TYPES
 
     mix = DEFAULT_GGUF_TYPE if name.lower() == "gguf" else name.upper()

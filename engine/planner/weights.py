@@ -138,7 +138,7 @@ def recipe_for(
     file_format: str | None = None,
     plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe `name` for this model: one of `RECIPES`, or a type or method of `llmopt quantize`.
+    """The recipe `name` of `RECIPES` for this model; `weight_names.named_recipe` knows more names.
 
     Without a group size, int4 takes the largest of `GROUP_SIZES` that divides every quantized input
     dimension, as `llmopt quantize` does; -1 is one scale per output channel. int4 uses AWQ's layout unless
@@ -149,16 +149,7 @@ def recipe_for(
             format that does not support the scheme.
     """
     if name not in RECIPES:
-        from .weight_names import quantized_recipe
-
-        return quantized_recipe(
-            name,
-            shape,
-            group_size,
-            symmetric=symmetric,
-            file_format=file_format,
-            plain_bytes=plain_bytes,
-        )
+        raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     if recipe.bits < 16:
         recipe = replace(recipe, plain_bytes=plain_bytes)
@@ -179,7 +170,7 @@ def recipe_for(
         raise BadInput("--format has no meaning for gptq, which is a format itself")
     if group_size is None and recipe.group_size < 0:
         return recipe
-    return replace(recipe, group_size=_group_size(recipe, shape, group_size))
+    return replace(recipe, group_size=chosen_group(recipe, shape, group_size))
 
 
 def _with_layout(
@@ -204,7 +195,8 @@ def _with_layout(
     )
 
 
-def _group_size(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> int:
+def chosen_group(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> int:
+    """The group size that is asked for, or the largest that divides every quantized width."""
     if asked == -1:
         return -1
     widths = sorted({t.in_features for t in shape.tensors() if t.role in recipe.roles})

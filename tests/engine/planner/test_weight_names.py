@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from llmopt.cli.main import main
 from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.weights import recipe_for, weight_bytes
+from llmopt.engine.planner.weight_names import named_recipe
+from llmopt.engine.planner.weights import weight_bytes
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.mix import GGUF_TYPES
 from llmopt.quant.methods.registry import METHODS
@@ -29,8 +30,8 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 def test_every_name_of_quantize_is_known(name: str) -> None:
     shape = find_model("llama-3.1-8b").shape
     size, plain = (
-        weight_bytes(shape, recipe_for(name, shape)),
-        weight_bytes(shape, recipe_for("bf16", shape)),
+        weight_bytes(shape, named_recipe(name, shape)),
+        weight_bytes(shape, named_recipe("bf16", shape)),
     )
     assert 0.1 * plain < size < 0.62 * plain
 
@@ -74,7 +75,7 @@ def test_predicted_bytes_are_written(name: str, tmp_path: Path) -> None:
     quantize(request)
     written = find_model(str(output)).stored_bytes
     planned = weight_bytes(
-        model.shape, recipe_for(name, model.shape, plain_bytes=model.plain_bytes)
+        model.shape, named_recipe(name, model.shape, plain_bytes=model.plain_bytes)
     )
     assert planned == pytest.approx(written, rel=0.03)
 
@@ -90,4 +91,4 @@ def test_predicted_bytes_are_written(name: str, tmp_path: Path) -> None:
 )
 def test_a_wrong_name_gets_the_nearest(name: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        recipe_for(name, find_model("llama-3.1-8b").shape)
+        named_recipe(name, find_model("llama-3.1-8b").shape)
