@@ -8,7 +8,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "llmopt": (
         "llmopt quantize --method awq",
         "llmopt bench --dataset sharegpt",
-        "llmopt kv-plan llama-70b --ctx 128k",
+        "llmopt kv-plan --model llama-70b --ctx 128k",
         "llmopt serve-local",
     ),
     "quantize": (
