@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .base import LayerProblem, LayerResult
 
 AUTO = "auto"
-"""Not a method of its own: GPTQ under a target, see `pipeline.sensitivity`."""
+"""Not a method of its own: GPTQ under a target, see `pipeline.mixed_precision`."""
 AUTO_METHOD = "gptq"
 Solver = Literal["nearest", "gptq"]
 

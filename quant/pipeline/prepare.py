@@ -21,7 +21,9 @@ from ..stream.calibration import Calibration, no_calibration
 from ..stream.layer_stream import LayerStream
 from .cached_calibration import StatisticsFolder
 from .calibrate import calibration_of
-from .sensitivity import mixed_plan, search_of
+from .candidates import search_of
+from .mixed_precision import mixed_plan
+from .sensitivity import Sensitivities
 from .stages import Session, of_images
 
 
@@ -131,9 +133,12 @@ def _searched(
     if not folder.complete:
         kv = plan.kv_cache is not None
         folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
+    sensitivities = Sensitivities(folder.folder)
+    if not sensitivities.complete:
+        sensitivities.measure(stream, *calibration.samples, progress)
     held_out = bool(len(calibration.held_out))
     checked = calibration.held_out_samples if held_out else calibration.samples
-    return mixed_plan(search, folder, stream, *checked, progress)
+    return mixed_plan(search, sensitivities, folder, stream, *checked, progress)
 
 
 def _check_data_free(plan: QuantizePlan) -> None:

@@ -1,398 +1,262 @@
-"""Mixed precision: bits per linear from measured sensitivity, under a byte budget.
+"""Sensitivity of the model's output to errors in the outputs of its linears.
 
-Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice. For each choice and candidate
-(bits and group size) the relative output error on the calibration data is measured; bytes are then spent
-greedily where they reduce most error per byte. No gradients are needed: the Gram matrices give the errors.
-They are measured behind the layers before, rounded to one scheme of the same size, and the choice must have a
-smaller KL divergence than that scheme: float model and candidates walk through the layers together, so that
-each layer is loaded once, and logits are computed for a few tokens at a time.
+To second order a small error `d` in the outputs of a linear moves the distribution of the next token by a KL
+divergence of half of `dᵀFd`, where `F` is the second moment of the gradient `g` of `log p(y)` with respect to
+these outputs, for tokens `y` that the model itself would draw (the Fisher information). For a change `D` of
+the weight `d` is `Dx`, and of `F` the diagonal is taken: half of the mean of `sum_o g_o² (D_o x)²` over
+tokens. The weight of an output is its mean `g_o²`; that of a token, by which the second moment of the inputs
+is taken, is its sum of `g²` over outputs: the first token of a text may have large inputs that nothing feels.
+
+One pass forward and one backward over few samples measure it, a layer in memory at a time, with the states
+that enter each layer on disk between the two. Errors are in nats a token, whatever layer they are in, and so
+add up.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional
+from safetensors.torch import load_file
+from torch import nn
 
-from ..base.errors import BadInput
+from ..base.atomic_io import layout_of, write_atomically, write_tensors
+from ..base.device import HOST, hooks
 from ..base.progress import Progress
-from ..base.scheme import PER_CHANNEL, Scheme
-from ..kinds.base.kind import kind_of
-from ..methods.base import LayerProblem
-from ..methods.rounding import round_weight
-from ..plan.plan import QuantizePlan, check_plan
+from ..families.layer_map import LayerMap
+from ..methods.base import InputStatistics
+from ..methods.input_statistics import quadratic_form
 from ..plan.selection import HEAD
 from ..stream.calibration import Images
 from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
-from .cached_calibration import StatisticsFolder
-from .preflight import module_sizes, unquantized_bytes
-from .quantized_layer import HEAD_FAMILY, LayerStatistics
+from .divergence import LOGITS, plain_logits, scaled_logits
+from .quantized_layer import HEAD_FAMILY
 
-_LOGITS = 2**24  # values of a matrix of logits
-_HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
-
-
-def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
-    """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
-    trellis codes, whose search takes too long to try widths."""
-    if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
-        return noisy
-    problem = LayerProblem(
-        prefix=module,
-        family=HEAD_FAMILY,
-        schemes={HEAD: scheme},
-        scale_dtypes={HEAD: plan.scale_dtype(module)},
-        weights={HEAD: weight},
-    )
-    return round_weight(problem, HEAD, weight).dequantize()
-
-
-def round_layer(
-    plan: QuantizePlan,
-    schemes: Mapping[str, Scheme],
-    prefix: str,
-    weights: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """The weights of a layer that the plan quantizes, rounded; `weights` by name relative to it."""
-    return {
-        name: rounded(plan, schemes[f"{prefix}.{name}"], f"{prefix}.{name}", weight)
-        for name, weight in weights.items()
-        if f"{prefix}.{name}" in schemes
-    }
-
-
-def divergences(
-    plan: QuantizePlan,
-    stream: LayerStream,
-    token_ids: torch.Tensor,
-    candidates: Sequence[Mapping[str, Scheme]],
-    progress: Progress,
-    images: Images = (),
-) -> list[float]:
-    """Mean KL divergence in nats of each candidate, rounded to nearest, from the float model.
-
-    Args:
-        token_ids: samples `[samples, length]`.
-        candidates: schemes of all quantized linears, by full name.
-        images: of each sample; empty for text alone.
-    """
-    progress.start("checking by KL", stream.num_layers, "layers")
-    stream.prepare(token_ids, images)
-    plain = stream.embed(token_ids, images)
-    states = [stream.embed(token_ids, images) for _ in candidates]
-    for index in range(stream.num_layers):
-        stream.load(index, stream.tensors(index))
-        plain = stream.run(index, plain, in_place=True)
-        before = stream.weights(index, stream.family(index).linears)
-        for number, schemes in enumerate(candidates):
-            stream.substitute(index, round_layer(plan, schemes, stream.prefix(index), before))
-            states[number] = stream.run(index, states[number], in_place=True)
-        stream.unload(index)
-        stream.checkpoint.release()
-        progress.advance()
-    progress.finish()
-    weight, bias = stream.head()
-    heads = [weight]
-    heads += [
-        rounded(plan, schemes[HEAD], HEAD, weight.float()) if HEAD in schemes else weight
-        for schemes in candidates
-    ]
-    return _mean_divergences(stream, [plain, *states], heads, bias)
-
-
-def _mean_divergences(
-    stream: LayerStream,
-    states: Sequence[States],
-    heads: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-) -> list[float]:
-    """Mean KL divergence of every state from the first, over all tokens."""
-    sums = torch.zeros(len(states) - 1, dtype=torch.float64)
-    num_tokens, step = 0, max(1, _LOGITS // len(heads[0]))
-    for batch in zip(*(stream.head_inputs(part) for part in states), strict=True):
-        hidden = [part.flatten(0, -2).float() for part in batch]
-        num_tokens += len(hidden[0])
-        for begin in range(0, len(hidden[0]), step):
-            rows = slice(begin, begin + step)
-            logs = [
-                functional.log_softmax(_logits(stream, part[rows], head, bias), dim=-1)
-                for part, head in zip(hidden, heads, strict=True)
-            ]
-            for number, other in enumerate(logs[1:]):
-                sums[number] += float((logs[0].exp() * (logs[0] - other)).sum())
-    return (sums / max(1, num_tokens)).tolist()
-
-
-def _logits(
-    stream: LayerStream, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Logits with the scale and the soft cap of the config (Granite, Cohere, Gemma)."""
-    config = stream.checkpoint.text_config
-    logits = torch.cat([hidden @ part.float().T for part in head.split(_HEAD_ROWS)], dim=-1)
-    logits = logits if bias is None else logits + bias.float()
-    logits = (
-        logits * float(config.get("logit_scale") or 1) / float(config.get("logits_scaling") or 1)
-    )
-    cap = config.get("final_logit_softcapping")
-    return logits if not cap else cap * torch.tanh(logits / cap)
-
-
-# Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
-GROUP_SIZES = (128, 64, 32)
+_TOKENS = 8192
+_ENTERING, _HEAD = "entering", "sensitivity-head"
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Linears that share one scheme, with bytes and error of each candidate.
+class LayerSensitivity:
+    """Weights of a layer's errors, by the relative names of its linears.
 
     Attributes:
-        bytes, errors: of each candidate, by increasing size; errors are the sums of the members'
-            relative output errors.
+        outputs: mean of `g_o²` over tokens, float32 `[out]`; without linears that no token reached, or that
+            are not called as modules.
+        inputs: second moment of the inputs by the tokens' weights, float32 `[in, in]`; one tensor for all
+            linears that share an input.
     """
 
-    modules: tuple[str, ...]
-    bytes: tuple[int, ...]
-    errors: tuple[float, ...]
+    outputs: Tensors
+    inputs: Tensors
 
+    def expected(self, linear: str, delta: torch.Tensor, statistics: InputStatistics) -> float:
+        """Expected KL divergence in nats a token of a change `[out, in]` of a linear's weight.
 
-def measure_choices(
-    plan: QuantizePlan,
-    schemes: Sequence[Mapping[str, Scheme]],
-    sizes: Sequence[Mapping[str, int]],
-    folder: StatisticsFolder,
-    progress: Progress,
-) -> list[Choice]:
-    """Round every linear to every candidate and measure the output error.
-
-    Args:
-        schemes, sizes: of every module under each candidate, and its bytes.
-    """
-    progress.start("measuring sensitivity", plan.num_layers + plan.lm_head, "layers")
-    choices = []
-    layers = [
-        (plan.architecture.layer_prefix(index) + ".", f"layer-{index:05d}", family)
-        for index, family in enumerate(plan.architecture.layers)
-    ]
-    if plan.lm_head:
-        layers.append(("", "head", HEAD_FAMILY))
-    for prefix, name, family in layers:
-        measured = folder.read(name, family)
-        for group in family.shared_inputs:
-            linears = tuple(linear for linear in group if prefix + linear in plan.modules)
-            if not linears:
-                continue
-            errors = _errors(plan, schemes, prefix, linears, measured)
-            modules = tuple(prefix + linear for linear in linears)
-            costs = [sum(size[module] for module in modules) for size in sizes]
-            choices.append(Choice(modules, tuple(costs), errors))
-        plan.checkpoint.release()
-        progress.advance()
-    progress.finish()
-    return choices
-
-
-def _errors(
-    plan: QuantizePlan,
-    schemes: Sequence[Mapping[str, Scheme]],
-    prefix: str,
-    linears: tuple[str, ...],
-    measured: LayerStatistics,
-) -> tuple[float, ...]:
-    """Summed relative output errors of linears that share an input, per candidate."""
-    lost = [0.0] * len(schemes)
-    for linear in linears:
-        module = prefix + linear
-        weight = plan.checkpoint.tensor(f"{module}.weight").to(torch.float32)
-        statistics = measured.statistics[linear]
-        for number, candidate in enumerate(schemes):
-            values = rounded(plan, candidate[module], module, weight)
-            lost[number] += statistics.relative_error(weight, values)
-    return tuple(lost)
-
-
-def spend(choices: Sequence[Choice], budget: int) -> list[int]:
-    """Greedy knapsack: one candidate per choice, within `budget` bytes in total.
-
-    Every choice starts at its smallest candidate. Then steps along the choices' convex hulls are taken in
-    order of error reduction per byte, until none fits.
-
-    Raises:
-        BadInput: even the smallest candidates are too large.
-    """
-    chosen = [0] * len(choices)
-    free = budget - sum(choice.bytes[0] for choice in choices)
-    if free < 0:
-        raise BadInput(
-            f"the target is too small: with the fewest bits everywhere the linears take "
-            f"{budget - free:,} bytes, and {max(budget, 0):,} are left for them"
-        )
-    steps = [(*_best_step(choice, 0), number) for number, choice in enumerate(choices)]
-    heapq.heapify(steps)
-    while steps:
-        _, target, number = heapq.heappop(steps)
-        choice, now = choices[number], chosen[number]
-        if target == now:
-            continue
-        price = choice.bytes[target] - choice.bytes[now]
-        if price <= free:
-            free -= price
-            chosen[number] = target
-        elif target > now + 1:  # a smaller step may still fit
-            heapq.heappush(steps, (*_best_step(choice, now, target - 1), number))
-            continue
+        Args:
+            statistics: of its inputs; where its outputs have no weights, all have the layer's mean.
+        """
+        if linear in self.outputs:
+            errors = quadratic_form(delta, self.inputs[linear].to(delta.device))
+            weights = self.outputs[linear].to(errors)
         else:
-            continue
-        heapq.heappush(steps, (*_best_step(choice, target), number))
-    return chosen
+            errors = statistics.row_errors(delta) / max(1, statistics.num_tokens)
+            known = [weights.mean() for weights in self.outputs.values()]
+            weights = torch.stack(known).mean().to(errors) if known else torch.ones(()).to(errors)
+        return 0.5 * float((errors * weights).sum())
 
 
-def _best_step(choice: Choice, now: int, last: int | None = None) -> tuple[float, int]:
-    """Negative error reduction per byte, and the candidate, of the best step from `now`; `now` if none."""
-    stop = len(choice.bytes) if last is None else last + 1
-    steps = [
-        (-(choice.errors[now] - choice.errors[to]) / (choice.bytes[to] - choice.bytes[now]), to)
-        for to in range(now + 1, stop)
-        if choice.bytes[to] > choice.bytes[now] and choice.errors[to] < choice.errors[now]
-    ]
-    return min(steps, default=(0.0, now))
+class Sensitivities:
+    """Sensitivities of all layers and of the output projection, in files of a folder."""
 
+    def __init__(self, folder: Path):
+        self._folder = folder
 
-def _candidates(
-    plan: QuantizePlan, widths: Sequence[int]
-) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
-    """Schemes and bytes of all modules under each candidate, the smallest first."""
-    candidates = []
-    for kind in _kinds(plan, widths):
-        mixed = replace(plan, schemes=kind)
-        for weight_format in plan.formats:
-            for name, shape in plan.modules.items():
-                weight_format.check(name, *shape, kind[name])
-        candidates.append((kind, module_sizes(mixed, plan.format)))
-    return sorted(candidates, key=lambda pair: sum(pair[1].values()))
+    @property
+    def complete(self) -> bool:
+        """Whether they were measured."""
+        return self._path("sensitivity").is_file()
 
+    def measure(
+        self, stream: LayerStream, token_ids: torch.Tensor, images: Images, progress: Progress
+    ) -> None:
+        """Run the model forward and backward over the first samples `[samples, length]`."""
+        count = max(1, _TOKENS // token_ids.shape[1])
+        samples = token_ids[:count], images[:count]
+        progress.start("measuring gradients", 2 * stream.num_layers, "layers")
+        stream.prepare(*samples)
+        states = stream.embed(*samples)
+        for index in range(stream.num_layers):
+            self._write(f"{_ENTERING}-{index:05d}", states.stored(_ENTERING))
+            stream.load(index, stream.tensors(index))
+            states = stream.run(index, states, in_place=True)
+            _leave(stream, index, progress)
+        backward = _Backward(stream, states, samples[0].numel())
+        self._write(_HEAD, backward.stored(HEAD_FAMILY))
+        for index in reversed(range(stream.num_layers)):
+            path = self._path(f"{_ENTERING}-{index:05d}")
+            stream.load(index, stream.tensors(index))
+            backward.through(index, States.restored(_ENTERING, samples, load_file(path)))
+            self._write(f"sensitivity-{index:05d}", backward.stored(stream.family(index)))
+            path.unlink()
+            _leave(stream, index, progress)
+        progress.finish()
+        write_atomically(self._path("sensitivity"), b"")
 
-def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
-    """The schemes of all modules with each width and, for integers, each group size."""
-    divided = [
-        size
-        for size in GROUP_SIZES
-        if all(columns % size == 0 for _, columns in plan.modules.values())
-    ]
-    base = {name: scheme for name, scheme in plan.schemes.items() if scheme.searched_widths}
-    sizes = divided or sorted({scheme.scale_group or PER_CHANNEL for scheme in base.values()})
-    last = None
-    for bits in widths:
-        for size in sizes:
-            kind = {name: scheme.at_width(bits, size) for name, scheme in base.items()}
-            if kind != last:  # without groups all sizes are the same
-                yield kind
-            last = kind
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """Candidate schemes under a target: one scheme for all linears, each the smallest first.
-
-    Attributes:
-        budget: bytes that the linears may take.
-        schemes, sizes: of every module under each candidate, and its bytes.
-        uniform: the largest candidate within the budget.
-    """
-
-    plan: QuantizePlan
-    budget: int
-    schemes: tuple[dict[str, Scheme], ...]
-    sizes: tuple[dict[str, int], ...]
-    uniform: int
-
-    def round_uniform(
-        self, prefix: str, weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """A layer's weights rounded to the uniform scheme, behind which later layers are measured."""
-        return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
-
-    def bits_per_weight(self, schemes: Mapping[str, Scheme]) -> float:
-        """Mean bits of a choice, where each scheme is one of the candidates'."""
-        weights = sum(rows * columns for rows, columns in self.plan.modules.values())
-        spent = 0
-        for module, scheme in schemes.items():
-            kinds = zip(self.schemes, self.sizes, strict=True)
-            spent += next(sizes[module] for kind, sizes in kinds if kind.get(module) == scheme)
-        return spent * 8 / weights
-
-
-def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | None) -> Search:
-    """The candidates under a target.
-
-    Raises:
-        BadInput: the target is too small for every one.
-    """
-    weights = sum(rows * columns for rows, columns in plan.modules.values())
-    if target_bpw is not None:
-        budget = int(target_bpw * weights / 8)
-    else:
-        assert target_bytes is not None
-        budget = target_bytes - unquantized_bytes(plan) - plan.kv_scale_bytes
-    served, *more = max(scheme.searched_widths for scheme in plan.schemes.values())
-    kinds = _candidates(plan, served)
-    if more and sum(kinds[0][1].values()) > budget:
-        kinds = _candidates(plan, more[0])
-    fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
-    if not fitting:
-        least = sum(kinds[0][1].values())
-        raise BadInput(
-            f"the target is too small: with the fewest bits everywhere the linears take {least:,} "
-            f"bytes, and {max(budget, 0):,} are left for them"
+    def read(self, index: int | None, family: LayerMap) -> LayerSensitivity:
+        """The sensitivity of a layer, or of the output projection (None)."""
+        name = _HEAD if index is None else f"sensitivity-{index:05d}"
+        tensors = load_file(self._path(name))
+        return LayerSensitivity(
+            {
+                linear: tensors[f"outputs.{linear}"]
+                for linear in family.linears
+                if f"outputs.{linear}" in tensors
+            },
+            {
+                linear: tensors[f"inputs.{group[0]}"]
+                for group in family.shared_inputs
+                if f"inputs.{group[0]}" in tensors
+                for linear in group
+            },
         )
-    schemes, sizes = zip(*kinds, strict=True)
-    return Search(plan, budget, schemes, sizes, fitting[-1])
+
+    def _write(self, name: str, tensors: Tensors) -> None:
+        write_tensors(self._path(name), tensors, layout_of(tensors))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
 
 
-def mixed_plan(
-    search: Search,
-    folder: StatisticsFolder,
-    stream: LayerStream,
-    token_ids: torch.Tensor,
-    images: Images,
-    progress: Progress,
-) -> QuantizePlan:
-    """The plan with the bits and group sizes of least error under the target, where its KL divergence on
-    the samples `token_ids`, with their images, is below that of the uniform scheme; else the uniform plan.
+def _leave(stream: LayerStream, index: int, progress: Progress) -> None:
+    stream.unload(index)
+    stream.checkpoint.release()
+    progress.advance()
 
-    Raises:
-        BadInput: a format cannot mix widths.
-    """
-    plan = search.plan
-    choices = measure_choices(plan, search.schemes, search.sizes, folder, progress)
-    chosen = spend(choices, search.budget)
-    mixed, uniform = dict(plan.schemes), dict(plan.schemes) | search.schemes[search.uniform]
-    for choice, number in zip(choices, chosen, strict=True):
-        mixed |= {module: search.schemes[number][module] for module in choice.modules}
-    check_plan(replace(plan, schemes=mixed))
-    losses = divergences(plan, stream, token_ids, (mixed, uniform), progress, images)
-    is_mixed = losses[0] < losses[1]
-    schemes = mixed if is_mixed else uniform
-    sizes = [search.bits_per_weight(kind) for kind in (mixed, uniform)]
-    weights = sum(rows * columns for rows, columns in plan.modules.values())
-    counts = Counter(scheme.label for scheme in schemes.values())
-    shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
-    label = next(iter(search.schemes[search.uniform].values())).label
-    notes = (
-        f"note: {sizes[0 if is_mixed else 1]:.3f} bits per weight of at most "
-        f"{search.budget * 8 / weights:.3f}: {shares}",
-        f"note: KL from the float model on {token_ids.numel():,} tokens, rounded to nearest: mixed "
-        f"{losses[0]:.4g} at {sizes[0]:.3f} bits, {label} everywhere {losses[1]:.4g} at {sizes[1]:.3f}: "
-        f"{'mixed' if is_mixed else 'uniform'} is taken",
+
+class _Backward:
+    """The backward pass, layer by layer, and what it saw of the last one."""
+
+    def __init__(self, stream: LayerStream, states: States, num_tokens: int):
+        """Begin at the head, with the states behind the last layer."""
+        self._stream, self._num_tokens = stream, num_tokens
+        self._generator = torch.Generator().manual_seed(0)
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._inputs: dict[str, InputStatistics] = {}
+        self._behind = [self._from_head(batch) for batch in self._batches(states)]
+
+    def through(self, index: int, states: States) -> None:
+        """Go on through a loaded layer, which these states enter."""
+        if not self._stream.called(index):
+            return
+        for number, batch in enumerate(self._batches(states)):
+            self._behind[number] = self._through_batch(index, batch, self._behind[number])
+
+    def stored(self, family: LayerMap) -> dict[str, torch.Tensor]:
+        """The sensitivity of the last layer, for its file; what was seen is forgotten."""
+        tensors = {f"outputs.{n}": each / self._num_tokens for n, each in self._outputs.items()}
+        for group in family.shared_inputs:
+            if group[0] in self._inputs:
+                total = sum(float(self._outputs[linear].sum()) for linear in group)
+                tensors[f"inputs.{group[0]}"] = self._inputs[group[0]].gram.to(HOST) / (total or 1)
+        self._outputs, self._inputs = {}, {}
+        return tensors
+
+    def _batches(self, states: States) -> list[States]:
+        """The states batch by batch, in tensors of their own that take gradients."""
+        size = self._stream.rows(states.token_ids)
+        batches = []
+        for rows in (slice(start, start + size) for start in range(0, len(states), size)):
+            held = {
+                name: tensor[rows].clone().requires_grad_(tensor.is_floating_point())
+                for name, tensor in states.tensors.items()
+            }
+            batches.append(States(states.token_ids[rows], held, states.images[rows]))
+        return batches
+
+    def _from_head(self, states: States) -> dict[str, torch.Tensor]:
+        """Gradients of the states behind the last layer, for tokens that are drawn."""
+        weight, bias = self._stream.head()
+        with torch.enable_grad():
+            (inputs,) = self._stream.head_inputs(states)
+        gradients = []
+        for part in inputs.detach().flatten(0, -2).float().split(max(1, LOGITS // len(weight))):
+            with torch.enable_grad():
+                plain = plain_logits(part.requires_grad_(), weight, bias)
+                logs = scaled_logits(self._stream, plain).log_softmax(dim=-1)
+                drawn = torch.multinomial(logs.exp().detach(), 1, generator=self._generator)
+                sources = part, plain
+                found = torch.autograd.grad(logs.gather(1, drawn).sum(), sources)
+            gradients.append(found[0])
+            self._add((HEAD,), part.detach(), found[1:])
+        given = torch.cat(gradients).view_as(inputs)
+        return _gradients({HEAD: inputs}, {HEAD: given}, states.tensors)
+
+    def _through_batch(
+        self, index: int, states: States, behind: Tensors
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of the states of a batch that enter a layer, from those behind it."""
+        stream = self._stream
+        seen: dict[str, torch.Tensor] = {}
+        entered: dict[str, torch.Tensor] = {}
+        keeping = (
+            module.register_forward_hook(_keeping(name, entered, seen), with_kwargs=True)
+            for name, module in stream.linears(index).items()
+        )
+        with torch.enable_grad(), hooks(keeping):
+            outputs = stream.outputs(index, states, torch.arange(len(states)))
+        passing = {name: each for name, each in behind.items() if name not in outputs}
+        named = {f"{_ENTERING}.{name}": each for name, each in states.tensors.items()}
+        found = _gradients(outputs, behind, named | seen)
+        for group in stream.family(index).shared_inputs:
+            if all(linear in seen and linear in found for linear in group):
+                self._add(group, entered[group[0]], [found[linear] for linear in group])
+        for name in states.tensors:
+            if (gradient := found.get(f"{_ENTERING}.{name}")) is not None:
+                passing[name] = passing[name] + gradient if name in passing else gradient
+        return passing
+
+    def _add(
+        self, group: tuple[str, ...], inputs: torch.Tensor, gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the tokens of a batch, for linears that share an input."""
+        squares = [gradient.float().flatten(0, -2).square() for gradient in gradients]
+        for linear, each in zip(group, squares, strict=True):
+            total = self._outputs.get(linear, 0) + each.sum(dim=0)
+            self._outputs[linear] = total.to(HOST)
+        tokens = inputs.float().flatten(0, -2)
+        record = self._inputs.setdefault(group[0], InputStatistics(tokens.shape[1], tokens.device))
+        weights = torch.stack([each.sum(dim=1) for each in squares]).sum(dim=0)
+        record.add(tokens * weights.sqrt()[:, None])
+
+
+def _keeping(
+    name: str, entered: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]
+) -> Callable[..., None]:
+    """A forward hook that keeps a module's input and output; gradients begin at an output that has none."""
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], named: Any, output: torch.Tensor) -> None:
+        entered[name] = (inputs[0] if inputs else next(iter(named.values()))).detach()
+        seen[name] = output if output.requires_grad else output.requires_grad_()
+
+    return hook
+
+
+def _gradients(outputs: Tensors, given: Tensors, sources: Tensors) -> dict[str, torch.Tensor]:
+    """Gradients of the sources that have any, from those `given` of the outputs."""
+    ends = [name for name in given if name in outputs and outputs[name].requires_grad]
+    begins = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
+    if not ends or not begins:
+        return {}
+    found = torch.autograd.grad(
+        [outputs[name] for name in ends],
+        list(begins.values()),
+        [given[name].to(outputs[name]) for name in ends],
+        allow_unused=True,
     )
-    record = {
-        "kl_tokens": token_ids.numel(),
-        "mixed": {"bits_per_weight": sizes[0], "kl": losses[0]},
-        "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": losses[1]},
-        "taken": "mixed" if is_mixed else "uniform",
-    }
-    return replace(plan, schemes=schemes, notes=(*plan.notes, *notes), search=record)
+    return {name: each for name, each in zip(begins, found, strict=True) if each is not None}

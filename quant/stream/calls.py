@@ -99,7 +99,6 @@ class Reached(Exception):
     """Raised by a stub to end the pass."""
 
 
-@torch.no_grad()
 def forward(
     model: MetaModel,
     input_ids: torch.Tensor,

@@ -122,7 +122,7 @@ class LayerStream:
 
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
         """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
-        the last layer."""
+        the last layer; with gradients where these have them."""
         with self._around():
             for rows in self._batches(states):
                 yield self._walk.head_input(states, rows)
@@ -172,7 +172,7 @@ class LayerStream:
         devices than the host, of layers that are no plain chain, and beyond `KEPT_BYTES`."""
         if self.device != HOST or not isinstance(self._walk, Chain) or not len(states):
             return None
-        linears = {name: self._module(index, name) for name in self.family(index).linears}
+        linears = self.linears(index)
         most = max(KEPT_BYTES, sum(tensor.nbytes for tensor in states.tensors.values()))
         finals = FinalSubmodules(self._layers[index], linears, len(states), self.compute, most)
         with torch.no_grad():
@@ -210,12 +210,12 @@ class LayerStream:
 
     def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
         """Outputs of a loaded layer for some samples, by its name in the states behind it; with gradients
-        where they are enabled."""
+        where they are enabled, those of the states too."""
         if states.images and len(samples) > 1:
             each = [self.outputs(index, states, sample) for sample in samples.split(1)]
             return {name: torch.cat([part[name] for part in each]) for name in each[0]}
         layer = self._layers[index]
-        with self._around(), torch.no_grad():
+        with self._around():
             call = self._moved(self._walk.call(index, states, samples))
         with self._precision():
             outcome = outcome_of(call, lambda: layer(*call.arguments, **call.named))
@@ -393,6 +393,10 @@ class LayerStream:
         """Replace weights or biases of a loaded layer, by the name of the linear, norm or router."""
         for name, tensor in tensors.items():
             getattr(self._module(index, name), leaf).data = tensor.to(self.device, torch.float32)
+
+    def linears(self, index: int) -> dict[str, nn.Module]:
+        """The modules of a loaded layer's linears."""
+        return {name: self._module(index, name) for name in self.family(index).linears}
 
     def _module(self, index: int, name: str) -> Any:
         """The module of a linear, norm or router."""

@@ -9,8 +9,8 @@ import torch
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.methods.options import MethodOptions
+from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import prepare, quantize
-from llmopt.quant.pipeline.sensitivity import divergences
 from llmopt.quant.plan.request import QuantizeRequest
 from torch.nn import functional
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.pipeline import pipeline, sensitivity
+from llmopt.quant.pipeline import mixed_precision, pipeline
+from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.pipeline.sensitivity import Choice, divergences, spend
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import LARGEST
 from llmopt.quant.stream.layer_stream import LayerStream
@@ -162,7 +160,7 @@ def test_mixed_precision_leaves_no_statistics_behind(tmp_path: Path) -> None:
 def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensitivity, "divergences", lambda *_: [0.2, 0.1])
+    monkeypatch.setattr(mixed_precision, "divergences", lambda *_: [0.2, 0.1])
     asked = request(tmp_path, "out", num_samples=2, format="compressed-tensors")
     result = quantize(replace(asked, method="auto", target_bpw=5.5))
     assert result.manifest["search"]["taken"] == "uniform"
@@ -191,41 +189,6 @@ def test_divergence_is_that_of_the_whole_model(tmp_path: Path) -> None:
             logs.append(model(ids).logits.log_softmax(-1))
     expected = float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
     assert ours == pytest.approx(expected, rel=1e-2)
-
-
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(1, 50), st.integers(1, 1000)), min_size=1, max_size=4),
-        min_size=1,
-        max_size=4,
-    ),
-    st.integers(0, 300),
-)
-def test_spending_stays_within_the_budget_and_wastes_no_step(
-    raw: list[list[tuple[int, int]]], extra: int
-) -> None:
-    choices = [
-        Choice(
-            modules=(str(number),),
-            bytes=tuple(sorted(size for size, _ in pairs)),
-            errors=tuple(sorted((float(error) for _, error in pairs), reverse=True)),
-        )
-        for number, pairs in enumerate(raw)
-    ]
-    least = sum(choice.bytes[0] for choice in choices)
-    budget = least + extra
-    chosen = spend(choices, budget)
-    spent = sum(choice.bytes[number] for choice, number in zip(choices, chosen, strict=True))
-    assert spent <= budget
-    for choice, number in zip(choices, chosen, strict=True):
-        for to in range(number + 1, len(choice.bytes)):
-            better = choice.errors[to] < choice.errors[number]
-            dearer = choice.bytes[to] > choice.bytes[number]
-            assert not (
-                better and dearer and spent - choice.bytes[number] + choice.bytes[to] <= budget
-            )
-    with pytest.raises(BadInput, match="too small"):
-        spend(choices, least - 1)
 
 
 @pytest.mark.sweep(1)

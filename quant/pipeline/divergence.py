@@ -1,0 +1,197 @@
+"""KL divergence of mixed precisions from the float model, before anything is written.
+
+Float model and candidates walk through the layers together, so that each layer is loaded once, and logits are
+computed for a few tokens at a time. The codes are those of the method's own solver, on the statistics that
+the search has; each weight is solved once for every scheme that a candidate has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from ..base.progress import Progress
+from ..base.scheme import Scheme
+from ..families.layer_map import LayerMap
+from ..kinds.base.kind import kind_of
+from ..methods.base import LayerProblem
+from ..methods.rounding import round_weight
+from ..plan.plan import QuantizePlan
+from ..plan.selection import HEAD
+from ..stream.calibration import Images
+from ..stream.calls import States
+from ..stream.layer_stream import LayerStream
+from .cached_calibration import StatisticsFolder
+from .quantized_layer import HEAD_FAMILY, LayerStatistics, full_name, quantize_tensors
+
+LOGITS = 2**24  # values of a matrix of logits
+_HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
+Solved = tuple[str, Scheme]
+"""A linear by its full name, and a scheme."""
+
+
+def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
+    trellis codes, whose search takes too long to try widths."""
+    if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
+        return noisy
+    problem = LayerProblem(
+        prefix=module,
+        family=HEAD_FAMILY,
+        schemes={HEAD: scheme},
+        scale_dtypes={HEAD: plan.scale_dtype(module)},
+        weights={HEAD: weight},
+    )
+    return round_weight(problem, HEAD, weight).dequantize()
+
+
+def round_layer(
+    plan: QuantizePlan,
+    schemes: Mapping[str, Scheme],
+    prefix: str,
+    weights: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The weights of a layer that the plan quantizes, rounded; `weights` by name relative to it."""
+    return {
+        name: rounded(plan, schemes[f"{prefix}.{name}"], f"{prefix}.{name}", weight)
+        for name, weight in weights.items()
+        if f"{prefix}.{name}" in schemes
+    }
+
+
+def solve_layer(
+    plan: QuantizePlan,
+    family: LayerMap,
+    prefix: str,
+    tensors: Mapping[str, torch.Tensor],
+    wanted: Iterable[Solved],
+    measured: LayerStatistics | None,
+) -> Iterator[tuple[Solved, torch.Tensor]]:
+    """The float32 weights of a layer behind codes of several schemes, by the method's own solver.
+
+    Args:
+        tensors: of the layer in the checkpoint's dtype, by relative name.
+        measured: what the solver needs; None: rounding to nearest is all there is.
+    """
+    modules: dict[Scheme, list[str]] = {}
+    for module, scheme in dict.fromkeys(wanted):
+        modules.setdefault(scheme, []).append(module)
+    for scheme, names in modules.items():
+        if measured is None or plan.method.transformed:
+            for module in names:
+                name = module.removeprefix(f"{prefix}." if prefix else "")
+                weight = tensors[f"{name}.weight"].to(plan.device, torch.float32)
+                yield (module, scheme), rounded(plan, scheme, module, weight)
+            continue
+        part = replace(
+            plan,
+            modules={module: plan.modules[module] for module in names},
+            schemes=dict.fromkeys(names, scheme),
+        )
+        work = quantize_tensors(part, family, prefix, tensors, None, measured, revert_worse=False)
+        for name, codes in work.result.weights.items():
+            yield (full_name(prefix, name), scheme), codes.dequantize().to(plan.device)
+
+
+def divergences(
+    plan: QuantizePlan,
+    stream: LayerStream,
+    token_ids: torch.Tensor,
+    candidates: Sequence[Mapping[str, Scheme]],
+    progress: Progress,
+    images: Images = (),
+    folder: StatisticsFolder | None = None,
+) -> list[float]:
+    """Mean KL divergence in nats a token of each candidate from the float model.
+
+    Args:
+        token_ids: samples `[samples, length]`.
+        candidates: schemes of the quantized linears, by full name; any others stay as they are.
+        images: of each sample; empty for text alone.
+        folder: the solver's statistics; None: codes are rounded to nearest.
+    """
+    progress.start("checking by KL", stream.num_layers, "layers")
+    stream.prepare(token_ids, images)
+    plain = stream.embed(token_ids, images)
+    states = [stream.embed(token_ids, images) for _ in candidates]
+    for index in range(stream.num_layers):
+        family, prefix, tensors = stream.family(index), stream.prefix(index), stream.tensors(index)
+        stream.load(index, tensors)
+        plain = stream.run(index, plain, in_place=True)
+        before = stream.weights(index, family.linears)
+        measured = folder and folder.read(f"layer-{index:05d}", family, stream.device)
+        solved = dict(
+            solve_layer(plan, family, prefix, tensors, _pairs(candidates, prefix), measured)
+        )
+        for number, schemes in enumerate(candidates):
+            weights = {
+                name: solved[module, schemes[module]] if module in schemes else weight
+                for name, weight in before.items()
+                for module in (full_name(prefix, name),)
+            }
+            stream.substitute(index, weights)
+            states[number] = stream.run(index, states[number], in_place=True)
+        stream.unload(index)
+        stream.checkpoint.release()
+        progress.advance()
+    progress.finish()
+    weight, bias = stream.head()
+    measured = folder and folder.read("head", HEAD_FAMILY, stream.device) if plan.lm_head else None
+    pairs = ((HEAD, schemes[HEAD]) for schemes in candidates if HEAD in schemes)
+    tensors = {f"{HEAD}.weight": weight}
+    solved = dict(solve_layer(plan, HEAD_FAMILY, "", tensors, pairs, measured))
+    heads = [weight]
+    heads += [solved[HEAD, schemes[HEAD]] if HEAD in schemes else weight for schemes in candidates]
+    return _mean_divergences(stream, [plain, *states], heads, bias)
+
+
+def _pairs(candidates: Sequence[Mapping[str, Scheme]], prefix: str) -> Iterator[Solved]:
+    """Every linear of a layer with each of its schemes."""
+    for schemes in candidates:
+        yield from (pair for pair in schemes.items() if pair[0].startswith(f"{prefix}."))
+
+
+def _mean_divergences(
+    stream: LayerStream,
+    states: Sequence[States],
+    heads: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> list[float]:
+    """Mean KL divergence of every state from the first, over all tokens."""
+    sums = torch.zeros(len(states) - 1, dtype=torch.float64)
+    num_tokens, step = 0, max(1, LOGITS // len(heads[0]))
+    for batch in zip(*(stream.head_inputs(part) for part in states), strict=True):
+        hidden = [part.flatten(0, -2).float() for part in batch]
+        num_tokens += len(hidden[0])
+        for begin in range(0, len(hidden[0]), step):
+            rows = slice(begin, begin + step)
+            logs = [
+                functional.log_softmax(
+                    scaled_logits(stream, plain_logits(part[rows], head, bias)), dim=-1
+                )
+                for part, head in zip(hidden, heads, strict=True)
+            ]
+            for number, other in enumerate(logs[1:]):
+                sums[number] += float((logs[0].exp() * (logs[0] - other)).sum())
+    return (sums / max(1, num_tokens)).tolist()
+
+
+def plain_logits(
+    hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Outputs of the output projection, a part of its rows in float32 at a time."""
+    logits = torch.cat([hidden @ part.float().T for part in head.split(_HEAD_ROWS)], dim=-1)
+    return logits if bias is None else logits + bias.float()
+
+
+def scaled_logits(stream: LayerStream, logits: torch.Tensor) -> torch.Tensor:
+    """The logits with the scale and the soft cap of the config (Granite, Cohere, Gemma)."""
+    config = stream.checkpoint.text_config
+    logits = (
+        logits * float(config.get("logit_scale") or 1) / float(config.get("logits_scaling") or 1)
+    )
+    cap = config.get("final_logit_softcapping")
+    return logits if not cap else cap * torch.tanh(logits / cap)
