@@ -4,114 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.pipeline.allocate import Allocation, Choice, allocate, front
-from llmopt.quant.pipeline.cached_calibration import StatisticsFolder
-from llmopt.quant.pipeline.candidates import Search, search_of
-from llmopt.quant.pipeline.divergence import divergences
-from llmopt.quant.pipeline.mixed_precision import measure_choices, schemes_of
-from llmopt.quant.pipeline.pipeline import prepare, quantize
-from llmopt.quant.pipeline.sensitivity import Sensitivities
-from llmopt.quant.pipeline.stages import Session
+from llmopt.quant.pipeline.allocate import Choice, allocate, front
+from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
-from scipy.stats import spearmanr
 
+from ...support.mixtures import Measured, rank_correlation
 from ...support.quant_support import STORIES, TINY
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A model's choices, and what measures a mixture of them."""
-
-    session: Session
-    search: Search
-    choices: list[Choice]
-    folder: StatisticsFolder
-
-    @classmethod
-    def of(
-        cls, model: Path, folder: Path, bpw: float, kept: int | None = None, **options: Any
-    ) -> Measured:
-        """Search a model with gptq's codes, on `kept` evenly spaced candidates."""
-        request = QuantizeRequest(
-            model, folder / "out", method="gptq", format="compressed-tensors", **options
-        )
-        session = prepare(request)
-        plan, calibration = session.plan, session.calibration
-        search = search_of(plan, bpw, None)
-        if kept is not None:
-            places = torch.linspace(0, len(search.schemes) - 1, kept).long().tolist()
-            search = replace(
-                search,
-                schemes=tuple(search.schemes[place] for place in places),
-                sizes=tuple(search.sizes[place] for place in places),
-                uniform=0,
-            )
-        statistics = StatisticsFolder(folder / "statistics", "one")
-        statistics.measure(
-            session.stream, calibration, Silent(), head=False, kv=False,
-            replaced=search.round_uniform,
-        )  # fmt: skip
-        sensitivities = Sensitivities(statistics.folder)
-        sensitivities.measure(session.stream, *calibration.samples, Silent())
-        choices = measure_choices(search, sensitivities, statistics, Silent())
-        return cls(session, search, choices, statistics)
-
-    def divergences(self, mixtures: Sequence[tuple[int, ...]]) -> list[float]:
-        """Measured KL divergence of mixtures, on text that calibration did not see."""
-        schemes = [
-            schemes_of(self.search, self.choices, Allocation(mixture, 0, 0.0, 0.0))
-            for mixture in mixtures
-        ]
-        session = self.session
-        ids, images = session.calibration.held_out_samples
-        return divergences(
-            session.plan, session.stream, ids, schemes, Silent(), images, self.folder
-        )
-
-    def expected(self, mixture: tuple[int, ...]) -> float:
-        """Predicted KL divergence."""
-        return sum(c.costs[at] for c, at in zip(self.choices, mixture, strict=True))
-
-    def bytes_of(self, mixture: tuple[int, ...]) -> int:
-        return sum(c.bytes[at] for c, at in zip(self.choices, mixture, strict=True))
-
-    def random_mixtures(self, count: int) -> list[tuple[int, ...]]:
-        """Mixtures with any candidate for each choice that no other beats in both bytes and cost."""
-        draw = random.Random(0)
-        return [tuple(draw.choice(c.efficient) for c in self.choices) for _ in range(count)]
-
-
-def rank_correlation(measured: Measured, count: int) -> float:
-    mixtures = measured.random_mixtures(count)
-    expected = [measured.expected(mixture) for mixture in mixtures]
-    return float(spearmanr(expected, measured.divergences(mixtures))[0])
 
 
 @pytest.mark.whole
 def test_expected_divergence_ranks_mixtures_as_the_measured_does(tmp_path: Path) -> None:
     measured = Measured.of(STORIES, tmp_path, 3.5, num_samples=64, seq_len=128, held_out=12)
     assert rank_correlation(measured, 40) >= 0.95
-
-
-@pytest.mark.skipif("LLMOPT_REAL_MODEL" not in os.environ, reason="make real fetches the model")
-def test_expected_divergence_ranks_mixtures_of_a_real_model(tmp_path: Path) -> None:
-    model = Path(os.environ["LLMOPT_REAL_MODEL"])
-    measured = Measured.of(model, tmp_path, 3.5, num_samples=32, seq_len=256)
-    assert rank_correlation(measured, 20) >= 0.95
 
 
 def hypervolume(points: Sequence[tuple[int, float]], corner: tuple[int, float]) -> float:
