@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
@@ -62,6 +62,7 @@ def test_the_front_is_that_of_all_mixtures(tmp_path: Path) -> None:
     ),
     st.integers(0, 120),
 )
+@settings(deadline=None)  # the first call loads the solver
 def test_an_allocation_is_the_best_of_all_within_the_bound(
     raw: list[list[tuple[int, int]]], extra: int
 ) -> None:
