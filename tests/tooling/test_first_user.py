@@ -17,9 +17,9 @@ def test_every_pair_has_a_verdict_and_every_number_is_one(tmp_path: Path) -> Non
     user = FirstUser(tmp_path, (*LOAD, *SMALL))
     given = tmp_path / "given.gguf"
     user.call("quantize", "stories3M", *QUANTIZATIONS["q8"], "-o", given)
-    kept = {name: QUANTIZATIONS[name] for name in ("q4km", "gptq4", "w8a8")}
+    kept = {name: QUANTIZATIONS[name] for name in ("gptq4", "w8a8")}
     user.go(given, "stories3M", kept)
-    assert user.problems == [] and len(user.outcomes) == 10 and user.compared > 400
+    assert user.problems == [] and len(user.outcomes) == 6 and user.compared > 200
 
 
 def test_a_number_agrees_with_its_rounding_alone() -> None:
