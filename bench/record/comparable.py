@@ -149,8 +149,13 @@ def _align(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 def _shown(value: Any, absent: str = "none") -> str:
     """The value as text of at most 40 characters; a hash by its first 19."""
-    text = absent if value is None else str(value)
+    text = absent if value is None else without_folders(str(value))
     return text[:19] if text.startswith("sha256") else text[:40]
+
+
+def without_folders(text: str) -> str:
+    """A path as its last part; other text as it is."""
+    return PurePath(text).name if text.startswith(("/", ".", "~")) else text
 
 
 def field_words(field: str) -> str:
@@ -209,8 +214,7 @@ def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     The hash of the weights and a server's version are not in it: their changes are what a series shows. A
     model given as a path is known by its last part, so that another checkout's folder is the same model.
     """
-    model = str(identity["model"])
-    name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
+    name = without_folders(str(identity["model"]))
     hardware = identity.get(HARDWARE) or {}
     known = {key: value for key, value in hardware.items() if value is not None}
     return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known}

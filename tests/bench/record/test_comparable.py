@@ -147,6 +147,10 @@ def test_the_docs_list_what_the_code_lists() -> None:
         ({"engine": {"block_size": 16, "kv_cache_dtype": "fp8"}}, "KV dtype: none against fp8"),
         ({"engine": {"block_size": 32}}, "block_size: 16 against 32"),
         ({"model": "other.gguf", "model_hash": "sha256:2"}, "model: stories3M against other.gguf"),
+        (
+            {"model": "/a/folder/that/is/long/enough/to/be/cut/m.gguf"},
+            "model: stories3M against m.gguf",
+        ),
         ({"model_hash": "sha256:2"}, "weights: sha256:1 against sha256:2"),
         ({"quantization": "gguf"}, "quantization: none against gguf"),
         ({"dtype": "bfloat16"}, "dtype: float32 against bfloat16"),
