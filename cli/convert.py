@@ -20,7 +20,8 @@ def convert(
         str,
         typer.Option(
             "--format",
-            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, quip or squeezellm.",
+            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, quip or squeezellm; "
+            "hf: dequantized, a plain checkpoint that transformers loads.",
         ),
     ],
     output: Annotated[
@@ -35,12 +36,15 @@ def convert(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
+    """Convert a quantized checkpoint to another format, losslessly where the grids allow it, or to plain
+    weights."""
     from ..quant.base.atomic_io import check_output
     from ..quant.methods.registry import check_format
     from ..quant.models import resolve_model, short_name
 
-    check_format(target)
+    is_plain = target == "hf"
+    if not is_plain:
+        check_format(target)
     path = resolve_model(str(source), local=True)
     folder = output or Path(f"{short_name(source)}-{target}")
     check_output(folder, "--output", folder=True)
@@ -50,16 +54,20 @@ def convert(
     from .output.console import TerminalProgress, result_console, say
 
     opened = open_checkpoint(path, trust_remote_code=trust_remote_code)
-    result = run(opened, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
+    with TerminalProgress() as progress:
+        result = run(opened, target, folder, allow_loss=allow_loss, progress=progress)
     console = result_console(as_json, asdict(result) | {"lossless": result.lossless})
     changed = {name: record for name, record in result.modules.items() if record["reason"]}
-    for name, record in changed.items():
+    for name, record in () if is_plain else changed.items():
         lost = f"{record['error']:.2e} of its square" if record["error"] else "weights the same"
         say(f"  {name}: {lost}; {record['reason']}", console)
     kept = len(result.modules) - len(changed)
+    done = f"{kept} of {len(result.modules)} linears are unchanged"
+    if is_plain:
+        largest = max((record["error"] for record in changed.values()), default=0.0)
+        done = f"{len(result.modules)} linears dequantized, each within {largest:.1e} of its square"
     console.print(
-        f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; "
-        f"{kept} of {len(result.modules)} linears are unchanged",
+        f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; {done}",
         soft_wrap=True,
     )
     console.print(f"loads in: {result.loads_in}", soft_wrap=True)

@@ -49,7 +49,8 @@ def merge(
     from .output.console import TerminalProgress, result_console, say
 
     given = [WeightedAdapter(*pair) for pair in zip(adapters, factors, strict=True)]
-    result = run(open_checkpoint(path), given, folder, dtype=dtype, progress=TerminalProgress())
+    with TerminalProgress() as progress:
+        result = run(open_checkpoint(path), given, folder, dtype=dtype, progress=progress)
     largest = max(result.modules, key=result.modules.__getitem__)
     say(
         f"{result.output}: {len(result.modules)} linears changed, most {largest} by "

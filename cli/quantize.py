@@ -53,9 +53,11 @@ def quantize(
     bpw, size = asked["target_bpw"], asked["target_size"]
     if size is not None:
         given["target_bytes"] = parse_bytes(size)
-    kind = asked["gguf_type"] or (f"{bpw:g}bpw" if bpw else size)
-    default = _default_output(label, asked["method"], given.get("bits"), kind)
-    request = QuantizeRequest.of(name, output or Path(default), **given)
+    request = QuantizeRequest.of(name, output or Path(), **given)
+    if output is None:
+        kind = request.gguf_type or (f"{bpw:g}bpw" if bpw else size)
+        default = _default_output(label, request.method, request.bits, kind)
+        request = replace(request, output=Path(default))
     # Nothing before imports torch.
     if chosen.dry_run:
         _dry_run(request, chosen.as_json)

@@ -76,13 +76,15 @@ def _serve(
     serving: ServingOptions,
 ) -> None:
     """Validate all options before the model loads, then serve."""
+    from ..engine.planner.facts import facts_of
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.requests.observe import configure_logging
 
+    described = facts_of(folder).line
     for_app = app_options(serving)
     listener = bind(serving.host, serving.port)
     configure_logging(options.log_format)
-    _tell(options, "loading", f"loading {folder} ...", model=str(folder))
+    _tell(options, "loading", f"loading {folder} ({described}) ...", model=str(folder))
     bound_kernel_caches()
     from ..engine.engine import Engine
     from ..engine.server.app import create_app, describe_template

@@ -23,12 +23,17 @@ def verify(
     from ..quant.models import check_local
 
     check_local(folder)  # before torch is imported
+    from ..engine.planner.facts import facts_of
     from ..quant.convert.verify import verify as run
     from .output.console import TerminalProgress, result_console
 
-    report = run(folder, TerminalProgress(), trust_remote_code=trust_remote_code)
-    console = result_console(as_json, asdict(report) | {"ok": report.ok})
+    with TerminalProgress() as progress:
+        report = run(folder, progress, trust_remote_code=trust_remote_code)
+    facts = facts_of(report.folder)
+    answer = asdict(report) | {"ok": report.ok, "model": asdict(facts)}
+    console = result_console(as_json, answer)
     console.print(f"{report.folder}: {report.quant_method} {report.scheme}", soft_wrap=True)
+    console.print(f"  {facts.line}", soft_wrap=True)
     for line in report.passed:
         console.print(f"  ok    {line}", soft_wrap=True)
     for line in report.unchecked:

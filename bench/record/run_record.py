@@ -38,6 +38,7 @@ KEYS = (
     "slowdown",
     "slowdown_where",
     "identity",
+    "model",
     "workload",
     "num_warmups",
     "num_runs",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.execution.step_loop import StepRecorder
+from ...engine.planner.facts import facts_of
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model, short_name
 from ..load.inprocess import ImagePreparation, InProcessTarget, images_part, injected_delay
@@ -30,6 +31,7 @@ from ..report.plan_residuals import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload
 from .quality import quality_passage, score_quality
+from .run_progress import LOAD, QUALITY, REPORT, RunProgress
 from .session import BenchSession
 from .task_backends import EngineBackend
 from .tasks import check_template, prepare_tasks
@@ -56,9 +58,13 @@ class EngineSession(BenchSession):
         engine: Engine | None = None,
     ) -> None:
         self._model = resolve_model(options.model)
+        self._model_facts = facts_of(self._model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         # Before the model is loaded, so that a missing task costs nothing.
         tasks = prepare_tasks(options.tasks) if options.tasks else None
+        run_progress = RunProgress.of(progress, options)
+        run_progress.note(f"{short_name(self._model)}: {self._model_facts.line}")
+        run_progress.begin(LOAD, f"loading {short_name(self._model)}")
         restart_peak_memory()
         self.engine = engine or load_engine(options, self._model)
         if tasks is not None:
@@ -90,7 +96,7 @@ class EngineSession(BenchSession):
         self.engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or short_name(self._model)
         machine = MachineMeter(str(self.engine.device), passes=PassMeter())
-        super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
+        super().__init__(options, name, workload, machine, run_progress, paired_runs, tasks)
         # The garbage of loading; before each pass the load driver collects only what is young.
         gc.collect()
         self._warm_up(options.warmups, self.engine.tokenizer, self._drive)
@@ -108,8 +114,10 @@ class EngineSession(BenchSession):
     def _score(self) -> None:
         options, engine = self._options, self.engine
         if self._passage is not None:
+            self._progress.begin(QUALITY, "quality")
             self._quality = score_quality(options, engine, self._passage, self._progress)
         if options.report:
+            self._progress.begin(REPORT, "where the time of a step goes")
             limit = options.concurrency
             self._step_split = step_split(engine, self._target, self.workload, limit)
         self._preemptions = self._preempted()  # of the load, without tasks
@@ -121,6 +129,7 @@ class EngineSession(BenchSession):
         parts = {
             "identity": self.identity(),
             "memory": memory_part(engine, self._model, self._peak_bytes),
+            "model": {**asdict(self._model_facts), "line": self._model_facts.line},
             "phases": phases(passes),
             "preemptions": self._preemptions,
             "quality": self._quality.record,
@@ -159,6 +168,7 @@ class EngineSession(BenchSession):
             trace.lora = self._target.adapter(trace.request_id)
         self.engine.recorder = None
         load.engine_steps = in_pass(recorder.steps, load)
+        self._expect_quality(load)
         after = self.engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
         hits = after.prefix_cache_hits - before.prefix_cache_hits
@@ -168,6 +178,13 @@ class EngineSession(BenchSession):
             usage,
             preemptions=after.num_preemptions - before.num_preemptions,
         )
+
+    def _expect_quality(self, load: LoadPass) -> None:
+        """Expect the passage, which is prompts alone, at the rate of the pass's fastest prefill."""
+        rates = [step.prefill_tokens / step.step_seconds for step in load.engine_steps]
+        if self._passage is not None and max(rates, default=0.0):
+            models = 1 + (self._options.reference is not None)
+            self._progress.expect(QUALITY, models * self._passage.num_scored / max(rates))
 
     def _preempted(self) -> int:
         """Preempted sequences so far, without those of rejected passes."""

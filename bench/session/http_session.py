@@ -20,6 +20,7 @@ from ..record.identity import conversations_part, identity_part
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..workloads.datasets import build_workload, resolved_options
 from .quality import ScoredQuality, score_served
+from .run_progress import LOAD, QUALITY, RunProgress
 from .session import BenchSession
 from .task_backends import ServedBackend
 from .tasks import check_template, prepare_tasks
@@ -63,11 +64,13 @@ class HttpSession(BenchSession):
             passes=PassMeter(started["pid"]) if (started := options.started_server) else None,
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
-        super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
+        run_progress = RunProgress.of(progress, options)
+        super().__init__(options, name, workload, machine, run_progress, paired_runs, tasks)
         self._scraper = Scraper(address)
         self._driver = HttpDriver(options, address, served, self._progress)
         try:
             if options.check_client:
+                self._progress.begin(LOAD, "measuring the client's own error")
                 self._driver.check()
             # A pooling request holds several items, a rerank a query besides.
             each = options.random_batch_size + 1 if options.is_pooling else 1
@@ -154,6 +157,7 @@ class HttpSession(BenchSession):
                 reason = "quality is scored of one adapter: give one --lora"
                 self._quality = ScoredQuality(reason=reason)
             else:
+                self._progress.begin(QUALITY, "quality")
                 served = replace(self._served, model=adapters[0]) if adapters else self._served
                 self._quality = score_served(options, self._address, served, self._progress)
             if self._quality.reason is not None:

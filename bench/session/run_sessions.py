@@ -34,6 +34,7 @@ from ..report.run_report import write_report
 from .engine_session import EngineSession
 from .http_session import HttpSession
 from .pass_turns import PassTurns
+from .run_progress import RunProgress
 from .session import BenchSession
 
 ENVIRONMENT_NAME = "environment.json"
@@ -74,9 +75,10 @@ def run_interleaved(
     with at least one pass are returned.
     """
     paired_runs = uuid.uuid4().hex
+    shared = RunProgress.of(progress, options[0], len(options))
     with ExitStack() as stack:
         sessions = [
-            stack.enter_context(open_session(each, progress, paired_runs)) for each in options
+            stack.enter_context(open_session(each, shared, paired_runs)) for each in options
         ]
         sessions[0].say_notes()
         for number in range(options[0].num_runs):

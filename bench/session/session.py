@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from ...quant.base.atomic_io import interrupts_held
-from ...quant.base.progress import Progress, Silent
 from ..machine.machine_meter import MachineMeter
 from ..metrics.run_statistics import distributions
 from ..metrics.trace import LoadPass
@@ -17,6 +16,7 @@ from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_ru
 from ..workloads.synthetic import warmup_workload
 from ..workloads.workload import Workload
 from .quality import ScoredQuality
+from .run_progress import PASS, TASKS, WARM_UP, RunProgress
 from .tasks import TaskBackend, TaskScores, TaskSet, run_tasks
 
 
@@ -39,7 +39,7 @@ class BenchSession(ABC):
         name: str,
         workload: Workload,
         machine: MachineMeter,
-        progress: Progress | None,
+        progress: RunProgress,
         paired_runs: str | None,
         tasks: TaskSet | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class BenchSession(ABC):
         self.name = name
         self.workload = workload
         self._machine = machine
-        self._progress = progress or Silent()
+        self._progress = progress
         self._paired_runs = paired_runs
         self._passes: list[MeasuredPass] = []
         self._rejected: list[MeasuredPass] = []
@@ -88,7 +88,9 @@ class BenchSession(ABC):
         number = len(self._passes) + 1
         description = f"{self.name}, pass {number} of {self._options.num_runs}"
         while True:
+            self._progress.begin(PASS, description)
             measured = self._measure(number + len(self._rejected), description)
+            self._progress.end()
             spent = len(self._rejected) >= self._options.max_redone_passes
             if spent or not measured.disturbed or measured.load.interrupted:
                 break
@@ -103,9 +105,11 @@ class BenchSession(ABC):
         and the record is marked.
         """
         interrupted = interrupted or any(load.interrupted for load in self.passes)
+        self._progress.end()
         if not interrupted:
             try:
                 self._score()
+                self._progress.end()
             except KeyboardInterrupt:
                 interrupted = True
         with interrupts_held():
@@ -142,6 +146,7 @@ class BenchSession(ABC):
 
     def _score_tasks(self, backend: Callable[[], TaskBackend]) -> None:
         if self._tasks is not None:
+            self._progress.begin(TASKS, "tasks")
             self._task_scores = run_tasks(self._tasks, backend(), self._options)
 
     @property
@@ -152,6 +157,7 @@ class BenchSession(ABC):
         self, count: int, tokenizer: Any, drive: Callable[[Workload, str], LoadPass]
     ) -> None:
         """Send `count` requests like those of the workload, which are not recorded."""
+        self._progress.begin(WARM_UP, f"{self.name}, warm-up")
         warmup = warmup_workload(self.workload, count, tokenizer, seed=self._options.seed)
         if warmup is not None and drive(warmup, f"{self.name}, warm-up").interrupted:
             raise KeyboardInterrupt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Self
@@ -21,6 +22,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+
+from ...quant.base.progress import SHARE, in_words
 
 # A bracket in a message, a path or a table's cell is itself: what is coloured is a `Text`.
 people = Console(stderr=True, highlight=False, markup=False)
@@ -65,13 +68,15 @@ def table_of(
 
 
 class TerminalProgress:
-    """A `quant.progress.Progress`: a rich bar on a terminal, a plain line every few seconds otherwise.
+    """A `quant.progress.Progress`: a rich bar on a terminal, otherwise a plain line every few seconds, and
+    where nothing advances a line that says so.
 
     As a context it is finished at the end. With `when_interrupted`, Ctrl-C within prints that sentence and
     exits with 130.
     """
 
     PLAIN_EVERY_SECONDS = 5.0
+    SILENT_SECONDS = 20.0
 
     def __init__(self, when_interrupted: Callable[[], str] | None = None) -> None:
         self._when_interrupted = when_interrupted
@@ -82,6 +87,7 @@ class TerminalProgress:
         self._total = 0
         self._done = 0
         self._began = self._said = 0.0
+        self._over = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -98,12 +104,12 @@ class TerminalProgress:
         self._status = ""
         self._began = self._said = time.monotonic()
         if people.is_terminal:
+            counted = () if unit == SHARE else (MofNCompleteColumn(), TextColumn(unit))
             self._bar = RichProgress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn(unit),
-                TaskProgressColumn(show_speed=True),
+                *counted,
+                TaskProgressColumn(show_speed=unit != SHARE),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[status]}", markup=False),
@@ -111,7 +117,10 @@ class TerminalProgress:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(description, total=total, status="")
+            self._task = self._bar.add_task(description, total=total or None, status="")
+        else:
+            self._over = threading.Event()
+            threading.Thread(target=self._speak_up, args=(self._over,), daemon=True).start()
 
     def advance(self, count: int = 1) -> None:
         self._done += count
@@ -132,6 +141,7 @@ class TerminalProgress:
         people.print(message, soft_wrap=True)
 
     def finish(self) -> None:
+        self._over.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -139,12 +149,24 @@ class TerminalProgress:
             self._say(time.monotonic())
         self._description = ""
 
+    def _speak_up(self, over: threading.Event) -> None:
+        """Say a line whenever there was none for long, until the task is over."""
+        while not over.wait(self._said + self.SILENT_SECONDS - time.monotonic()):
+            now = time.monotonic()
+            if now - self._said >= self.SILENT_SECONDS:
+                self._said = now
+                self._say(now)
+
     def _say(self, now: float) -> None:
-        rate = self._done / max(now - self._began, 1e-9)
-        left = (self._total - self._done) / rate if rate else 0.0
-        people.print(
-            f"{self._description}: {self._done}/{self._total} {self._unit}, "
-            f"{rate:.1f} {self._unit}/s, {left:.0f} s left"
-            + (f", {self._status}" if self._status else ""),
-            soft_wrap=True,
-        )
+        passed = now - self._began
+        said = [f"{self._description}: {in_words(passed)}"]
+        if self._total and self._unit == SHARE:
+            said = [f"{self._description}: {100 * self._done // self._total} %"]
+        elif self._total:
+            said = [f"{self._description}: {self._done}/{self._total} {self._unit}"]
+            if self._done:
+                said.append(f"{self._done / max(passed, 1e-9):.2g} {self._unit}/s")
+        if self._done and self._total:
+            left = passed * (self._total - self._done) / self._done
+            said.append(f"about {in_words(left)} left")
+        people.print(", ".join([*said, self._status] if self._status else said), soft_wrap=True)

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+SHARE = "%"
+"""The unit of a task whose total is its share that is done, in any parts."""
+
 
 class Progress(Protocol):
     """Progress sink. The command line draws a bar; tests and libraries use `Silent`."""
 
     def start(self, description: str, total: int, unit: str) -> None:
-        """Begin a new task of `total` units; ends the previous one."""
+        """Begin a new task of `total` units, 0 where they cannot be counted; ends the previous one."""
         ...
 
     def advance(self, count: int = 1) -> None:
@@ -74,6 +77,14 @@ def as_progress(given: Progress | Callable[[ProgressUpdate], None] | None) -> Pr
     if given is None:
         return Silent()
     return ProgressCallback(given) if callable(given) else given
+
+
+def in_words(seconds: float) -> str:
+    """A time as people say it: `40 s`, `25 min`, `17 h`, `4 days`."""
+    for limit, size, unit in ((100, 1, "s"), (100 * 60, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
 
 
 class Silent:

@@ -6,7 +6,7 @@ A weight moves to the other format's grid exactly where that holds its numbers, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
+from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme
@@ -47,42 +47,8 @@ from ..plan.manifest import (
     to_json,
 )
 from ..plan.selection import Shapes
+from .plain import PLAIN, dequantize_checkpoint, write_shards
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
-
-SHARD_BYTES = 2**30
-
-
-def write_shards(
-    folder: Path, parts: Iterable[Mapping[str, torch.Tensor]], release: Callable[[], None]
-) -> None:
-    """Write tensors as they come in shards of 1 GiB, of which one is in memory, and their index.
-
-    Args:
-        release: called after each shard, to let go of what was read for it.
-    """
-    weight_map: dict[str, str] = {}
-    held: dict[str, torch.Tensor] = {}
-    total = size = 0
-
-    def write() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        write_tensors(folder / name, held, layout_of(held))
-        weight_map.update(dict.fromkeys(held, name))
-        held.clear()
-        release()
-
-    for tensors in parts:
-        held |= tensors
-        added = sum(tensor.nbytes for tensor in tensors.values())
-        size, total = size + added, total + added
-        if size >= SHARD_BYTES:
-            write()
-            size = 0
-    if held:
-        write()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_atomically(folder / INDEX_NAME, to_json(index))
-
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
@@ -99,6 +65,7 @@ def convert(
     """Write `source` in the format `target`, one shard in memory at a time.
 
     Args:
+        target: one of the formats, or `PLAIN`: dequantized, in the dtype of the config.
         output: folder to create; it appears atomically, once everything is written.
         allow_loss: requantize weights that the format cannot represent exactly.
 
@@ -106,6 +73,8 @@ def convert(
         BadInput: `output` exists, the source is damaged or not quantized, or without `allow_loss` a
             weight would change. Partial output is removed.
     """
+    if target == PLAIN:
+        return dequantize_checkpoint(source, output, progress or Silent())
     check_format(target)
     if checkpoint_format(source).name == target:
         raise BadInput(f"{source.folder} is in the format {target} already")

@@ -9,7 +9,7 @@ of those values, so they are what it is added to. Everything is computed in floa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -21,19 +21,17 @@ import torch
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
-from ..kinds.base.format import KV_SCALES
 from ..model.checkpoint import Checkpoint
 from ..models import short_name
 from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import to_json
 from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
-from .convert import write_shards
-from .read import quantized_modules, read_quantized, tensor_names
+from .plain import DTYPES, plain_tensors, write_plain
+from .read import quantized_modules
 
 RECORD_NAME = "merge.json"
 _UNFINISHED = ".merging"
 _FROM_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+|h\.\d+\..+)$")
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,7 @@ def merge(
     job = _Merge(base, [_Adapter(adapter) for adapter in adapters], dtype, progress or Silent())
     job.check()
     with atomic_folder(output, _UNFINISHED) as work:
-        write_shards(work, job.tensors(), base.release)
-        for name, content in base.companions().items():
-            write_atomically(work / name, content)
-        write_atomically(work / "config.json", to_json(job.config()))
+        job.write(work)
         write_atomically(work / RECORD_NAME, to_json(job.record()))
     return Merged(output, dtype, job.changes, job.kept)
 
@@ -173,28 +168,17 @@ class _Merge:
         why = "is tied to the embeddings" if tied else "is no linear of it"
         raise BadInput(f"{adapter.weights.path}: {name} {why}: {self._base.folder} is not its base")
 
-    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Every tensor of the result: linears that change or were quantized, then the others."""
-        taken: set[str] = set()
-        modules = sorted({*self._quantized, *self._targets})
-        self._progress.start("merging", len(modules), "modules")
-        for module in modules:
-            name = f"{module}.weight"
-            if module in self._quantized:
-                taken |= tensor_names(self._base, module)
-                weight, dtype = read_quantized(self._base, module).dequantize(), self._config_dtype
-            else:
-                taken.add(name)
-                weight = self._base.tensor(name)
-                dtype = weight.dtype
-            yield {name: self._merged(module, weight.float(), self._dtype or dtype)}
-            self._progress.advance()
-        self._progress.finish()
-        for name in self._base.names:
-            if name not in taken and not (self._quantized and name.endswith(KV_SCALES)):
-                tensor = self._base.tensor(name)
-                is_cast = self._dtype is not None and tensor.is_floating_point()
-                yield {name: tensor.to(self._dtype) if is_cast else tensor}
+    def write(self, work: Path) -> None:
+        """Write the plain checkpoint, one shard in memory at a time."""
+        tensors = plain_tensors(
+            self._base,
+            self._dtype,
+            self._merged,
+            edited=self._targets,
+            progress=self._progress,
+            what="merging",
+        )
+        write_plain(work, self._base, tensors, self._dtype)
 
     def _merged(self, module: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         change = torch.zeros_like(weight)
@@ -211,19 +195,6 @@ class _Merge:
                 stored = merged.float() - weight.to(dtype).float()
                 self.kept = min(self.kept, float((stored * change).sum()) / norm**2)
         return merged.contiguous()
-
-    @property
-    def _config_dtype(self) -> torch.dtype:
-        name = self._base.config.get("dtype") or self._base.config.get("torch_dtype") or "bfloat16"
-        return DTYPES.get(str(name).removeprefix("torch."), torch.bfloat16)
-
-    def config(self) -> dict[str, Any]:
-        """The config of a plain checkpoint, with the dtype that was chosen."""
-        config = {k: v for k, v in self._base.config.items() if k != "quantization_config"}
-        if self._dtype is not None:
-            config["dtype"] = str(self._dtype).removeprefix("torch.")
-            config.pop("torch_dtype", None)
-        return config
 
     def record(self) -> dict[str, Any]:
         """Record of what was merged, with the digests of the base and of every adapter."""

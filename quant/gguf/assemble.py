@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
+from ..base.atomic_io import Entry
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.ggml.blocks import quantize_blocks
@@ -26,12 +27,11 @@ from .architecture import (
     to_gguf,
     to_interleaved,
 )
-from .container import TensorToWrite, write_gguf
+from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .tokenizer import tokenizer_keys
 
 _ROWS_AT_ONCE = 4096
-_PLAIN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
@@ -75,34 +75,81 @@ def assemble(
     Raises:
         BadInput: see `check_source`; NaN in a weight, or a full disk.
     """
-    config = source.config
-    metadata = {
-        **architecture_keys(config),
-        "general.name": output.stem,
+    handles = [safe_open(path, framework="pt") for path in layer_shards]
+    readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
+    layout = _layout(source)
+    for handle in handles:
+        names = handle.keys()
+        readers |= dict.fromkeys(names, handle.get_tensor)
+        slices = {name: handle.get_slice(name) for name in names}
+        layout |= {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    metadata = _metadata(source, output.stem, type_name)
+    tensors = _contents(source.config, layout, readers, schemes, type_name)
+    write_gguf(output, metadata, tensors)
+    used = sorted({tensor.type for tensor in tensors})
+    return [f"note: {output.name} holds {', '.join(used)} tensors"]
+
+
+class PlannedFile(NamedTuple):
+    """Bytes of a file that `assemble` will write: of its tensors, and of the whole."""
+
+    tensors: int
+    whole: int
+
+
+def planned_file(
+    source: Checkpoint, schemes: Mapping[str, Scheme], type_name: str, stem: str
+) -> PlannedFile:
+    """The bytes of the file that `assemble` writes under the name `stem`, by headers alone."""
+    layout = _layout(source)
+    for module, scheme in schemes.items():
+        _, (rows, columns) = layout[f"{module}.weight"]
+        width, block_bytes = GGUF_BLOCKS[str(scheme.ggml_type)]
+        layout[module + BLOCKS_SUFFIX] = "U8", (rows, columns // width * block_bytes)
+    tensors = _contents(source.config, layout, {}, schemes, type_name)
+    return PlannedFile(
+        sum(data_bytes(tensor.type, tensor.shape) for tensor in tensors),
+        gguf_bytes(_metadata(source, stem, type_name), tensors),
+    )
+
+
+def _layout(source: Checkpoint) -> dict[str, Entry]:
+    """Dtype and shape of every tensor of the source."""
+    return {name: (source.dtype_name(name), source.shape(name)) for name in source.names}
+
+
+def _metadata(source: Checkpoint, stem: str, type_name: str) -> dict[str, Any]:
+    return {
+        **architecture_keys(source.config),
+        "general.name": stem,
         "general.file_type": GGUF_TYPES[mix_name(type_name)][1],
         "general.quantization_version": 2,
         **_tokenizer_keys(source),
     }
-    handles = [safe_open(path, framework="pt") for path in layer_shards]
-    readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
-    for handle in handles:
-        readers |= dict.fromkeys(handle.keys(), handle.get_tensor)
-    packed = {n.removesuffix(BLOCKS_SUFFIX) for n in readers if n.endswith(BLOCKS_SUFFIX)}
+
+
+def _contents(
+    config: Mapping[str, Any],
+    layout: Mapping[str, Entry],
+    readers: Mapping[str, Callable[[str], torch.Tensor]],
+    schemes: Mapping[str, Scheme],
+    type_name: str,
+) -> list[TensorToWrite]:
+    """The tensors of the file, in its order; `readers` are called when they are written."""
+    packed = {n.removesuffix(BLOCKS_SUFFIX) for n in layout if n.endswith(BLOCKS_SUFFIX)}
     names = [
         name
-        for name in _held(readers, config)
+        for name in _held(layout, config)
         if not name.endswith(".weight") or name.removesuffix(".weight") not in packed
     ]
-    shapes = {name: _shape(name, handles, source) for name in names}
-    writer = _Writer(config, readers, schemes, _head_types(config, names, shapes, type_name))
-    tensors = writer.tensors({name: shapes[name] for name in sorted(names, key=_file_order)})
+    entries = {name: layout[name] for name in sorted(names, key=_file_order)}
+    writer = _Writer(config, readers, schemes, _head_types(config, entries, type_name))
+    tensors = writer.tensors(entries)
     factors = rope_factors(config)
     if factors is not None:
         data = factors.tobytes()
         tensors.append(TensorToWrite(ROPE_FACTORS, factors.shape, "F32", lambda: [data]))
-    write_gguf(output, metadata, tensors)
-    used = sorted({tensor.type for tensor in tensors})
-    return [f"note: {output.name} holds {', '.join(used)} tensors"]
+    return tensors
 
 
 def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
@@ -128,21 +175,22 @@ class _Writer:
         self._schemes = schemes
         self._head_types = head_types
 
-    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorToWrite]:
+    def tensors(self, entries: Mapping[str, Entry]) -> list[TensorToWrite]:
         """Every tensor of the file; the experts' linears of a layer are one, matrix after matrix.
 
         Raises:
             BadInput: experts of a layer that have not all the same type.
         """
         groups: dict[str, list[TensorToWrite]] = {}
-        for name in sorted(shapes, key=lambda name: expert_of(name) or 0):
-            tensor = self.tensor(name, shapes[name])
+        for name in sorted(entries, key=lambda name: expert_of(name) or 0):
+            tensor = self.tensor(name, entries[name])
             groups.setdefault(tensor.name, []).append(tensor)
-        first = {self.tensor(name, shape).name: None for name, shape in shapes.items()}
+        first = {self.tensor(name, entry).name: None for name, entry in entries.items()}
         return [_stacked(groups[name]) for name in first]
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
+    def tensor(self, name: str, entry: Entry) -> TensorToWrite:
         """One tensor of the file, by its Hugging Face name."""
+        kept, shape = entry
         target = _gguf_tensor_name(name, self._rules.architecture)
         module = name.removesuffix(BLOCKS_SUFFIX)
         if module != name:
@@ -156,7 +204,6 @@ class _Writer:
         if name in self._head_types:
             block = self._head_types[name]
             return TensorToWrite(target, shape, block, lambda: self._rounded(name, block))
-        kept = _PLAIN_TYPES[self._readers[name](name).dtype]
         return TensorToWrite(target, shape, kept, lambda: [_bytes(self._rows(name))])
 
     def _rows(self, name: str) -> torch.Tensor:
@@ -205,24 +252,18 @@ def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
 
 
 def _head_types(
-    config: Mapping[str, Any],
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    type_name: str,
+    config: Mapping[str, Any], entries: Mapping[str, Entry], type_name: str
 ) -> dict[str, str]:
     """Block types of the embedding and the output head, where they are not quantized already and one fits."""
     tied = bool(config.get("tie_word_embeddings"))
     choices = {f"{_EMBEDDING}.weight": output_type if tied else embedding_type}
     choices[f"{_HEAD}.weight"] = output_type
-    found = {n: choose(type_name, shapes[n][1]) for n, choose in choices.items() if n in names}
+    found = {
+        name: choose(type_name, entries[name][1][1])
+        for name, choose in choices.items()
+        if name in entries
+    }
     return {name: block for name, block in found.items() if block is not None}
-
-
-def _shape(name: str, handles: Sequence[Any], source: Checkpoint) -> tuple[int, ...]:
-    for handle in handles:
-        if name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-            return tuple(handle.get_slice(name).get_shape())
-    return source.shape(name)
 
 
 def _gguf_tensor_name(name: str, architecture: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from .architecture import (
     to_halves,
 )
 from .container import ALIGNMENT, GgufFile, TensorInfo
-from .mix import GGUF_TYPES, mix_of
+from .mix import file_type
 from .read_tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -171,13 +171,6 @@ class DequantizedGguf(GgufCheckpoint):
         return _STORED_AS.get(
             str(self.config.get("dtype") or self.config.get("torch_dtype")), "BF16"
         )
-
-
-def file_type(file: GgufFile, types: Collection[str]) -> str:
-    """The mix of a file: by `general.file_type`, else of the blocks that most matrices are in."""
-    declared = file.metadata.get("general.file_type")
-    named = [mix for mix, (_, number) in GGUF_TYPES.items() if number == declared]
-    return named[0] if named else mix_of(max(sorted(set(types)), key=list(types).count))
 
 
 def _in_place(data: npt.NDArray[np.uint8]) -> torch.Tensor:

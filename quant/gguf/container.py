@@ -239,17 +239,28 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
         _write(file, metadata, tensors)
 
 
-def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    file.write(GGUF_MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
-    for key, value in metadata.items():
-        file.write(_string(key) + _typed(value))
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> int:
+    """File size of `write_gguf`."""
+    data = sum(_aligned(data_bytes(tensor.type, tensor.shape)) for tensor in tensors)
+    return len(_header(metadata, tensors)) + data
+
+
+def _header(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> bytes:
+    """Everything before the data, padded."""
+    parts = [GGUF_MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+    parts += [_string(key) + _typed(value) for key, value in metadata.items()]
     offset = 0
     for tensor in tensors:
         sizes = struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
-        file.write(_string(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes)
-        file.write(struct.pack("<IQ", TYPE_NUMBERS[tensor.type], offset))
+        parts.append(_string(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes)
+        parts.append(struct.pack("<IQ", TYPE_NUMBERS[tensor.type], offset))
         offset += _aligned(data_bytes(tensor.type, tensor.shape))
-    file.write(bytes(_aligned(file.tell()) - file.tell()))
+    header = b"".join(parts)
+    return header.ljust(_aligned(len(header)), b"\0")
+
+
+def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
+    file.write(_header(metadata, tensors))
     for tensor in tensors:
         start, expected = file.tell(), data_bytes(tensor.type, tensor.shape)
         for chunk in tensor.chunks():

@@ -6,7 +6,7 @@ those of the category, and the shape of the model; a width that a type does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from ..base.errors import BadInput
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from .architecture import to_gguf
+from .container import GgufFile
 
 _LOW = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
 _LARGER_LOW = ("IQ2_S", "IQ2_M")
@@ -290,13 +291,18 @@ _FALLBACKS = {
 }
 
 
+def names_mix(name: str) -> bool:
+    """Whether a name is that of a mix or block type, in any case."""
+    return ALIASES.get(name.upper(), name.upper()) in GGUF_TYPES
+
+
 def mix_name(type_name: str) -> str:
-    """The mix that a name means: `Q4_K_M` for `Q4_K`, as in llama.cpp.
+    """The mix that a name means, in any case: `Q4_K_M` for `q4_k`, as in llama.cpp.
 
     Raises:
         BadInput: no such type.
     """
-    name = ALIASES.get(type_name, type_name)
+    name = ALIASES.get(type_name.upper(), type_name.upper())
     if name not in GGUF_TYPES:
         raise BadInput(f"no GGUF type {type_name!r}: choose one of {', '.join(GGUF_TYPES)}")
     return name
@@ -308,6 +314,13 @@ def mix_of(block: str) -> str:
     if GGUF_TYPES.get(name, ("", 0))[0] == block:
         return name
     return next(mix for mix, (default, _) in GGUF_TYPES.items() if default == block)
+
+
+def file_type(file: GgufFile, types: Collection[str]) -> str:
+    """The mix of a file: by `general.file_type`, else of the blocks that most matrices are in."""
+    declared = file.metadata.get("general.file_type")
+    named = [mix for mix, (_, number) in GGUF_TYPES.items() if number == declared]
+    return named[0] if named else mix_of(max(sorted(set(types)), key=list(types).count))
 
 
 def mix(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ...recipes import DATA
+from ..base.device import HOST
 from ..base.errors import BadInput
 from ..load_processor import has_processor, load_processor, load_tokenizer
 from ..plan.plan import QuantizePlan
@@ -16,6 +17,7 @@ from ..stream.calibration import Calibration, load_calibration
 from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
 from ..stream.sources import (
     BUNDLED_SAMPLES,
+    CPU_SAMPLES,
     MIXED,
     Document,
     bundled_text,
@@ -48,7 +50,11 @@ class _ImageData:
 
 def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str]) -> Calibration:
     """The calibration and held-out samples; appends notes where the text gives fewer."""
-    usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
+    usual = plan.method.num_samples
+    if is_bundled(request.model):
+        usual = BUNDLED_SAMPLES
+    elif plan.device == HOST:
+        usual = CPU_SAMPLES
     wanted = usual if request.num_samples is None else request.num_samples
     asked = wanted // 8 if request.held_out is None else request.held_out
     tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=request.trust_remote_code)

@@ -107,7 +107,7 @@ def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | 
         budget = int(target_bpw * weights / 8)
     else:
         assert target_bytes is not None
-        budget = target_bytes - unquantized_bytes(plan) - plan.kv_scale_bytes
+        budget = target_bytes - unquantized_bytes(plan, plan.format) - plan.kv_scale_bytes
     kinds = _candidates(plan, budget)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:

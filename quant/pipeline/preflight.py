@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from ..base.atomic_io import entry_bytes
+from ..base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
+from ..base.progress import Progress, Silent, in_words
 from ..base.scheme import Scheme
+from ..gguf.assemble import gguf_name, planned_file
+from ..gguf.container import data_bytes
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
+from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
 from ..plan.loaders import Loader, loaders, loads_in, stored
 from ..plan.parts import TEXT, parts_of
 from ..plan.plan import QuantizePlan
-from ..plan.selection import TORCH_DTYPES
+from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
+from ..stream.kv_scales import kv_heads
+from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
-from .stages import Session
+from .stages import Session, stages_of
+from .timed_layer import quick_tokens, time_layer, weights_of
+
+_BUFFER = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +63,23 @@ class Preflight:
     Attributes:
         kinds: the target scheme of every linear.
         tensor_bytes: of all tensors to be written, by format.
+        file_bytes: of all weight files, headers included.
         source_bytes: of all source tensors.
         memory: predicted resident memory beyond the start of the process.
-        seconds: estimate from a measured GEMM rate.
+        seconds: by a timed layer; of a run that a measured GEMM rate says is short, by that rate.
+        quick_seconds: with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more, or it is
+            not known.
         loaders: which loaders support the result.
     """
 
     kinds: tuple[ModuleKind, ...]
     tensor_bytes: dict[str, int]
+    file_bytes: dict[str, int]
     source_bytes: int
     memory: MemoryEstimate
     seconds: float
     loaders: tuple[Loader, ...]
+    quick_seconds: float | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -88,29 +103,52 @@ class Preflight:
     def line(self) -> str:
         """One-line summary."""
         chosen = [kind for kind in self.kinds if kind.scheme]
-        size = next(iter(self.tensor_bytes.values()))
+        size = next(iter(self.file_bytes.values()))
         return (
             f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits per weight, "
-            f"{size / 2**20:.1f} MiB of tensors to write from {self.source_bytes / 2**20:.1f}; about "
-            f"{self.seconds:.0f} s and {self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; "
+            f"{size / 2**20:.2f} MiB to write from {self.source_bytes / 2**20:.2f}; "
+            f"{self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; {self.time}; "
             f"loads in {self.loads_in}"
         )
 
+    @property
+    def time(self) -> str:
+        """The time in words, beside that of a quick run where it is much less."""
+        words = f"about {in_words(self.seconds)}"
+        if self.quick_seconds is None or self.quick_seconds > self.seconds / 2:
+            return words
+        quick = f"--num-samples {CPU_SAMPLES} --seq-len {CPU_SEQ_LEN}"
+        return f"{words}; with {quick} about {in_words(self.quick_seconds)}"
 
-def preflight(session: Session) -> Preflight:
+
+TIMED_FROM = 60.0
+"""Seconds of a predicted run from which a layer is timed."""
+
+
+def preflight(session: Session, progress: Progress | None = None) -> Preflight:
     """Predict the run of a prepared session; writes nothing."""
     plan, calibration = session.plan, session.calibration
     tokens = calibration.num_tokens
-    sizes = [module_sizes(plan, weight_format) for weight_format in plan.formats]
-    others = unquantized_bytes(plan)
-    extra = others + plan.kv_scale_bytes
+    packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
+    sizes = [_sizes(entries) for entries in packed]
+    seconds, quick = estimate_operations(plan, tokens) / _operations_per_second(), None
+    if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
+        weights = weights_of(plan)
+        seconds = timed.seconds(weights, tokens)
+        quick = timed.seconds(weights, quick_tokens()) if tokens > quick_tokens() else None
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
         tensor_bytes={
-            weight_format.name: sum(size.values()) + extra
+            weight_format.name: sum(size.values())
+            + unquantized_bytes(plan, weight_format)
+            + plan.kv_scale_bytes
             for weight_format, size in zip(plan.formats, sizes, strict=True)
         },
-        source_bytes=others + plan.plain_bytes,
+        file_bytes={
+            weight_format.name: _file_bytes(session, weight_format, entries)
+            for weight_format, entries in zip(plan.formats, packed, strict=True)
+        },
+        source_bytes=_source_bytes(plan),
         memory=replace(
             estimate_memory(
                 plan,
@@ -121,7 +159,8 @@ def preflight(session: Session) -> Preflight:
             ),
             images=_image_bytes(plan, calibration),
         ),
-        seconds=estimate_operations(plan, tokens) / _operations_per_second(),
+        seconds=seconds,
+        quick_seconds=quick,
         loaders=tuple(
             loader
             for weight_format in plan.formats
@@ -143,30 +182,97 @@ def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:
     return pixels + weights * torch.float32.itemsize
 
 
-def unquantized_bytes(plan: QuantizePlan) -> int:
-    """Bytes of every tensor that is copied unchanged."""
-    checkpoint = plan.checkpoint
-    return sum(
-        entry_bytes((checkpoint.dtype_name(name), checkpoint.shape(name)))
-        for name in checkpoint.names
-        if name.removesuffix(".weight") not in plan.modules
-        and not name.endswith("rotary_emb.inv_freq")
-    )
+def _source_bytes(plan: QuantizePlan) -> int:
+    """Bytes of every tensor of the source."""
+    names = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
+    return sum(entry_bytes(_entry(plan.checkpoint, name)) for name in names)
 
 
-def module_sizes(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, int]:
-    """Packed bytes of every module, by packing zero weights of the same shape."""
-    known: dict[tuple[Scheme, tuple[int, int], torch.dtype], int] = {}
-    sizes = {}
+def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
+    """Bytes in a format of every tensor that is not of a quantized linear."""
+    if weight_format.name == "gguf":
+        blocks = sum(
+            data_bytes(str(plan.schemes[module].ggml_type), shape)
+            for module, shape in plan.modules.items()
+        )
+        return planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, "").tensors - blocks
+    return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
+
+
+def _unquantized(plan: QuantizePlan) -> dict[str, Entry]:
+    """The tensors that are copied unchanged."""
+    return {
+        name: _entry(plan.checkpoint, name)
+        for name in plan.checkpoint.names
+        if name.removesuffix(".weight") not in plan.modules and not name.endswith(_BUFFER)
+    }
+
+
+def _entry(checkpoint: Checkpoint, name: str) -> Entry:
+    return checkpoint.dtype_name(name), checkpoint.shape(name)
+
+
+def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEntries) -> int:
+    """Bytes of all weight files in a format: those of layers, and that of everything else."""
+    plan, request = session.plan, session.request
+    if weight_format.name == "gguf":
+        name = gguf_name(request.model_name or request.model.resolve().name, plan.gguf_type)
+        stem = name.removesuffix(GGUF_SUFFIX)
+        return planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, stem).whole
+    tensors = {
+        module + suffix: entry
+        for module, entries in packed.items()
+        for suffix, entry in entries.items()
+    }
+    tensors |= _unquantized(plan) | _kv_scales(plan, weight_format)
+    streams = [stage.stream for stage in stages_of(session)]
+    starts = [f"{one.prefix(index)}." for one in streams for index in range(one.num_layers)]
+    starts += [f"{HEAD}."] * plan.lm_head
+    shards: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for name, entry in tensors.items():
+        shards[next((start for start in starts if name.startswith(start)), "")][name] = entry
+    return sum(file_bytes(shard) for shard in shards.values())
+
+
+def _kv_scales(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, Entry]:
+    """The scales of the KV cache, where they are stored."""
+    if plan.kv_cache is None:
+        return {}
+    per_head = plan.kv_cache_strategy == "attn_head"
+    shape = (kv_heads(plan.checkpoint.text_config), 1, 1) if per_head else (1,)
+    prefixes = map(plan.architecture.layer_prefix, range(plan.num_layers))
+    names = [f"{each}.self_attn.{part}_scale" for each in prefixes for part in "kv"]
+    return {weight_format.kv_scale_name(name): ("F32", shape) for name in names}
+
+
+PackedEntries = Mapping[str, Mapping[str, Entry]]
+"""The packed tensors of every module, by what their names have behind the module's."""
+
+
+def packed_entries(plan: QuantizePlan, weight_format: WeightFormat) -> PackedEntries:
+    """The packed tensors in a format, by packing zero weights of the same shape."""
+    known: dict[tuple[Scheme, tuple[int, int], torch.dtype], dict[str, Entry]] = {}
+    entries = {}
     for module, shape in plan.modules.items():
         scheme = plan.schemes[module]
         stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
         key = scheme, shape, weight_format.scale_dtype(stored, scheme)
         if key not in known:
             packed = weight_format.pack(module, kind_of(scheme).blank(*shape, key[2]))
-            known[key] = sum(tensor.nbytes for tensor in packed.values())
-        sizes[module] = known[key]
-    return sizes
+            known[key] = {
+                name.removeprefix(module): entry for name, entry in layout_of(packed).items()
+            }
+        entries[module] = known[key]
+    return entries
+
+
+def module_sizes(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, int]:
+    """Packed bytes of every module."""
+    return _sizes(packed_entries(plan, weight_format))
+
+
+def _sizes(packed: PackedEntries) -> dict[str, int]:
+    return {module: sum(map(entry_bytes, entries.values())) for module, entries in packed.items()}
 
 
 def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base.device import devices_of
+from ..base.device import HOST, devices_of
 from ..base.errors import BadInput
 from ..base.option import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
@@ -30,7 +30,7 @@ from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
-from ..stream.sources import BUNDLED_SEQ_LEN, is_bundled
+from ..stream.sources import BUNDLED_SEQ_LEN, CPU_SEQ_LEN, is_bundled
 from .request import QuantizeRequest, parse_override, with_defaults
 from .selection import (
     BYTES_OF,
@@ -452,7 +452,11 @@ def _base_options(
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
-    default = BUNDLED_SEQ_LEN if is_bundled(checkpoint.folder) else DEFAULT_SEQ_LEN
+    default = DEFAULT_SEQ_LEN
+    if is_bundled(checkpoint.folder):
+        default = BUNDLED_SEQ_LEN
+    elif devices_of(request.device)[0] == HOST and checkpoint.text_config is checkpoint.config:
+        default = CPU_SEQ_LEN  # of text alone: an image may take as many tokens
     context = checkpoint.text_config.get("max_position_embeddings", default)
     if not isinstance(context, int) or context < 1:
         raise BadInput(f"{checkpoint.path}: the config has no usable max_position_embeddings")

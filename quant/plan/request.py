@@ -20,6 +20,7 @@ from ..base.option import (
     options_of,
     within,
 )
+from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked
 from ..stream.sources import check_source
@@ -69,7 +70,11 @@ class QuantizeRequest:
     outlier_threshold: float | None = option_like(SchemeOptions, "outlier_threshold")
     sparse_fraction: float | None = option_like(SchemeOptions, "sparse_fraction")
     gguf_type: str | None = option(
-        None, "Block type or mix, such as Q4_K_M or Q8_0.", panel=_GRID, common=True
+        None,
+        "Block type or mix, such as Q4_K_M or Q8_0; the format is then gguf. Also as a method: "
+        "--method Q4_K_M rounds as llama.cpp does.",
+        panel=_GRID,
+        common=True,
     )
     imatrix: Path | None = option(
         None,
@@ -156,14 +161,15 @@ class QuantizeRequest:
     )
     num_samples: int | None = option(
         None,
-        "Calibration samples. Default: 512 for methods that are calibrated, or what the text holds.",
+        "Calibration samples. Default: 64 on a CPU, on a GPU 512 for methods that are calibrated.",
         limit=within(ge=1),
         panel=_DATA,
         common=True,
     )
     seq_len: int | None = option(
         None,
-        "Tokens in a sample. Default: 2048, or the model's context if shorter.",
+        "Tokens in a sample. Default: 512 on a CPU, 2048 on a GPU and for models that read images, or "
+        "the model's context if shorter.",
         limit=within(ge=1),
         panel=_DATA,
         common=True,
@@ -236,6 +242,8 @@ class QuantizeRequest:
         return cls(folder, Path(output), **given)
 
     def __post_init__(self) -> None:
+        for name, value in _by_gguf_type(self).items():
+            object.__setattr__(self, name, value)
         check_request(self)
 
     @property
@@ -243,6 +251,31 @@ class QuantizeRequest:
         """The scheme options of the request."""
         shared = {name: getattr(self, name) for name in options_of(SchemeOptions)}
         return SchemeOptions(**shared, act_order=self.options.act_order)
+
+
+def _by_gguf_type(request: QuantizeRequest) -> dict[str, str]:
+    """The fields that a GGUF type decides: the format, and where it is the method, round-to-nearest.
+
+    Raises:
+        BadInput: an unknown type, or two of them.
+    """
+    method, type_name = request.method, request.gguf_type
+    is_method = method.lower() in (*METHODS, AUTO, *format_names())
+    if is_method and type_name is None:
+        return {}
+    from ..gguf.mix import mix_name, names_mix  # numpy, which a plain request does not need
+
+    if not is_method and names_mix(method):
+        if type_name is not None:
+            raise BadInput(f"--method {method} and --gguf-type {type_name}: give one of them")
+        method, type_name = "rtn", method
+    if type_name is None:
+        return {}
+    return {
+        "method": method,
+        "format": request.format or "gguf",
+        "gguf_type": mix_name(type_name),
+    }
 
 
 def check_request(request: QuantizeRequest) -> None:
@@ -257,7 +290,9 @@ def check_request(request: QuantizeRequest) -> None:
     if request.calibration is not None:
         check_source(request.calibration)
     if request.gguf_type is not None and "gguf" not in formats:
-        raise BadInput("--gguf-type belongs to --format gguf")
+        raise BadInput(
+            f"--gguf-type {request.gguf_type} belongs to --format gguf, not to {request.format}"
+        )
     if not request.errors:
         _check_data_free(request)
 

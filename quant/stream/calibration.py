@@ -21,6 +21,7 @@ from .sources import STORIES, Document, plain_text, read_documents
 
 _Document = TypeVar("_Document")
 SHARED_WORDS = 24  # a shared n-gram of this length is no accident
+LEAST_TOKENS = 8  # of a whole text: a word says nothing of the inputs of a model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,8 +200,11 @@ def load_calibration(
     random.Random(seed).shuffle(unique)
     asked = num_samples + held_out
     read = _Tokenized(unique, tokenizer, num_samples * seq_len, held_out * seq_len)
-    if not read.num_tokens:
-        raise BadInput(f"calibration data {name} holds no tokens for this model's tokenizer")
+    if read.num_tokens < min(LEAST_TOKENS, num_samples * seq_len):
+        raise BadInput(
+            f"calibration data {name} holds {read.num_tokens} tokens for this model's tokenizer, and at "
+            f"least {LEAST_TOKENS} are needed: give more text"
+        )
     length = min(seq_len, read.num_tokens)
     rows = min(asked, read.num_tokens // length)
     wanted = max(1, rows * num_samples // asked)

@@ -23,6 +23,8 @@ _FILES = (".txt", ".jsonl", ".json")
 
 # Of the bundled models by default: 3 million parameters with at most 512 inputs to a linear need no more.
 BUNDLED_SAMPLES, BUNDLED_SEQ_LEN = 64, 256
+# On a CPU by default, and of a quick run: docs/quantization.md has what it costs in quality.
+CPU_SAMPLES, CPU_SEQ_LEN = 64, 512
 
 Messages = list[dict[str, str]]
 Document = str | Messages
@@ -55,12 +57,13 @@ def check_source(source: str | Path) -> None:
             raise BadInput(f"calibration file {path} is neither .txt nor .jsonl nor .json")
         return
     name = str(source)
-    if not _HUB_ID.fullmatch(name) or path.exists() or name.startswith(("~", ".", "/")):
+    is_path = path.suffix in _FILES or name.startswith(("~", ".", "/"))
+    if is_path and not path.exists():
+        raise BadInput(f"calibration file {path} does not exist")
+    if is_path or not _HUB_ID.fullmatch(name) or path.exists():
         raise BadInput(
             f"calibration data {name!r} is no .txt, .jsonl or .json file and no hub dataset id"
         )
-    if path.suffix in _FILES:
-        raise BadInput(f"calibration file {path} does not exist")
 
 
 def read_documents(source: str | Path) -> tuple[str, list[Document]]:

@@ -61,7 +61,11 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str | Path]]] = {
         *("quantize", model, "--method", "rtn", "--format", "gguf", "--gguf-type", "Q8_0"),
         *("--no-errors", "-o", out),
     ],
+    "quantize by type": lambda model, out: [
+        *("quantize", model, "--method", "q8_0", "--no-errors", "-o", out)
+    ],
     "verify": lambda model, out: ["verify", model],
+    "convert to hf": lambda model, out: ["convert", model, "--format", "hf", "-o", out],
     "convert": lambda model, out: ["convert", model, "--format", "compressed-tensors", "-o", out],
     "merge": lambda model, out: ["merge", model, adapter(out.parent), "-o", out],
     "batch": lambda model, out: ["batch", batch_file(out.parent), "--model", model],
@@ -81,6 +85,10 @@ def test_every_command_takes_a_file(
 ) -> None:
     code, out, err = run(capsys, *COMMANDS[command](model, tmp_path / "out"))
     assert code == 0, err
+    if command == "verify":
+        assert "llama, 0.26M parameters, GGUF Q4_0, " in out and "context 512" in out
+    if command == "quantize by type":
+        assert (tmp_path / "out" / "tiny-Q8_0.gguf").is_file()
     if command == "kv-plan":
         tensors = GgufFile(model).tensors.values()
         weights = json.loads(out)["weight_bytes"]

@@ -178,7 +178,7 @@ def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_p
 def test_large_results_are_written_in_shards(
     quantized: Callable[..., Conversion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmopt.quant.convert.convert.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("llmopt.quant.convert.plain.SHARD_BYTES", 300_000)
     source = Checkpoint(quantized(method="rtn", **QUICK).output)
     (tmp_path / "result.partial").mkdir()  # an unfinished `quantize`
     convert(source, "gptq", tmp_path / "result")

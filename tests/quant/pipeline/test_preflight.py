@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llmopt.engine.model.decoder.reader import supported_model_types
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
@@ -42,6 +43,9 @@ def request(output: Path, **options: Any) -> QuantizeRequest:
         {"method": "nf4"},
         {"method": "int8", "outlier_threshold": 6.0},
         {"method": "squeezellm", "sparse_fraction": 0.0, "bits": 3},
+        {"method": "Q4_K_M"},
+        {"method": "gptq", "gguf_type": "q8_0", "num_samples": 2},
+        {"method": "rtn", "format": "gguf,compressed-tensors", "bits": 4, "group_size": 32},
     ],
     ids=str,
 )
@@ -51,8 +55,14 @@ def test_predicted_bytes_are_those_written(tmp_path: Path, options: dict[str, An
     result = quantize(asked)
     for name, size in expected.tensor_bytes.items():
         folder = result.output / name if len(expected.tensor_bytes) > 1 else result.output
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == size
+        if name == "gguf":
+            (file,) = folder.glob("*.gguf")
+            written, files = sum(one.nbytes for one in GgufFile(file).tensors.values()), [file]
+        else:
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            written, files = index["metadata"]["total_size"], [*folder.glob("*.safetensors")]
+        assert written == size
+        assert sum(file.stat().st_size for file in files) == expected.file_bytes[name]
     assert expected.bits_per_weight == pytest.approx(result.manifest["summary"]["bits_per_weight"])
     assert result.peak_bytes > 0
 
@@ -242,7 +252,7 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
             "--lr is of the tuning of scales: give --finetune-steps",
         ),
         ({"format": "gptq,gptq"}, "named twice"),
-        ({"gguf_type": "Q8_0"}, "belongs to --format gguf"),
+        ({"gguf_type": "Q8_0", "format": "gptq"}, "belongs to --format gguf, not to gptq"),
         ({"kv_cache": "int4"}, "--kv-cache int4: choose fp8 or int8"),
         ({"kv_cache_strategy": "attn_head"}, "belongs to --kv-cache fp8"),
         ({"kv_cache": "int8", "kv_cache_strategy": "attn_head"}, "belongs to --kv-cache fp8"),

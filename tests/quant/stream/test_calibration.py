@@ -110,7 +110,7 @@ def test_bad_files_are_named(
 
 
 def test_files_that_are_not_there(tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"no .txt, .jsonl or .json file"):
+    with pytest.raises(BadInput, match=r"missing.txt does not exist"):
         load(tmp_path / "missing.txt", tokenizer)
     with pytest.raises(BadInput, match="does not exist"):
         load("data/missing.txt", tokenizer)
@@ -155,3 +155,10 @@ def test_a_conversation_that_the_template_refuses_is_dropped(tmp_path: Path) -> 
     )
     calibration = load(path, tokenizer, 1, 1000)
     assert (calibration.conversations, calibration.refused, calibration.documents) == (1, 1, 1)
+
+
+def test_a_word_is_no_calibration_text(tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "word.txt"
+    path.write_text("Hello\n")
+    with pytest.raises(BadInput, match=r"word.txt holds \d tokens .*, and at least 8 are needed"):
+        load(path, tokenizer, 4, 32)

@@ -1,0 +1,140 @@
+"""The time of a run on this machine: one layer is quantized on little text, timed, and thrown away.
+
+A layer's time has a part that grows with the calibration tokens, the passes of the layer over them, and a
+part that does not: choosing the codes, and packing them. Both grow with the layer's weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
+
+from ..base.progress import Progress
+from ..plan.plan import QuantizePlan
+from ..stream.calibration import Calibration
+from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
+from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
+from .quantized_layer import LayerStatistics, quantize_tensors
+from .stages import Session
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+# Tokens of the timed layer: few for a large one, so that its passes take seconds.
+_LEAST_TOKENS, _MOST_TOKENS, _WEIGHTS_TIMES_TOKENS = 512, 16_384, 60e9
+_HELD_OUT = 8  # calibration samples for each held-out one, as by default
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds that a layer took.
+
+    Attributes:
+        solving: choosing and packing codes.
+        passes: running the layer over `tokens`, those held out included.
+        weights: of its quantized linears.
+    """
+
+    solving: float
+    passes: float
+    tokens: int
+    weights: int
+
+    def seconds(self, weights: int, tokens: int) -> float:
+        """The time of a run over linears with so many weights, calibrated on so many tokens."""
+        per_layer = self.solving + self.passes * tokens / max(1, self.tokens)
+        return per_layer * weights / self.weights
+
+
+def weights_of(plan: QuantizePlan, prefix: str = "") -> int:
+    """Weights of the quantized linears whose names begin so."""
+    return sum(
+        out * width for name, (out, width) in plan.modules.items() if name.startswith(prefix)
+    )
+
+
+def quick_tokens() -> int:
+    """Tokens of a quick run, those held out included."""
+    return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
+
+
+def time_layer(session: Session, progress: Progress) -> LayerTime | None:
+    """Quantize the first decoder layer on little text; None where images would be cut, or nothing in it is
+    quantized."""
+    plan, stream, calibration = session.plan, session.stream, session.calibration
+    prefix = f"{stream.prefix(0)}."
+    weights = weights_of(plan, prefix)
+    if calibration.num_images or not weights:
+        return None
+    progress.start("timing one layer", 0, "")
+    text = _little(calibration, weights)
+    source: CalibrationSource = NoCalibration()
+    if session.request.errors:
+        source = OnlineCalibration(
+            stream,
+            text,
+            None,
+            sequential=plan.sequential and session.statistics is None,
+            kv=plan.kv_cache is not None,
+            asymmetric=bool(plan.options.asymmetric),
+            tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
+        )
+    watch = _Watch()
+    began = time.perf_counter()
+    tensors = stream.tensors(0)
+    measured = watch.timed(source.measure)(0, tensors)
+    work = quantize_tensors(
+        plan,
+        stream.family(0),
+        stream.prefix(0),
+        tensors,
+        source.weights(0, stream.family(0).linears),
+        watch.watched(measured),
+        revert_worse=session.request.revert_worse,
+    )
+    watch.timed(source.finish)(0, work)
+    for weight_format in plan.formats:
+        work.packed(plan, weight_format)
+    seconds = time.perf_counter() - began
+    plan.checkpoint.release()
+    progress.finish()
+    return LayerTime(seconds - watch.seconds, watch.seconds, text.num_tokens, weights)
+
+
+def _little(calibration: Calibration, weights: int) -> Calibration:
+    """A few samples, cut where one alone is too long."""
+    most = int(min(_MOST_TOKENS, max(_LEAST_TOKENS, _WEIGHTS_TIMES_TOKENS / weights)))
+    samples, length = calibration.token_ids.shape
+    length = min(length, most)
+    count = min(samples, max(1, most // max(1, length)))
+    held_out = -(-count // _HELD_OUT)
+    return replace(
+        calibration,
+        token_ids=calibration.token_ids[:count, :length],
+        held_out=calibration.held_out[:held_out, :length],
+    )
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Seconds within calls, those that the method makes itself included."""
+
+    seconds: float = field(default=0.0)
+
+    def timed(self, call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+        """The call, whose time is added."""
+
+        def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return run
+
+    def watched(self, measured: LayerStatistics) -> LayerStatistics:
+        """Statistics whose further measurements are timed."""
+        remeasure = measured.remeasure
+        return measured if remeasure is None else replace(measured, remeasure=self.timed(remeasure))

@@ -1,0 +1,81 @@
+"""The time of a run from the time of a layer: the arithmetic, and where a layer is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmopt.quant.base.progress import Silent
+from llmopt.quant.methods.options import MethodOptions
+from llmopt.quant.pipeline import preflight as module
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.pipeline.preflight import preflight
+from llmopt.quant.pipeline.prepare import prepare
+from llmopt.quant.pipeline.timed_layer import LayerTime, quick_tokens, time_layer
+from llmopt.quant.plan.request import QuantizeRequest
+
+from ...support.quant_support import STORIES
+
+RECORDED = LayerTime(solving=4.0, passes=2.0, tokens=16_384 + 2_048, weights=3_538_944)
+"""A layer of SmolLM2-135M, of which it has 30."""
+
+
+def request(output: Path, **options: object) -> QuantizeRequest:
+    settings: dict = {"num_samples": 16, "seq_len": 32, "held_out": 2}
+    return QuantizeRequest(STORIES, output, **(settings | options))
+
+
+def test_passes_grow_with_the_text_and_solving_does_not() -> None:
+    weights = 30 * RECORDED.weights
+    assert RECORDED.seconds(weights, RECORDED.tokens) == pytest.approx(30 * 6)
+    assert RECORDED.seconds(weights, 0) == pytest.approx(30 * 4)
+    assert RECORDED.seconds(weights, 10 * RECORDED.tokens) == pytest.approx(30 * 24)
+    assert quick_tokens() == (64 + 8) * 512
+
+
+def test_a_long_run_is_told_beside_a_quick_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = prepare(request(tmp_path / "out", method="gptq"))
+    monkeypatch.setattr(module, "TIMED_FROM", 0.0)
+    timed = replace(RECORDED, passes=80.0, weights=1_000_000)
+    monkeypatch.setattr(module, "time_layer", lambda *_: timed)
+    answer = preflight(session)
+    weights = sum(out * width for out, width in session.plan.modules.values())
+    assert answer.seconds == timed.seconds(weights, session.calibration.num_tokens)
+    assert answer.quick_seconds is None  # there is less text than that
+    long = replace(answer, seconds=61_472.0, quick_seconds=1_500.0)
+    assert long.time == "about 17 h; with --num-samples 64 --seq-len 512 about 25 min"
+    assert long.time in long.line()
+    assert replace(long, quick_seconds=40_000.0).time == "about 17 h"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq", "options": MethodOptions(asymmetric=None)},
+        {"method": "gptq", "format": "gptq,compressed-tensors"},
+        {"method": "autoround", "options": MethodOptions(iters=2)},
+        {"method": "rtn", "errors": False},
+        {"method": "Q4_0"},
+    ],
+    ids=str,
+)
+def test_a_timed_layer_leaves_the_run_as_it_is(tmp_path: Path, options: dict) -> None:
+    session = prepare(request(tmp_path / "out", **options))
+    timed = time_layer(session, Silent())
+    assert timed is not None and timed.solving > 0 and timed.passes >= 0
+    shapes = session.plan.modules.items()
+    weights = sum(out * width for name, (out, width) in shapes if ".layers.0." in name)
+    assert timed.weights == weights
+    assert timed.tokens == (session.calibration.num_tokens if session.request.errors else 0)
+
+
+def test_the_bytes_are_the_same_behind_a_timed_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = quantize(request(tmp_path / "plain", method="gptq"))
+    monkeypatch.setattr(module, "TIMED_FROM", 0.0)
+    behind = quantize(request(tmp_path / "behind", method="gptq"))
+    assert behind.manifest["files"] == plain.manifest["files"]
