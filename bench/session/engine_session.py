@@ -63,7 +63,6 @@ class EngineSession(BenchSession):
         # Before the model is loaded, so that a missing task costs nothing.
         tasks = prepare_tasks(options.tasks) if options.tasks else None
         run_progress = RunProgress.of(progress, options)
-        run_progress.note(f"{short_name(self._model)}: {self._model_facts.line}")
         run_progress.begin(LOAD, f"loading {short_name(self._model)}")
         restart_peak_memory()
         self.engine = engine or load_engine(options, self._model)
@@ -100,6 +99,9 @@ class EngineSession(BenchSession):
         # The garbage of loading; before each pass the load driver collects only what is young.
         gc.collect()
         self._warm_up(options.warmups, self.engine.tokenizer, self._drive)
+
+    def say_model(self) -> None:
+        self._progress.note(f"{self.name}: {self._model_facts.line}")
 
     def identity(self) -> dict[str, Any]:
         return engine_identity(self._options, self.engine, self._model, self.workload)

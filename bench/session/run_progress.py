@@ -89,7 +89,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float:
-        """What the stage and those after it are expected to take."""
+        """The time that the stage and those after it are expected to take."""
         after = sum(count * self._expected[stage] for stage, count in self._left.items())
         if self._stage is None:
             return after

@@ -55,6 +55,7 @@ def run_bench(
     """
     turns = PassTurns.from_environment()
     with open_session(options, as_progress(progress)) as session:
+        session.say_model()
         session.say_notes()
         for _ in range(options.num_runs):
             turns.wait()
@@ -80,6 +81,8 @@ def run_interleaved(
         sessions = [
             stack.enter_context(open_session(each, shared, paired_runs)) for each in options
         ]
+        for session in sessions:
+            session.say_model()
         sessions[0].say_notes()
         for number in range(options[0].num_runs):
             turn = number % len(sessions)

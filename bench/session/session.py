@@ -74,6 +74,9 @@ class BenchSession(ABC):
         """Prefix-cache hit rate (fraction of prompt tokens) per pass; None where unknown."""
         return [measured.prefix_cache_hit_rate for measured in self._passes]
 
+    def say_model(self) -> None:  # noqa: B027 - of a server nothing is known
+        """Print the model's facts."""
+
     def say_notes(self) -> None:
         """Print notes on the workload."""
         for note in self.workload.notes:

@@ -39,7 +39,7 @@ class ModelFacts:
 
     @property
     def line(self) -> str:
-        """`llama, 135M parameters, GGUF Q4_1, 98.87 MiB, context 8,192`."""
+        """`llama, 135M parameters, GGUF Q4_1, 92.10 MiB, context 8,192`."""
         count = self.num_parameters
         size = count and (f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M")
         parts = (

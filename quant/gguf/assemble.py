@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .tokenizer import tokenizer_keys
 
-_ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 4096
+"""Rows of an embedding that are rounded together."""
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
@@ -75,19 +77,31 @@ def assemble(
     Raises:
         BadInput: see `check_source`; NaN in a weight, or a full disk.
     """
-    handles = [safe_open(path, framework="pt") for path in layer_shards]
     readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
-    layout = _layout(source)
-    for handle in handles:
-        names = handle.keys()
-        readers |= dict.fromkeys(names, handle.get_tensor)
-        slices = {name: handle.get_slice(name) for name in names}
-        layout |= {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    layout, mapped = _layout(source), _MappedShard()
+    for path in layer_shards:
+        with safe_open(path, framework="pt") as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            layout |= {n: (one.get_dtype(), tuple(one.get_shape())) for n, one in slices.items()}
+        readers |= dict.fromkeys(slices, partial(mapped.tensor, path))
     metadata = _metadata(source, output.stem, type_name)
     tensors = _contents(source.config, layout, readers, schemes, type_name)
     write_gguf(output, metadata, tensors)
     used = sorted({tensor.type for tensor in tensors})
     return [f"note: {output.name} holds {', '.join(used)} tensors"]
+
+
+class _MappedShard:
+    """Tensors of safetensors files, of which one is mapped: the pages that were read stay resident."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._handle: Any = None
+
+    def tensor(self, path: Path, name: str) -> torch.Tensor:
+        if path != self._path:
+            self._path, self._handle = path, safe_open(path, framework="pt")
+        return self._handle.get_tensor(name)
 
 
 class PlannedFile(NamedTuple):
@@ -221,7 +235,7 @@ class _Writer:
 
     def _rounded(self, name: str, block: str) -> Iterable[bytes]:
         tensor = self._readers[name](name)
-        for rows in tensor.split(_ROWS_AT_ONCE):
+        for rows in tensor.split(ROWS_AT_ONCE):
             yield _bytes(quantize_blocks(rows, block, name=name))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from operator import add
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
 from ..families.layer_map import LayerMap
+from ..gguf.assemble import ROWS_AT_ONCE
 from ..kinds.base.kind import kind_of
 from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
@@ -18,11 +20,12 @@ from .quantized_layer import HEAD_FAMILY
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
-_LIBRARY_BYTES = 32 * 2**20
+_LIBRARY_BYTES = 16 * 2**20
 _SHIFT = 3  # the shift of a weight by its input's cross term, in Gram matrices of the widest
 # Activations kept for the gradients of a layer, in hidden states and widest activations of a token; measured.
 _SAVED_HIDDEN, _SAVED_WIDEST = 24, 8
 _GRADIENT_LIBRARY_BYTES = 16 * 2**20  # code of torch's backward pass
+_ROUNDING_COPIES = 4  # of the rows that are rounded to ggml's blocks; measured
 _HOLES = 1.5  # heap fragmentation factor of activations; measured
 
 
@@ -85,7 +88,7 @@ def estimate_memory(
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
     if plan.lm_head:
         parts.append((_head(plan), _moments))
-    moments = []
+    moments = [_publishing(plan)]
     for layer, moments_of in parts:
         cross = layer.cross if plan.options.asymmetric else 0
         kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
@@ -121,13 +124,42 @@ def estimate_memory(
     return replace(largest, embedding=plan.checkpoint.resident_bytes)
 
 
+def _publishing(plan: QuantizePlan) -> MemoryEstimate:
+    """The end of the run, at the largest tensor outside of the layers: mapped, or dequantized from a GGUF
+    file. For a GGUF file a part of its rows is rounded."""
+    checkpoint = plan.checkpoint
+    entries = [
+        (checkpoint.dtype_name(name), checkpoint.shape(name))
+        for name in checkpoint.names
+        if name.removesuffix(".weight") not in plan.modules
+    ]
+    largest = max(entries, key=entry_bytes)
+    stored = entry_bytes(largest)
+    if checkpoint.source_type is not None:
+        stored += entry_bytes(("F32", largest[1]))
+    is_rounded = any(weight_format.name == "gguf" for weight_format in plan.formats)
+    rows = min(ROWS_AT_ONCE, largest[1][0]) if is_rounded else 0
+    return MemoryEstimate(
+        libraries=_LIBRARY_BYTES,
+        hidden=0,
+        layer=stored,
+        grams=0,
+        codes=0,
+        work=_ROUNDING_COPIES * rows * largest[1][-1] * _FLOAT,
+        activations=0,
+    )
+
+
 def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> int:
     """Bytes of attention's outputs and of the last linears' inputs, which passes of one layer share."""
     if plan.device != HOST:
         return 0
     stages = execution_stages(layer.family, layer.chosen)
     alone = [stage[0][0] for stage in stages if len(stage) == len(stage[0]) == 1]
-    width = sum(layer.shapes[name][1] for name in alone) + (hidden_size if alone else 0)
+    # A stage's inputs give way to its submodule's outputs, and the last has inputs alone.
+    beside = [min(place + 1, len(alone) - 1) * hidden_size for place in range(len(alone))]
+    inputs = [layer.shapes[name][1] for name in alone]
+    width = max(map(add, beside, inputs), default=0)
     most = max(KEPT_BYTES, tokens * hidden_size * _FLOAT)
     return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
 

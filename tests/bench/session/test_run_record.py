@@ -46,7 +46,8 @@ OF_A_RUN = (
     for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99")
 )
 IN_PROCESS = {
-    "": "slowdown_where step_split step_trace speculation layer_errors tasks images",
+    "": "slowdown_where step_split step_trace speculation layer_errors tasks images model",
+    "model": "family num_parameters weights stored_bytes context line",
     "identity.engine": "max_model_len max_num_seqs max_num_batched_tokens block_size "
     "enable_prefix_caching num_threads",
     "runs": OF_A_RUN,
