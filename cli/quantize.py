@@ -83,10 +83,11 @@ def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
     from .output.console import TerminalProgress, emit_json, people, result_console
     from .output.quantize_tables import show_preflight
 
-    session = prepare(request, TerminalProgress())
-    for note in session.notes:
-        people.print(note, soft_wrap=True)
-    answer = preflight(session)
+    with TerminalProgress() as progress:
+        session = prepare(request, progress)
+        for note in session.notes:
+            people.print(note, soft_wrap=True)
+        answer = preflight(session, progress)
     if as_json:
         emit_json(answer.as_dict())
     else:

@@ -36,9 +36,9 @@ def show_preflight(answer: Preflight, console: Console) -> None:
     header = ("module", "count", "scheme", "MiB", "bits / weight")
     console.print(table_of(header, rows, title="quantization of the linears", **CENTRED))
     for name, size in answer.tensor_bytes.items():
-        about = "about " if name == "gguf" else ""
         console.print(
-            f"{name}: {about}{size:,} bytes of tensors, from {answer.source_bytes:,}; "
+            f"{name}: {size:,} bytes of tensors, {answer.file_bytes[name]:,} of files, from "
+            f"{answer.source_bytes:,}; "
             f"{answer.bits_per_weight:.3f} bits per quantized weight",
             soft_wrap=True,
         )
@@ -50,7 +50,7 @@ def show_preflight(answer: Preflight, console: Console) -> None:
         f"peak memory beyond the start: about {memory.bytes / MIB:.0f} MiB ({parts})",
         soft_wrap=True,
     )
-    console.print(f"time: about {answer.seconds:.0f} s (a guide)")
+    console.print(f"time: {answer.time}", soft_wrap=True)
     rows = (
         (loader.format, loader.name, "yes" if loader.loads else "no", loader.reason)
         for loader in answer.loaders

@@ -91,7 +91,7 @@ def quantize(
         session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
-    expected = preflight(session)
+    expected = preflight(session, progress)
     progress.note(expected.line())
     give_back()
     memory = PeakMemory()
