@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -111,7 +112,12 @@ def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | 
     kinds = _candidates(plan, budget)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:
-        raise too_small(budget, sum(kinds[0][1].values()))
+        least = sum(kinds[0][1].values())
+        if target_bytes is None:
+            option = f"--target-bpw {ceil(least * 8e3 / weights) / 1e3:g}"
+        else:
+            option = f"--target-size {ceil((least + target_bytes - budget) / 2**10)}KiB"
+        raise BadInput(f"{too_small(budget, least)}; the least is {option}")
     plain = {module: _plain_bytes(plan, module) for module in plan.modules}
     if sum(plain.values()) > budget:  # else nothing would be quantized
         kinds.append(({}, plain))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.base.units import parse_bytes
 from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
@@ -17,8 +18,10 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import mixed_precision, pipeline
+from llmopt.quant.pipeline.candidates import search_of
 from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.kv_scales import LARGEST
 from llmopt.quant.stream.layer_stream import LayerStream
@@ -264,3 +267,21 @@ def test_a_layer_worse_than_rtn_falls_back_to_rtn(
         reverted = module["module"].endswith("v_proj")
         assert (module["fallback"] == "worse than plain rounding") == reverted
         assert (module["error"] == module["rtn_error"]) == reverted
+
+
+@pytest.mark.parametrize("target", [{"target_bytes": 200_000}, {"target_bpw": 1.0}], ids=str)
+def test_a_target_that_is_too_small_names_the_least(tmp_path: Path, target: dict[str, Any]) -> None:
+    asked = QuantizeRequest(STORIES, tmp_path / "out", format="compressed-tensors", method="gptq")
+    plan = make_plan(asked)
+    sizes = target.get("target_bpw"), target.get("target_bytes")
+    with pytest.raises(BadInput, match="the target is too small") as caught:
+        search_of(plan, *sizes)
+    option, least = str(caught.value).rsplit("the least is ", 1)[1].split()
+    found = (
+        search_of(plan, None, parse_bytes(least))
+        if option == "--target-size"
+        else search_of(plan, float(least), None)
+    )
+    assert (
+        0 <= found.budget - sum(found.sizes[found.uniform].values()) < 2_048 + found.budget // 1000
+    )

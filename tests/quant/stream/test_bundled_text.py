@@ -75,7 +75,9 @@ def test_the_bundled_models_take_stories_and_others_the_mixed_text(
     assert other.chat_template and 0 < other.conversations < other.documents
 
 
-def test_a_method_says_how_many_samples_it_takes_on_a_gpu_and_a_cpu_takes_few(model_copy: Path, tmp_path: Path) -> None:
+def test_a_method_says_how_many_samples_it_takes_on_a_gpu_and_a_cpu_takes_few(
+    model_copy: Path, tmp_path: Path
+) -> None:
     assert {METHODS[name].num_samples for name in ("gptq", "awq", "smoothquant")} == {512}
     config = model_copy / "config.json"
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 8192}
