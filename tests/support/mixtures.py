@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,28 @@ class Measured:
     def bytes_of(self, mixture: tuple[int, ...]) -> int:
         return sum(c.bytes[at] for c, at in zip(self.choices, mixture, strict=True))
 
-    def random_mixtures(self, count: int) -> list[tuple[int, ...]]:
-        """Mixtures with any candidate for each choice that no other beats in both bytes and cost."""
-        draw = random.Random(0)
-        return [tuple(draw.choice(c.efficient) for c in self.choices) for _ in range(count)]
+    def random_mixtures(self, count: int, tilt: float = 0.0) -> list[tuple[int, ...]]:
+        """Mixtures with any candidate for each choice that no other beats in both bytes and cost.
+
+        Args:
+            tilt: 0: all are as likely, so that mixtures of many choices are about as large; else each mixture
+                is drawn towards small or large candidates, by up to a factor of `exp(tilt)` a candidate.
+        """
+        draw, mixtures = random.Random(0), []
+        for _ in range(count):
+            power = draw.uniform(-tilt, tilt)
+            mixtures.append(
+                tuple(
+                    draw.choices(c.efficient, [exp(power * n) for n in range(len(c.efficient))])[0]
+                    for c in self.choices
+                )
+            )
+        return mixtures
 
 
-def rank_correlation(measured: Measured, count: int) -> float:
-    mixtures = measured.random_mixtures(count)
+def rank_correlation(measured: Measured, count: int, tilt: float = 0.0) -> float:
+    """Of predicted and measured divergences of random mixtures."""
+    mixtures = measured.random_mixtures(count, tilt)
     expected = [measured.expected(mixture) for mixture in mixtures]
     losses = measured.divergences(mixtures)
     return float(pd.Series(expected).corr(pd.Series(losses), method="spearman"))
