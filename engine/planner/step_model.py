@@ -3,7 +3,7 @@
 An operator takes the smooth maximum of moving its bytes and computing its FLOP at fractions of the data
 sheet's roofs, and its launches or messages a latency each. Fractions and latencies were fitted to measured
 deployments by `tools/plan_error`; a parameter is a value times the factor of each tag that a deployment has
-(engine, GPU generation, weight dtype, architecture), so that a device or a model that was not measured takes
+(engine, GPU generation, weight dtype, attention), so that a device or a model that was not measured takes
 the shared physics. Loads are per rank of one tensor-parallel group.
 """
 
@@ -25,8 +25,12 @@ ACTIVATION_BYTES = 2
 MEMORY_SHARE = 0.92
 RESERVED_BYTES = 3e9
 """Memory of activations, graphs and communication that a server keeps from its cache. Assumed."""
-OVERLAP_POWER = 3
-"""Exponent of the smooth maximum of memory and compute time: 1 adds them, infinity overlaps them wholly."""
+ATTENTION_LAUNCHES = {"heads": 6, "latent": 11, "linear attention": 9}
+"""Kernels of a layer's attention with its norm, as engines fuse them: projections, rotation and cache write,
+the attention in two parts; latent attention projects down and up, and absorbs in two multiplications."""
+MLP_LAUNCHES, EXPERT_LAUNCHES = 4, 8
+"""Norm, two multiplications and the activation; experts have a router, a choice and two permutations more."""
+DENSE_LAUNCHES = ATTENTION_LAUNCHES["heads"] + MLP_LAUNCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Loads(NamedTuple):
     """Bytes, FLOP, messages and launches of one step on one rank.
 
     `expert_bytes` are of all its experts; under uniform routing e to the `expert_miss` of them stay idle.
+    `layers` and `mixture_layers` are its launches, in those of a dense bf16 layer and of its bf16 experts.
     """
 
     linear_bytes: float
@@ -102,7 +107,7 @@ class Parallelism:
 
 def longer(moving: Any, computing: Any) -> Any:
     """Smooth maximum of two times, which overlap; of floats or arrays."""
-    return (moving**OVERLAP_POWER + computing**OVERLAP_POWER) ** (1 / OVERLAP_POWER)
+    return (moving * moving * moving + computing * computing * computing) ** (1 / 3)
 
 
 def operator_seconds(loads: Any, roofs: Any, p: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +214,7 @@ class StepModel:
         those fitted with them. `model` is its name in the planner's table, by which measured deployments
         of it are found."""
         if parameters is None:
-            tags = deployment_tags(shape, recipe, device, engine, parallel)
+            tags = deployment_tags(shape, recipe, device, engine)
             deployed = Deployed(model, engine, weight_dtype(recipe), version, tags)
             parameters = fitted_parameters(deployed, FITTED if tables is None else BESIDE_TABLES)
         return cls(
@@ -290,6 +295,7 @@ class StepModel:
         sends = parallel.pp - 1
         exchanges = 2 * mixture_layers if parallel.attention_dp > 1 else 0
         cache_bytes, cache_flops = self._decode_attention(work)
+        launches, expert_launches = self._launches(mixture_layers)
         return Loads(
             linear_bytes=weights.linear_bytes + weights.head_bytes,
             linear_flops=2 * (per_rank * weights.linear_elements + rows * weights.head_elements),
@@ -305,10 +311,22 @@ class StepModel:
             reduce_bytes=message * (2 * share * reduces + sends),
             exchanges=exchanges,
             exchange_bytes=exchange_bytes,
-            layers=layers,
-            mixture_layers=mixture_layers,
-            rows=work.decode_sequences + work.prefill_sequences,
+            layers=launches / DENSE_LAUNCHES,
+            mixture_layers=expert_launches / EXPERT_LAUNCHES,
+            rows=rows,
         )
+
+    def _launches(self, mixture_layers: int) -> tuple[int, int]:
+        """Kernels of a step's norms, attentions and dense MLPs, and of its routers and experts. Quantized
+        inputs of a matrix multiplication are a kernel of their own."""
+        shape, recipe = self.shape, self.recipe
+        quantizing = 2 * (weight_dtype(recipe) in ("fp8", "fp4"))
+        each = ATTENTION_LAUNCHES[attention_kind(shape)] + shape.qk_norm
+        dense = shape.num_layers - mixture_layers
+        launches = shape.num_layers * each + dense * MLP_LAUNCHES
+        if "linear" in recipe.roles:
+            launches += quantizing * (shape.num_layers + dense)
+        return launches, mixture_layers * (EXPERT_LAUNCHES + quantizing)
 
     def _decode_attention(self, work: StepWork) -> tuple[float, float]:
         """Bytes of the cache that the decode rows of a rank read, and their FLOP."""
@@ -340,16 +358,15 @@ class StepModel:
 
 
 def deployment_tags(
-    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str, parallel: Parallelism
+    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str
 ) -> tuple[str, ...]:
-    """Tags whose factors apply: engine, GPU generation, weight dtype, attention and parallelism."""
-    attention = "latent" if shape.latent else "linear attention" if shape.state_bytes else "heads"
-    tags = [engine, generation(device), weight_dtype(recipe), attention, f"tp{parallel.tp}"]
-    if parallel.ep > 1:
-        tags.append("ep")
-    if parallel.attention_dp > 1:
-        tags.append("attention_dp")
-    return tuple(tags)
+    """Tags whose factors apply: engine, GPU generation, weight dtype and attention."""
+    return engine, generation(device), weight_dtype(recipe), attention_kind(shape)
+
+
+def attention_kind(shape: ModelShape) -> str:
+    """Kind of a model's attention: latent, linear in some layers, or heads."""
+    return "latent" if shape.latent else "linear attention" if shape.state_bytes else "heads"
 
 
 _GENERATIONS = {

@@ -24,11 +24,11 @@ from tools.plan_error.cpu_records import (
     configurations,
     transfers,
 )
-from tools.plan_error.fit import PRIORS, as_json, fit, levenberg_marquardt
+from tools.plan_error.fit import OF_ROWS, PRIORS, as_json, fit, levenberg_marquardt
 from tools.plan_error.own_machine import COUNTS, corrected, lines
 from tools.plan_error.report import bands, coverage, judged_rows
 from tools.plan_error.rivals import nearest_rows
-from tools.plan_error.rows import parallelism, read_rows, split_group
+from tools.plan_error.rows import draft_tokens, parallelism, read_rows, split_group
 
 ROW = {
     "id": "a",
@@ -96,6 +96,39 @@ def test_multiplied_sizes_are_divided_again(
     assert parallelism({f"{name}_size": size for name, size in sizes.items()}) == meant
 
 
+R1 = {"model_path": "deepseek-ai/DeepSeek-R1", "backend": "trtllm", "tp_size": "8"}
+
+
+@pytest.mark.parametrize(
+    ("row", "drafts"),
+    [
+        (R1 | {"silicon_data_source": "measured=2026-02-05; release:1.2.0rc6.post3"}, 3),
+        (R1 | {"silicon_data_source": "measured=2026-01-29; release:1.2.0rc6.post2"}, 0),
+        (R1 | {"silicon_data_source": "measured=2026-01-14; release:1.1.0rc2.post2"}, 3),
+        (R1 | {"silicon_data_source": "measured=2025-12-15; release:1.1.0rc2.post2"}, 0),
+        ({"silicon_data_source": "release:1.2.0rc6.post3"}, 0),
+    ],
+)
+def test_draft_tokens_are_those_of_the_public_configurations(
+    row: dict[str, str], drafts: int
+) -> None:
+    row = ROW | row
+    assert draft_tokens([row], parallelism(row)) == drafts
+    spread = row | {"tp_size": "1", "attention_dp_size": "8", "moe_ep_size": "8"}
+    assert draft_tokens([spread], parallelism(spread)) == min(drafts, 1)
+
+
+def test_accepted_draft_tokens_shorten_the_time_of_a_token(tmp_path: Path) -> None:
+    plain = R1 | {"silicon_data_source": "measured=2026-01-29; release:1.2.0rc6.post2"}
+    drafted = R1 | {"silicon_data_source": "measured=2026-02-05; release:1.2.0rc6.post3"}
+    drafted |= {"backend_version": "1.2.0rc6.post3"}
+    columns = Columns.of(read_rows(written(tmp_path, [ROW | plain, ROW | drafted])))
+    p = {name: np.full(2, prior.value) for name, prior in PRIORS.items()}
+    for acceptance, faster in ((0.01, False), (0.9, True)):
+        (_, _), (one, three) = columns.predict(p | {"draft.acceptance": np.full(2, acceptance)})
+        assert (three < one / 2) == faster
+
+
 def loads() -> list[dict[str, str]]:
     """Rows of two models on two GPUs under several loads, with times of a plain law."""
     rows = []
@@ -129,7 +162,7 @@ def test_a_fit_lowers_the_error_and_is_written_with_units(tmp_path: Path) -> Non
     before = np.abs(columns.predict(priors)[1] / tpot - 1)
     assert np.median(errors) < 0.2 * np.median(before)
     content = as_json(found)
-    assert set(content["parameters"]) == set(PRIORS)
+    assert {*content["parameters"], OF_ROWS} == set(PRIORS)
     assert all(entry["unit"] for entry in content["parameters"].values())
     assert content["fitted_configurations"] == len(columns.rows)
 

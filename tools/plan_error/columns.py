@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from llmopt.engine.planner.expected import Loop, closed_loop, loop_times, loop_works, throughput
+from llmopt.engine.planner.expected import (
+    Loop,
+    LoopTimes,
+    LoopWorks,
+    closed_loop,
+    loop_times,
+    loop_works,
+    throughput,
+)
 from llmopt.engine.planner.step_model import (
     Loads,
     Roofs,
@@ -20,6 +28,7 @@ from llmopt.engine.planner.step_parameters import StepParameters
 from .rows import Row
 
 Column = np.ndarray
+MOST_DRAFTS = 3
 
 
 class Predicted(NamedTuple):
@@ -40,6 +49,7 @@ class Columns:
     prompts: Column
     roofs: Roofs
     loop: Loop
+    drafts: Column
     measured: Predicted
 
     @classmethod
@@ -47,8 +57,8 @@ class Columns:
         """The columns of these rows."""
         models = [_step_model(row) for row in rows]
         loops = [_loop(row, model) for row, model in zip(rows, models, strict=True)]
-        works = [loop_works(loop) for loop in loops]
-        steps = [(w.decode, w.mixed, w.packed) for w in works]
+        works = [row_works(row, loop) for row, loop in zip(rows, loops, strict=True)]
+        steps = [(work.decode, work.mixed, work.packed) for work in works]
         loads = tuple(
             _stacked(Loads, [m.loads(s[part]) for m, s in zip(models, steps, strict=True)])
             for part in range(3)
@@ -63,6 +73,7 @@ class Columns:
             np.array([work.packed_prompts for work in works], float),
             _stacked(Roofs, [model.roofs for model in models]),
             loop,
+            np.array([row.drafts for row in rows], float),
             Predicted(ttft, tpot, throughput(loop, ttft, tpot)),
         )
 
@@ -77,19 +88,38 @@ class Columns:
             self.prompts[chosen],
             part(self.roofs),
             part(self.loop),
+            self.drafts[chosen],
             part(self.measured),
         )
 
     def predict(self, p: dict[str, Any]) -> tuple[Column, Column]:
         """TTFT and TPOT of each row with these parameters, without corrections."""
-        times = loop_times(self.loads, self.prompts, self.roofs, p)
-        return closed_loop(self.loop, times, p)
+        step, mixed, packed = self.step_seconds(p)
+        accepted = p["draft.acceptance"]
+        token = step / sum(accepted**n * (self.drafts >= n) for n in range(MOST_DRAFTS + 1))
+        times = LoopTimes(token, token + mixed - step, packed)
+        ttft, tpot = closed_loop(self.loop, times, p)
+        return ttft + p["load.steps"] * (step - token), tpot
+
+    def step_seconds(self, p: dict[str, Any]) -> LoopTimes:
+        """Times of each row's steps with these parameters."""
+        return loop_times(self.loads, self.prompts, self.roofs, p)
+
+
+def row_works(row: Row, loop: Loop) -> LoopWorks:
+    """Steps of a row's loop: a decode step verifies the draft tokens of each sequence too."""
+    works = loop_works(loop)
+    decode, mixed = (
+        replace(work, decode_sequences=work.decode_sequences * (1 + row.drafts))
+        for work in (works.decode, works.mixed)
+    )
+    return works._replace(decode=decode, mixed=mixed)
 
 
 def row_tags(row: Row) -> frozenset[str]:
     """Tags of a row: its deployment's, and those of a load generator that is not the usual one."""
     shape = row.planned.shape
-    tags = deployment_tags(shape, row.recipe, row.device, row.engine, row.parallel)
+    tags = deployment_tags(shape, row.recipe, row.device, row.engine)
     return frozenset((*tags, f"{row.engine} {row.harness}"))
 
 
@@ -99,7 +129,7 @@ def kv_bytes(row: Row) -> float:
     fp8 = row.engine == "trtllm" or (
         generation(row.device) == "blackwell" and row.harness == "dated"
     )
-    return 1.0 if fp8 and row.weights else 2.0
+    return 1.0 if fp8 and row.weights not in ("", "int4_wo") else 2.0
 
 
 def _step_model(row: Row) -> StepModel:

@@ -26,6 +26,8 @@ from .report import held_quantiles
 RECORDS = Path(__file__).parents[2] / "docs" / "measured" / "cpu"
 KEY = "llmopt|cpu|model not measured"
 PREFILL = "prefill 512"
+HELD = (0.03, 0.97)
+"""Quantiles of its steps, of few models."""
 ANSWER = 128
 """Answer tokens of the request whose rate is the throughput: alone, after a prompt of 512."""
 
@@ -105,7 +107,7 @@ def band(found: Sequence[Transfer], configurations: int) -> dict[str, Any]:
     entry: dict[str, Any] = {"rows": configurations}
     for measure in expected.MEASURES:
         ratios = [ratio for _, _, name, ratio in found if name == measure]
-        entry[measure] = [float(f"{q:.3g}") for q in held_quantiles(ratios)]
+        entry[measure] = [float(f"{q:.3g}") for q in held_quantiles(ratios, HELD)]
     return entry
 
 

@@ -8,7 +8,7 @@ model in an engine and weight format, and of a version of it, by ridge regressio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +20,16 @@ from .columns import Column, Columns, Predicted
 from .rows import Row
 
 PRIOR_WEIGHT = 0.5
-FACTOR_SPREAD = 0.5
+FACTOR_SPREAD = 0.4
 """Prior spread of a factor's logarithm, in parts of its value's."""
 TPOT_SCALE, TTFT_SCALE = 0.08, 0.2
 """Errors beyond which the loss grows linearly."""
 SMALLEST_FACTOR = 0.02
 """A factor whose logarithm stays below this is dropped, and the rest are fitted again."""
-CORRECTION_ROWS = {"tpot": 0.5, "ttft": 2.0}
+CORRECTION_ROWS = {"tpot": 0.5, "ttft": 20.0}
 """Rows of no error that a correction is shrunk by."""
+OF_ROWS = "draft.acceptance"
+"""The parameter that only measured rows have: a plan is told the acceptance of its draft tokens."""
 
 SLOPE_ROWS = 20.0
 """Rows at one doubling that a slope is shrunk by."""
@@ -40,7 +42,6 @@ SOURCE = (
 _ENGINES = ("vllm", "sglang", "trtllm")
 _OWN = tuple(f"{engine} own" for engine in _ENGINES)
 _COMMON = (*_ENGINES, "blackwell")
-_DTYPES = ("bf16", "fp8", "fp4", "int")
 _ATTENTION = ("latent", "linear attention")
 _BANDWIDTH = "share of the data sheet's bandwidth"
 _PEAK = "share of the data sheet's peak"
@@ -57,34 +58,38 @@ class Prior(NamedTuple):
 
 
 PRIORS = {
-    "linear.bandwidth": Prior(0.7, 0.2, (*_COMMON, *_DTYPES, "attention_dp"), _BANDWIDTH),
-    "linear.compute": Prior(0.6, 0.4, (*_COMMON, *_DTYPES), _PEAK),
-    "experts.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _BANDWIDTH),
-    "experts.compute": Prior(0.4, 0.5, (*_COMMON, *_DTYPES, "ep", "attention_dp"), _PEAK),
+    "linear.bandwidth": Prior(0.7, 0.2, ("blackwell",), _BANDWIDTH),
+    "linear.compute": Prior(0.6, 0.4, ("blackwell",), _PEAK),
+    "experts.bandwidth": Prior(0.6, 0.3, ("blackwell",), _BANDWIDTH),
+    "experts.compute": Prior(0.4, 0.5, ("blackwell", "fp8", "fp4"), _PEAK),
     "experts.spread": Prior(0.8, 0.3, (), "tokens that routing is as even as"),
-    "attention.bandwidth": Prior(0.6, 0.3, (*_COMMON, *_ATTENTION), _BANDWIDTH),
-    "attention.compute": Prior(0.3, 0.3, _COMMON, _PEAK),
-    "prefill.compute": Prior(0.4, 0.6, (*_COMMON, *_ATTENTION), _PEAK),
+    "attention.bandwidth": Prior(0.6, 0.3, ("blackwell",), _BANDWIDTH),
+    "attention.compute": Prior(0.3, 0.3, (), _PEAK),
+    "prefill.compute": Prior(0.4, 0.6, (), _PEAK),
     "states.bandwidth": Prior(0.5, 0.3, (), _BANDWIDTH),
-    "activations.bandwidth": Prior(0.05, 0.7, _COMMON, _BANDWIDTH),
-    "all_reduce.latency": Prior(8e-6, 0.7, (*_COMMON, "tp2", "tp4", "tp8"), "seconds per message"),
-    "all_reduce.bandwidth": Prior(0.5, 0.3, _COMMON, _LINK),
+    "activations.bandwidth": Prior(0.05, 0.7, ("blackwell",), _BANDWIDTH),
+    "all_reduce.latency": Prior(8e-6, 0.7, (), "seconds per message"),
+    "all_reduce.bandwidth": Prior(0.5, 0.3, ("blackwell",), _LINK),
     "all_to_all.latency": Prior(15e-6, 0.7, (), "seconds per message"),
     "all_to_all.bandwidth": Prior(0.4, 0.4, (), _LINK),
     "layer.seconds": Prior(
-        20e-6, 0.7, (*_COMMON, *_ATTENTION, *_DTYPES, "attention_dp"), "seconds per layer"
+        30e-6, 0.7, (*_COMMON, *_ATTENTION), "seconds of the launches of a dense bf16 layer"
     ),
     "mixture_layer.seconds": Prior(
-        15e-6, 0.7, (*_COMMON, *_DTYPES, "ep", "attention_dp"), "seconds per layer with experts"
+        24e-6,
+        0.7,
+        (*_COMMON, "fp8", "fp4"),
+        "seconds of the launches of a layer's bf16 experts",
     ),
-    "host.step": Prior(5e-4, 1.0, _COMMON, "seconds per step"),
-    "host.sequence": Prior(5e-6, 1.0, _COMMON, "seconds per sequence of a step"),
-    "load.interference": Prior(1.0, 0.2, (*_ENGINES, *_OWN), "prefills that a decode waits for"),
-    "load.queue": Prior(0.5, 1.0, (*_ENGINES, *_OWN), "prefills of an M/D/1 queue"),
+    "host.step": Prior(5e-4, 1.0, (), "seconds per step"),
+    "host.sequence": Prior(5e-6, 1.0, (), "seconds per sequence of a rank's step"),
+    "draft.acceptance": Prior(0.7, 0.3, (), "probability that a draft token is accepted"),
+    "load.interference": Prior(1.0, 0.2, (), "prefills that a decode waits for"),
+    "load.queue": Prior(0.5, 1.0, (), "prefills of an M/D/1 queue"),
     "load.burst": Prior(0.1, 1.5, (*_ENGINES, *_OWN), "share of the requests in the first burst"),
     "load.fixed": Prior(0.03, 1.5, (*_ENGINES, *_OWN), "seconds per request"),
-    "load.prompt": Prior(1.0, 0.5, (*_ENGINES, *_OWN), "prefills per prompt"),
-    "load.steps": Prior(1.0, 1.0, (*_ENGINES, *_OWN), "decode steps before the first token"),
+    "load.prompt": Prior(1.0, 0.5, _ENGINES, "prefills per prompt"),
+    "load.steps": Prior(1.0, 1.0, _ENGINES, "decode steps before the first token"),
 }
 
 Slot = tuple[str, str]
@@ -103,7 +108,7 @@ class Fit:
 
     def parameters(self, columns: Columns) -> dict[str, Column]:
         """Parameters of each row."""
-        return _resolved(self.slots, self.logs, columns)
+        return _resolved(self.slots, self.logs, _indicators(self.slots, columns))
 
     def predict(self, columns: Columns) -> Predicted:
         """Predictions for rows, with the corrections that are known of them."""
@@ -131,12 +136,13 @@ def correction_terms(measure: str, row: Row) -> dict[str, float]:
 
 
 def fit(columns: Columns) -> Fit:
-    """Fit the rows: once with every factor, and again with those that were needed."""
+    """Fit the rows: once with every factor, and from there with those that were needed."""
     slots = [(name, tag) for name, prior in PRIORS.items() for tag in ("", *prior.tags)]
-    logs, _ = _solve(slots, columns)
-    kept = [s for s, log in zip(slots, logs, strict=True) if not s[1] or abs(log) > SMALLEST_FACTOR]
-    logs, errors = _solve(kept, columns)
-    ttft, tpot = columns.predict(_resolved(kept, logs, columns))
+    logs, _ = _solve(slots, columns, {})
+    found = dict(zip(slots, logs, strict=True))
+    kept = [slot for slot in slots if not slot[1] or abs(found[slot]) > SMALLEST_FACTOR]
+    logs, errors = _solve(kept, columns, found)
+    ttft, tpot = columns.predict(_resolved(kept, logs, _indicators(kept, columns)))
     corrections = {
         "tpot": _corrections("tpot", columns, np.log(columns.measured.tpot / tpot), TPOT_SCALE),
         "ttft": _corrections("ttft", columns, np.log(columns.measured.ttft / ttft), TTFT_SCALE),
@@ -144,36 +150,40 @@ def fit(columns: Columns) -> Fit:
     return Fit(tuple(kept), logs, errors, corrections, len(columns.rows))
 
 
-def _resolved(slots: Any, logs: Column, columns: Columns) -> dict[str, Column]:
-    sums = {name: np.zeros(len(columns.rows)) for name in PRIORS}
-    for (name, tag), log in zip(slots, logs, strict=True):
-        sums[name] += log * _indicator(tag, columns)
+def _resolved(slots: Sequence[Slot], logs: Column, indicators: Column) -> dict[str, Column]:
+    sums = {name: np.zeros(indicators.shape[1]) for name in PRIORS}
+    for (name, _), log, indicator in zip(slots, logs, indicators, strict=True):
+        sums[name] += log * indicator
     return {name: np.exp(total) for name, total in sums.items()}
 
 
-def _indicator(tag: str, columns: Columns) -> Column | float:
-    return np.array([tag in tags for tags in columns.tags], float) if tag else 1.0
+def _indicators(slots: Sequence[Slot], columns: Columns) -> Column:
+    """A row of ones and noughts for each slot: the deployments that have its tag."""
+    return np.array([[not tag or tag in tags for tags in columns.tags] for _, tag in slots], float)
 
 
-def _solve(slots: list[Slot], columns: Columns) -> tuple[Column, Column]:
-    """Logarithms at the optimum, and their standard errors."""
+def _solve(
+    slots: list[Slot], columns: Columns, known: Mapping[Slot, float]
+) -> tuple[Column, Column]:
+    """Logarithms at the optimum, and their standard errors; the search starts at what is known."""
     start = np.array([0.0 if tag else np.log(PRIORS[name].value) for name, tag in slots])
     spread = [PRIORS[name].spread * (FACTOR_SPREAD if tag else 1.0) for name, tag in slots]
     stiffness = PRIOR_WEIGHT / np.array(spread)
     scales = np.repeat([TPOT_SCALE, TTFT_SCALE], len(columns.rows))
     measured = np.log(np.concatenate([columns.measured.tpot, columns.measured.ttft]))
-    members = [np.tile(_indicator(tag, columns), 2) if tag else 1.0 for _, tag in slots]
+    indicators = _indicators(slots, columns)
+    members = np.tile(indicators, 2)
 
     def errors(parameters: dict[str, Column]) -> Column:
         ttft, tpot = columns.predict(parameters)
         return np.log(np.concatenate([tpot, ttft])) - measured
 
     def residuals(logs: Column) -> Column:
-        raw = errors(_resolved(slots, logs, columns))
+        raw = errors(_resolved(slots, logs, indicators))
         return np.concatenate([_huber(raw, scales), stiffness * (logs - start)])
 
     def jacobian(logs: Column) -> Column:
-        parameters = _resolved(slots, logs, columns)
+        parameters = _resolved(slots, logs, indicators)
         raw, step = errors(parameters), 1e-4
         slope = _huber_slope(raw, scales)
         moved = {
@@ -183,7 +193,8 @@ def _solve(slots: list[Slot], columns: Columns) -> tuple[Column, Column]:
         rows = [moved[name] * member for (name, _), member in zip(slots, members, strict=True)]
         return np.concatenate([np.array(rows).T, np.diag(stiffness)])
 
-    logs = levenberg_marquardt(residuals, jacobian, start)
+    first = np.array([known.get(slot, at) for slot, at in zip(slots, start, strict=True)])
+    logs = levenberg_marquardt(residuals, jacobian, first)
     slopes = jacobian(logs)
     variance = 2 * np.median(np.abs(residuals(logs)[: len(scales)])) ** 2
     return logs, np.sqrt(variance * np.diag(np.linalg.inv(slopes.T @ slopes)))
@@ -270,6 +281,7 @@ def as_json(found: Fit) -> dict[str, Any]:
         "source": SOURCE,
         "fitted_configurations": found.num_rows,
         "standard_errors": "of the natural logarithm of a value, a factor or a correction",
+        OF_ROWS: parameters.pop(OF_ROWS),
         "parameters": parameters,
         "corrections": {
             measure: {

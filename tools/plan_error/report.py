@@ -13,9 +13,10 @@ from .columns import Column, Columns, Predicted
 from .fit import correction_terms
 from .rows import Row
 
-HELD = (0.03, 0.97)
+HELD = (0.015, 0.985)
 """Quantiles of the rows: the rows of a deployment err together, so that those of a new one fall outside of
-the band of the others more often than one in ten beyond 5 and 95 %."""
+the band of the others more often than one in ten beyond 5 and 95 %. Chosen inside the fitting half, where
+wider ones hold no more rows of deployments left out."""
 HEADER = f"{'':34}{'rows':>6}" + "".join(f"{name:>28}" for name in MEASURES)
 LEGEND = f"{'':34}{'':6}" + f"{'median   mean   bias, %':>28}" * len(MEASURES)
 
@@ -87,9 +88,9 @@ def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
     }
 
 
-def held_quantiles(ratios: list[float]) -> Column:
-    """Quantiles, `HELD`, that leave a row's half beyond the outermost, as a new row would."""
-    return np.quantile(ratios, HELD, method="weibull")
+def held_quantiles(ratios: list[float], quantiles: tuple[float, float] = HELD) -> Column:
+    """Quantiles that leave a row's half beyond the outermost, as a new row would."""
+    return np.quantile(ratios, quantiles, method="weibull")
 
 
 def coverage(judged: list[Judged]) -> dict[str, tuple[float, int]]:

@@ -5,7 +5,9 @@ count once. Rows whose tensor- or data-parallel size is the square of the expert
 of the experts split as often, are those of the plain size multiplied by it: they repeat the measurements of
 rows that say so. Sizes past eight, which no tensor parallelism of these models has, are ranks of attention
 data parallelism, and so is a size that multiplies the batch into the client's concurrency, and the factor by
-which the experts have more ranks than the attention.
+which the experts have more ranks than the attention. The draft tokens of the dated runs are in the load
+generator's public configurations (SemiAnalysisAI/InferenceX, `nvidia-master.yaml`): by image, or by the day
+on which a configuration with them first ran.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import csv
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,14 +32,20 @@ MOST_TP = 8
 PACKAGED = "systems/silicon_sample.csv"
 MEASURED_COLUMNS = ("id", "silicon_data_source", "silicon_ttft_ms", "silicon_tpot_ms")
 _FORMATS = {"nvfp4": "nvfp4", "fp8": "fp8", "fp8_block": "fp8-block", "": "bf16"}
+_DRAFTED = (
+    r"^trtllm \S+DeepSeek-R1 .*release:1.2.0rc6.post3",
+    r"^trtllm \S+DeepSeek-R1 .*measured=2026-01-14.*release:1.1.0rc2.post2",
+    r"^sglang \S+DeepSeek-R1 b200_sxm fp8_block 8 .*sglang:v0.5.9-cu130(;|$)",
+    r"^sglang \S+Qwen3.5\S+ .*sglang:v0.5.9-cu130(;|$)",
+)
 _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured configuration. `fitted` says which half it is in; `harness` names the load generator,
-    `count` the rows that its medians are of, `names` the file's
-    own columns."""
+    `drafts` counts the draft tokens of a decode step, `count` the rows that its medians are of, `names` are
+    the file's own columns."""
 
     model: str
     device: Device
@@ -51,6 +59,7 @@ class Row:
     parallel: Parallelism
     ttft_seconds: float
     tpot_seconds: float
+    drafts: int
     fitted: bool
     group: str
     count: int
@@ -119,11 +128,21 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
         parallel=parallel,
         ttft_seconds=median(float(row["silicon_ttft_ms"]) for row in rows) / 1e3,
         tpot_seconds=median(float(row["silicon_tpot_ms"]) for row in rows) / 1e3,
+        drafts=draft_tokens(rows, parallel),
         fitted=hashlib.sha256(group.encode()).hexdigest()[0] < "8",
         group=group,
         count=len(rows),
         names=first,
     )
+
+
+def draft_tokens(rows: Sequence[Mapping[str, str]], parallel: Parallelism) -> int:
+    """Draft tokens of a step, which no column states: three, one with attention data parallelism."""
+    named = ("backend", "model_path", "system", "moe_quant_mode", "tp_size", "silicon_data_source")
+    texts = [" ".join(row[name] for name in named) for row in rows]
+    if not any(re.search(pattern, text) for pattern in _DRAFTED for text in texts):
+        return 0
+    return 1 if parallel.attention_dp > 1 else 3
 
 
 def split_group(row: Mapping[str, str]) -> str:

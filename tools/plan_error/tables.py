@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llmopt.engine.planner.expected import BY_TABLES, LoopTimes, closed_loop, loop_works
+from llmopt.engine.planner.expected import BY_TABLES, LoopTimes
 from llmopt.engine.planner.operator_tables import tables_for
 from llmopt.engine.planner.step_model import operator_seconds
 from llmopt.engine.planner.step_parameters import BESIDE_TABLES
 
-from .columns import Column, Columns, kv_bytes, row_loop
+from .columns import Column, Columns, kv_bytes, row_loop, row_works
 from .cross import left_out
 from .fit import SOURCE, Fit, as_json, fit
 from .report import HEADER, LEGEND, Judged, bands, by, coverage, errors, judged_rows, line
@@ -58,8 +58,8 @@ class TabledColumns(Columns):
         """The same rows without the tables."""
         return Columns(**{field.name: getattr(self, field.name) for field in fields(Columns)})
 
-    def predict(self, p: dict[str, Any]) -> tuple[Column, Column]:
-        """TTFT and TPOT of each row with these parameters, without corrections."""
+    def step_seconds(self, p: dict[str, Any]) -> LoopTimes:
+        """Times of each row's steps, those of the operators that the tables hold by the tables."""
         steps = []
         for step, loads in enumerate(self.loads):
             parts = operator_seconds(loads, self.roofs, p)
@@ -67,14 +67,13 @@ class TabledColumns(Columns):
                 held = self.held[:, step, operator]
                 parts[name] = np.where(np.isnan(held), parts[name], held)
             steps.append(sum(parts.values()))
-        times = LoopTimes(steps[0], steps[1], steps[2] / self.prompts)
-        return closed_loop(self.loop, times, p)
+        return LoopTimes(steps[0], steps[1], steps[2] / self.prompts)
 
 
 def _held(row: Row) -> list[list[float]]:
     shape, element = row.planned.shape, kv_bytes(row)
     tables = tables_for(shape, row.recipe, row.device, row.engine, row.parallel, element)
-    found = [tables.seconds(work) if tables else {} for work in loop_works(row_loop(row))[:3]]
+    found = [tables.seconds(work) if tables else {} for work in row_works(row, row_loop(row))[:3]]
     return [[step.get(name, np.nan) for name in OPERATORS] for step in found]
 
 

@@ -97,7 +97,7 @@ def test_speculation_helps_small_batches_and_not_full_ones() -> None:
         ).devices
         return plan.speculation
 
-    assert gain(1).verification_steps == pytest.approx(1, abs=0.01)
+    assert gain(1).verification_steps == pytest.approx(1, abs=0.02)
     assert gain(512).verification_steps > 2
     assert gain(512).speedup < 1.5 < gain(1).speedup
 

@@ -82,6 +82,21 @@ def test_attention_ranks_exchange_tokens_and_experts_are_split_over_all() -> Non
         Parallelism(8, 1, 3)
 
 
+def test_launches_are_counted_in_those_of_a_dense_layer() -> None:
+    work = StepWork.of(4, 1000)
+    dense = step_model().loads(work)
+    assert (dense.layers, dense.mixture_layers) == (32, 0)
+    quantized = step_model(weights="fp8").loads(work)
+    assert quantized.layers == pytest.approx(32 * 1.4)
+    mixture = step_model("qwen3-235b-a22b", parallel=Parallelism(4)).loads(work)
+    assert (mixture.layers, mixture.mixture_layers) == (pytest.approx(94 * 0.7), 94)
+
+
+def test_each_attention_rank_has_its_own_host() -> None:
+    spread = step_model("deepseek-v3", parallel=Parallelism(1, 1, 8, 8))
+    assert spread.loads(StepWork.of(256, 1000)).rows == 32
+
+
 def test_a_decode_step_is_its_bytes_and_its_flops() -> None:
     """With whole roofs and no latencies, a step of one dense model is what the roofline counts."""
     values = measured_parameters(1.0, 1.0, 0.0, "by hand").values
@@ -124,7 +139,7 @@ def test_what_was_measured_of_a_model_corrects_it_and_the_rest_takes_the_shared_
     other = step_model("phi-4", engine="vllm").parameters
     assert (other.tpot_log, other.ttft_log) == (0, 0)
     nobody = step_model("phi-4", engine="llmopt", gpu="a100").parameters
-    assert nobody.values["layer.seconds"] != other.values["layer.seconds"]
+    assert nobody.values != other.values
     assert nobody.values["host.sequence"] == shared_value("host.sequence")
 
 
