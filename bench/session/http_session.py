@@ -20,7 +20,7 @@ from ..record.identity import conversations_part, identity_part
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..workloads.datasets import build_workload, resolved_options
 from .quality import ScoredQuality, score_served
-from .run_progress import LOAD, QUALITY, RunProgress
+from .run_progress import LOAD, QUALITY
 from .session import BenchSession
 from .task_backends import ServedBackend
 from .tasks import check_template, prepare_tasks
@@ -64,8 +64,7 @@ class HttpSession(BenchSession):
             passes=PassMeter(started["pid"]) if (started := options.started_server) else None,
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
-        run_progress = RunProgress.of(progress, options)
-        super().__init__(options, name, workload, machine, run_progress, paired_runs, tasks)
+        super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
         self._scraper = Scraper(address)
         self._driver = HttpDriver(options, address, served, self._progress)
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from ...quant.base.atomic_io import interrupts_held
+from ...quant.base.progress import Progress
 from ..machine.machine_meter import MachineMeter
 from ..metrics.run_statistics import distributions
 from ..metrics.trace import LoadPass
@@ -39,7 +40,7 @@ class BenchSession(ABC):
         name: str,
         workload: Workload,
         machine: MachineMeter,
-        progress: RunProgress,
+        progress: Progress | None,
         paired_runs: str | None,
         tasks: TaskSet | None = None,
     ) -> None:
@@ -47,7 +48,7 @@ class BenchSession(ABC):
         self.name = name
         self.workload = workload
         self._machine = machine
-        self._progress = progress
+        self._progress = RunProgress.of(progress, options)
         self._paired_runs = paired_runs
         self._passes: list[MeasuredPass] = []
         self._rejected: list[MeasuredPass] = []
