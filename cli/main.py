@@ -18,7 +18,7 @@ COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
-    "convert": "Convert a quantized checkpoint to another format, losslessly where the grids allow it.",
+    "convert": "Convert a quantized checkpoint to another format, or to plain weights.",
     "merge": "Fold LoRA and DoRA adapters into the weights of a checkpoint.",
     "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",

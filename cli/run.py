@@ -55,7 +55,7 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe: quantize, verify, serve, bench, compare, report."""
+    """Run a recipe: bench, quantize, verify, bench again, compare, report."""
     from ..quant.base.errors import BadInput
 
     if schema:
