@@ -182,8 +182,6 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     step = recipe.capacity
     assert step is not None
     _ = recipe.bench.trackers
-    if recipe.num_threads is not None:
-        torch.set_num_threads(recipe.num_threads)
     options = recipe.bench.model_copy(
         update={
             "model": recipe.model,

@@ -6,7 +6,10 @@ the multiple-choice knapsack problem. Its front is made by sweeping the bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,24 +112,38 @@ def _solved(
 
     costs = np.array([choices[at].costs[number] for at, number in pairs])
     sizes = np.array([choices[at].bytes[number] for at, number in pairs], dtype=np.int64)
-    # Whole numbers of the largest unit, bounded by half a one more: the solver's tolerances neither let one
-    # too many in, nor make it repair (and say so on stdout) what it rounds.
+    # Whole numbers of the largest unit, bounded by half a one more: the solver's tolerances let no more in.
     unit = np.gcd.reduce(sizes)
     sizes, most = sizes // unit, budget // unit + 0.5
     columns = np.arange(len(pairs))
     one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], columns)))
     scale = costs.max() or 1.0
-    result = milp(
-        costs / scale,
-        integrality=np.ones(len(pairs)),
-        bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint((sizes / sizes.max())[None], ub=most / sizes.max()),
-        ],
-        options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
-    )
+    with c_prints_on_stderr():
+        result = milp(
+            costs / scale,
+            integrality=np.ones(len(pairs)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(one_each, 1, 1),
+                LinearConstraint((sizes / sizes.max())[None], ub=most / sizes.max()),
+            ],
+            options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
+        )
     if result.x is None:
         raise RuntimeError(f"HiGHS found no allocation: {result.message}")
     taken = {at: number for (at, number), on in zip(pairs, result.x > 0.5, strict=True) if on}
     return tuple(taken[at] for at in range(len(choices))), float(result.mip_gap or 0.0)
+
+
+@contextlib.contextmanager
+def c_prints_on_stderr() -> Iterator[None]:
+    """HiGHS prints from C where it repairs a rounded solution, and stdout is the result's alone."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, TypeError):
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 from llmopt.bench.load import load
 from llmopt.bench.load.inprocess import InProcessTarget
-from llmopt.bench.load.load import Chunk, drive
+from llmopt.bench.load.load import Chunk, PassProgress, drive
 from llmopt.bench.metrics.trace import StepRecord
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import Workload, WorkloadItem, numbered
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
 
 STEP = 0.010
 
@@ -217,3 +219,31 @@ def test_steps_are_told_apart() -> None:
     # Prompt of 3 and one token each, then two.
     assert [step.context_tokens for step in found.steps if step.decode_only] == [8, 10]
     assert engine.params.min_tokens == 3 and engine.params.ignore_eos  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        (None, [("start", "pass", 3, "requests"), *[("advance", 1)] * 3, ("finish",)]),
+        (
+            1.5,
+            [
+                ("start", "pass", 2, "seconds"),
+                *[("status", "2 requests"), ("advance", 1)],
+                ("finish",),
+            ],
+        ),
+    ],
+)
+def test_a_pass_tells_how_far_it_is(window: float | None, told: list[tuple[object, ...]]) -> None:
+    heard: list[tuple[object, ...]] = []
+
+    class Listener(Silent):
+        def __getattribute__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: heard.append((name, *arguments))
+
+    progress = PassProgress(Listener(), "pass", 3, window)
+    for seconds in (0.5, 1.2, 2.9):
+        progress.request_ended(seconds)
+    progress.finish()
+    assert [one if len(one) > 1 or one == ("finish",) else (*one, 1) for one in heard] == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.pipeline.allocate import Choice, allocate, front
+from llmopt.quant.pipeline.allocate import Choice, allocate, c_prints_on_stderr, front
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
@@ -86,6 +87,13 @@ def test_an_allocation_is_the_best_of_all_within_the_bound(
         allocate(choices, least - 1)
     same = allocate(choices, sum(max(choice.bytes) for choice in choices), exclusive=True)
     assert len(set(same.chosen)) == 1
+
+
+def test_stdout_is_free_of_what_the_solver_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    with c_prints_on_stderr():
+        ctypes.CDLL(None).puts(b"from C")
+    print("the result")
+    assert capfd.readouterr() == ("the result\n", "from C\n")
 
 
 @pytest.mark.parametrize(
