@@ -99,8 +99,8 @@ def test_compare_catches_a_slowdown(
         said = " ".join(capsys.readouterr().out.split())
         assert "slow against plain" in markdown.read_text()
         assert "slowed 2 times on purpose" in html.read_text() and "<svg " in html.read_text()
-        # Passes that differ much among themselves are neither a regression nor a pass.
-        if code != 3 or "too noisy" not in said:
+        # Passes that differ much among themselves, or all waited for other processes, settle nothing.
+        if code != 3 or not ("too noisy" in said or "was disturbed" in said):
             break
     else:
         pytest.skip("noise through all attempts: no verdict is the right one")
@@ -120,7 +120,7 @@ def test_compare_refuses_another_workload(
     assert result["request_rate"] == 200 and result["max_concurrency"] is None
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     assert llmopt("compare", plain, only_folder(tmp_path)) == 3
-    assert "the workloads differ" in capsys.readouterr().out
+    assert "not the same prompts" in capsys.readouterr().out
 
 
 def test_interrupt_writes_what_finished(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmopt.quant.base.progress import Silent
@@ -21,8 +22,8 @@ RECORDED = LayerTime(solving=4.0, passes=2.0, tokens=16_384 + 2_048, weights=3_5
 """A layer of SmolLM2-135M, of which it has 30."""
 
 
-def request(output: Path, **options: object) -> QuantizeRequest:
-    settings: dict = {"num_samples": 16, "seq_len": 32, "held_out": 2}
+def request(output: Path, **options: Any) -> QuantizeRequest:
+    settings: dict[str, Any] = {"num_samples": 16, "seq_len": 32, "held_out": 2}
     return QuantizeRequest(STORIES, output, **(settings | options))
 
 
