@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -180,11 +180,32 @@ def _model_of(row: OwnRow) -> PlannedModel | None:
 
 
 def _parts(file: Path) -> Mapping[str, Any]:
-    return read_json(file).get("llmopt") or {}
+    parts = read_json(file).get("llmopt")
+    return parts if isinstance(parts, dict) else {}
 
 
 def _row(parts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return (parts.get("plan") or {}).get("row")
+    plan = parts.get("plan")
+    return plan.get("row") if isinstance(plan, dict) else None
+
+
+def _number(file: Path, values: Mapping[str, Any], name: str) -> Any:
+    """A number that is divided by, or whose logarithm is taken."""
+    value = values[name]
+    if not isinstance(value, int | float) or not 0 < value < inf:
+        raise BadInput(
+            f"{file}: {name} is {value!r}, not a number above 0: give the result of a llmopt bench run"
+        )
+    return value
+
+
+def _own_row(file: Path, row: Mapping[str, Any]) -> OwnRow:
+    return OwnRow(
+        **{
+            f.name: str(row[f.name]) if f.type == "str" else _number(file, row, f.name)
+            for f in fields(OwnRow)
+        }
+    )
 
 
 def read_run(path: Path) -> MeasuredRun:
@@ -200,20 +221,20 @@ def read_run(path: Path) -> MeasuredRun:
         ceilings = roofline["ceilings"]
         points = {point["phase"]: point for point in roofline["points"]}
         efficiency = Efficiency(
-            bandwidth=points["decode"]["mbu"],
-            compute=points["prefill"]["mfu"],
+            bandwidth=_number(file, points["decode"], "mbu"),
+            compute=_number(file, points["prefill"], "mfu"),
             seconds_per_layer=0.0,
             seconds_per_all_reduce=shared_value("all_reduce.latency"),
             source=f"measured in {file}",
         )
         row = _row(result)
         return MeasuredRun(
-            machine=result["environment"]["machine"],
-            bandwidth=ceilings["bandwidth"],
-            flops=ceilings["flops"],
+            machine=str(result["environment"]["machine"]),
+            bandwidth=_number(file, ceilings, "bandwidth"),
+            flops=_number(file, ceilings, "flops"),
             efficiency=efficiency,
             is_cpu=str(result["identity"]["device"]).startswith("cpu"),
-            row=None if row is None else OwnRow(**{f.name: row[f.name] for f in fields(OwnRow)}),
+            row=None if row is None else _own_row(file, row),
         )
     except (KeyError, TypeError) as error:
         raise BadInput(

@@ -149,3 +149,46 @@ def written(folder: str, machine: str = "a box", tpot_ms: float = 3.0, clients: 
     path = Path(folder) / "result.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(result))
+
+
+RUN = {
+    "roofline": {
+        "ceilings": {"bandwidth": 1e10, "flops": 1e11},
+        "points": [{"phase": "decode", "mbu": 0.5}, {"phase": "prefill", "mfu": 0.4}],
+    },
+    "environment": {"machine": "here"},
+    "identity": {"device": "cpu"},
+}
+ROW = {"model": "stories3M", "path": "stories3M", "weights": "bf16", "gpu": "cpu"}
+ROW |= {"engine": "llmopt", "kv_bytes_per_element": 2.0, "block_size": 16, "prompt_tokens": 8}
+ROW |= {"output_tokens": 8, "clients": 1, "resident": 4, "ttft_ms": 5.0, "tpot_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (RUN | {"plan": {"row": ROW | {"tpot_ms": 0}}}, "tpot_ms is 0"),
+        (RUN | {"plan": {"row": ROW | {"ttft_ms": "5"}}}, "ttft_ms is '5'"),
+        (RUN | {"plan": {"row": ROW | {"clients": None}}}, "clients is None"),
+        (
+            RUN | {"roofline": {**RUN["roofline"], "ceilings": {"bandwidth": 1.0, "flops": 0}}},
+            "flops is 0",
+        ),
+        ([RUN], "no roofline"),
+    ],
+)
+def test_a_damaged_run_is_one_line(
+    run: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"llmopt": run}))
+    assert call(*PLAN, "--gpu", "cpu", "--measured", str(file)) == 2
+    err = capsys.readouterr().err
+    assert words in err and str(file) in err and err.count("\n") == 1
+
+
+def test_a_run_whose_plan_is_no_object_has_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"llmopt": RUN | {"plan": "plan.json"}}))
+    (run,) = read_runs(file, ("stories3M", "bf16"), on_cpu=True)
+    assert run.row is None
