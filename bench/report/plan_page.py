@@ -44,7 +44,8 @@ def _page(plan: DeploymentPlan) -> Page:
     return page_of(
         "report/plan.jinja",
         plan=plan,
-        verdict=_verdict(plan, plan.devices[0]),
+        first=plan.first_that_fits,
+        verdict=_verdict(plan, plan.first_that_fits),
         figures={name: Figure(name, svg, captions[name]) for name, svg in svgs.items()},
         formulas=explain(plan),
         gib=format_gib,

@@ -25,7 +25,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         ("fits", _fit(plan, answer)),
         ("users", _users(plan, answer)),
         ("speed", _speed(plan, answer)),
-        ("cost", _cost(answer)),
+        ("cost", _cost(plan, answer)),
         ("cheaper", _cheaper(plan, answer)),
         ("limit", _limit(answer.device)),
     ):
@@ -55,10 +55,14 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device, asked = answer.device, plan.workload.load
     if asked is not None and asked.slo is not None and device.load is not None:
-        limits = " ".join(f"{name}:{limit:g}ms" for name, limit in asked.slo.limits_ms.items())
-        unit = "requests/s" if asked.slo.by == "rate" else "clients"
+        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in asked.slo.limits_ms.items())
+        by_rate, load = asked.slo.by == "rate", answer.users
         where = f"{sizes(device.load.deployment)} x {device.gpu}"
-        found = "no load keeps" if answer.users is None else f"{answer.users:.4g} {unit} keep"
+        found = "no load keeps"
+        if load is not None:
+            found = (
+                f"{load:.4g} requests/s keep" if by_rate else f"{counted(int(load), 'client')} keep"
+            )
         yield f"{found} {limits} on {where}"
         return
     if (full := answer.full) is not None:
@@ -87,14 +91,15 @@ def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         yield device.error_words
 
 
-def _cost(answer: Answer) -> Iterator[str]:
+def _cost(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device, full = answer.device, answer.full
     if device.price is None or (dollars := device.dollars_per_million) is None:
         return
     line = f"${dollars:,.3g} per million output tokens with their prompts"
     if full is not None and full.dollars_per_million is not None:
         line += f", ${full.dollars_per_million:,.3g} with all {full.clients:,} at once"
-    yield f"{line}, at {device.price.words}"
+    busy = plan.setup.duty_cycle
+    yield f"{line}, at {device.price.words}" + (f", {busy:.0%} busy" if busy < 1 else "")
 
 
 def _cheaper(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:

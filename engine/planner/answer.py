@@ -69,7 +69,7 @@ class Answer:
 
 def answer_of(plan: DeploymentPlan) -> Answer:
     """The answers of a plan."""
-    first = next((device for device in plan.devices if device.fits), plan.devices[0])
+    first = plan.first_that_fits
     searched = None if first.load is None else first.load.searched
     return Answer(
         first,
@@ -143,7 +143,7 @@ def _others(
             yield f"--gpu {key}", solver, device
     for name in ("fp8", "int4"):
         with suppress(BadInput):
-            recipe = recipe_for(name, plan.model.shape)
+            recipe = recipe_for(name, plan.model.shape, plain_bytes=plan.model.plain_bytes)
             if recipe.bits < plan.recipe.bits:
                 yield f"--weights {name}", _solver(plan, recipe), first.device
 

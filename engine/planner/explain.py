@@ -33,10 +33,10 @@ def explain(plan: DeploymentPlan) -> list[Formula]:
     return [
         *_weights(plan),
         *_cache(plan),
-        *_memory(plan, plan.devices[0]),
-        *_images(plan, plan.devices[0]),
-        *_speed(plan, plan.devices[0]),
-        *_gains(plan, plan.devices[0]),
+        *_memory(plan, plan.first_that_fits),
+        *_images(plan, plan.first_that_fits),
+        *_speed(plan, plan.first_that_fits),
+        *_gains(plan, plan.first_that_fits),
     ]
 
 

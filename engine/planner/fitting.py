@@ -158,7 +158,7 @@ class FitSearch:
         recipes = [trial.recipe]
         for name in ("fp8", "int4"):
             with suppress(BadInput):
-                recipe = recipe_for(name, self._model.shape)
+                recipe = recipe_for(name, self._model.shape, plain_bytes=self._model.plain_bytes)
                 recipes += [recipe] if recipe.bits < trial.recipe.bits else []
         for recipe in recipes:
             for cache in caches:

@@ -146,6 +146,11 @@ class DeploymentPlan:
         return weight_bytes(self.model.shape, self.recipe)
 
     @property
+    def first_that_fits(self) -> DevicePlan:
+        """The first device that fits, or the first one where none does."""
+        return next((device for device in self.devices if device.fits), self.devices[0])
+
+    @property
     def efficiency(self) -> Efficiency:
         """The shares of the roofs that the first device's expected times assume."""
         expected = next((d.expectation for d in self.devices if d.expectation), None)
@@ -358,7 +363,7 @@ def _cost(
     reserve: Reserve,
     decode: StepTime | None,
 ) -> Cost | None:
-    if setup.prices is None or expected is None or decode is None:
+    if setup.prices is None or setup.prices.gpu_hour is None or expected is None or decode is None:
         return None
     prompt = workload.prompt_tokens
     prefill = expected.prefill(prompt, reserve)

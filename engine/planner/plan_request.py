@@ -126,7 +126,7 @@ def _load(ask: PlanRequest) -> PlannedLoad | None:
 
 def _asked(ask: PlanRequest, lengths: tuple[Lengths, ...]) -> PlannedLoad:
     rate = ask.request_rate
-    load = Load(lengths, None if rate else ask.sequences, rate, ask.prefix_hit_rate)
+    load = Load(lengths, ask.sequences if rate is None else None, rate, ask.prefix_hit_rate)
     slo = None
     if ask.slo is not None:
         slo = Slo(required_slo(ask.slo), ask.slo_by, ask.slo_share)
@@ -163,7 +163,7 @@ def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
     from .weight_names import named_recipe  # what it knows takes a while to import
 
     return named_recipe(
-        ask.weights or "int4",
+        "int4" if ask.weights is None else ask.weights,
         model.shape,
         ask.group_size,
         symmetric=ask.symmetric,
@@ -178,5 +178,6 @@ def _prices(ask: PlanRequest) -> Prices | None:
             raise BadInput(
                 "--api-price-in and --api-price-out need --gpu-hour-price to compare with"
             )
-        return None
+        if ask.duty_cycle == 1:
+            return None
     return Prices(ask.gpu_hour_price, ask.api_price_in, ask.api_price_out, ask.duty_cycle)

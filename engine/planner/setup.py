@@ -7,6 +7,7 @@ Speculation follows Leviathan et al. (2023).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
@@ -65,12 +66,12 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in dollars: per GPU-hour, and per million input and output tokens of an API.
+    """Prices in dollars: per GPU-hour (None: as published), and per million input and output tokens of an API.
 
     `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it.
     """
 
-    gpu_hour: float
+    gpu_hour: float | None
     api_input: float | None = None
     api_output: float | None = None
     duty_cycle: float = 1.0
@@ -81,7 +82,7 @@ class Prices:
             ("--api-price-in", self.api_input),
             ("--api-price-out", self.api_output),
         ):
-            if value is not None and not value >= 0:
+            if value is not None and not 0 <= value < inf:
                 raise BadInput(f"{option} {value}: a price in dollars is needed")
         if not 0 < self.duty_cycle <= 1:
             raise BadInput(
@@ -126,6 +127,7 @@ def cost_of(
     A request takes in/rate_in + out/rate_out seconds of the GPUs; at a price p per hour for all of them
     and a duty cycle u, a busy second costs p / (3600·u).
     """
+    assert prices.gpu_hour is not None
     hourly = gpus * prices.gpu_hour
     second = hourly / SECONDS_PER_HOUR / prices.duty_cycle
     seconds = input_tokens / input_tokens_per_second + output_tokens / output_tokens_per_second
@@ -261,9 +263,14 @@ class Setup:
             return recipe.as_run(shape, self.cpu_plain_bytes)
         return recipe
 
+    @property
+    def duty_cycle(self) -> float:
+        """Fraction of the day in which the GPUs have work."""
+        return 1.0 if self.prices is None else self.prices.duty_cycle
+
     def price_of(self, device: Device) -> HourPrice | None:
         """Price of a device for an hour: as given, else as published; None: neither is known."""
-        if self.prices is None:
+        if self.prices is None or self.prices.gpu_hour is None:
             return device.price
         return HourPrice(self.prices.gpu_hour, "--gpu-hour-price")
 
@@ -273,8 +280,9 @@ class Setup:
         """Dollars of a million tokens, at the duty cycle."""
         if (price := self.price_of(device)) is None:
             return None
-        busy = 1.0 if self.prices is None else self.prices.duty_cycle
-        return gpus * price.dollars / busy * MILLION / tokens_per_second / SECONDS_PER_HOUR
+        return (
+            gpus * price.dollars / self.duty_cycle * MILLION / tokens_per_second / SECONDS_PER_HOUR
+        )
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""

@@ -200,3 +200,19 @@ def test_draft_tokens_count_under_load(
     assert 1.2 < ratio < 1.1 * gain
     useless = answer(capsys, *base, "--draft-tokens", "4", "--acceptance", "0")
     assert useless["throughput_tokens_per_s"] < plain["throughput_tokens_per_s"]
+
+
+def test_the_duty_cycle_counts_with_a_published_price(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("llama-8b", "--gpu", "h100", "--ctx", "8k")
+    dollars = [
+        answer(capsys, *model, *busy)["dollars_per_million_output_tokens"]
+        for busy in ((), ("--duty-cycle", "0.5"))
+    ]
+    assert dollars[1] == pytest.approx(2 * dollars[0], abs=1e-5)
+    assert "2026-05), 50% busy" in shown(capsys, *model, "--duty-cycle", "0.5")
+
+
+def test_many_clients_are_counted_in_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--input-len", "8", "--output-len", "8", "--max-num-seqs", "12345", "--tp", "1")
+    words = shown(capsys, "llama-3.2-1b", "--gpu", "b200", *options, "--slo", "ttft:1000000s")
+    assert "12,345 clients keep ttft:1000000000ms" in words

@@ -177,6 +177,10 @@ def test_nothing_is_cut_off_at_80_columns(
         (["--api-price-in", "1"], "need --gpu-hour-price"),
         (["--gpu-hour-price", "3", "--api-price-in", "1"], "together"),
         (["--gpu-hour-price", "3", "--duty-cycle", "2"], "--duty-cycle 2"),
+        (["--duty-cycle", "0"], "--duty-cycle 0"),
+        (["--gpu-hour-price", "inf"], "--gpu-hour-price inf"),
+        (["--request-rate", "0", "--input-len", "8", "--output-len", "8"], "--request-rate 0"),
+        (["--weights", ""], "no weight format ''"),
         (["--output-tokens", "4096", "--ctx", "4k"], "--output-tokens 4096"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0"),
         (["--kv-dtype", "int2"], "no KV dtype 'int2'"),
@@ -191,3 +195,18 @@ def test_nonsense_is_one_line_and_code_2(
     assert out == ""
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_the_page_is_of_the_gpu_that_the_answers_are_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    options = ["--model", "qwen3-8b", "--ctx", "32k", "--tp", "1", "--gpu", "rtx-4090,h100"]
+    found = answer(capsys, *options, "--html", str(path), "--concurrency", "4")
+    assert found["answer"]["gpu"] == "H100 SXM"
+    page = path.read_text()
+    assert "Fits on 1 x H100 SXM." in page and "Does not fit" not in page
+    (gpu,) = (one for one in found["gpus"] if one["gpu"] == "H100 SXM")
+    for value in (gpu["loaded"]["ttft_ms"], gpu["loaded"]["tpot_ms"]):
+        assert f"{value:,.4g}" in page
+    assert f"${gpu['dollars_per_million_output_tokens']:,.3g}" in page
