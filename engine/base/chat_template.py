@@ -58,9 +58,13 @@ def images_of(message: Message) -> list[Any]:
     """The images among the parts of a message, in their order: URLs, paths or pictures.
 
     Raises:
-        BadInput: a part that is no text and no image.
+        BadInput: no message, or a part that is no text and no image.
     """
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise BadInput(f"messages: {message!r} has no role: give role and content")
     content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise BadInput(f"messages: content {content!r}: give a text, or a list of parts")
     if not isinstance(content, list):
         return []
     return [source for part in content if (source := _image(part)) is not None]
@@ -68,7 +72,7 @@ def images_of(message: Message) -> list[Any]:
 
 def _image(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
+    if kind == "text" and isinstance(part.get("text"), str):
         return None
     named = part.get(kind) if kind in ("image", "image_url") else None
     if isinstance(named, Mapping):

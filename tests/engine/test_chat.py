@@ -69,6 +69,9 @@ def test_a_template_and_its_variables_are_given(llm: LLM) -> None:
     [
         ({"role": "tool", "content": "x"}, "template refuses them: no tools here"),
         ({"role": "user", "content": [{"type": "audio"}]}, "a part of type 'audio': give text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part of type 'text': give text"),
+        ({"role": "user", "content": 5}, "content 5: give a text, or a list of parts"),
+        ({"content": "x"}, "has no role"),
     ],
 )
 def test_what_cannot_be_said_is_refused(llm: LLM, message: Any, complaint: str) -> None:
