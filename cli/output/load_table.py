@@ -40,11 +40,12 @@ def _cells(device: DevicePlan, priced: bool, by_rate: bool) -> list[str]:
     if (load := device.load) is None:
         return [device.gpu, "-"]
     result, value = load.result, load.load.rate if by_rate else load.load.concurrency
+    amount = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     cost = device.dollars_per_million if priced else load.gpu_hours_per_million
     return [
         device.gpu,
         sizes(load.deployment),
-        f"{value:.4g}" if load.keeps_slo else f"< {value:.4g}",
+        amount if load.keeps_slo else f"< {amount}",
         _pair(result.ttft, 1e3),
         _pair(result.tpot, 1e3),
         rate(result.output_tokens_per_second),
@@ -60,7 +61,7 @@ def _caption(asked: PlannedLoad) -> str:
     if asked.dataset is not None:
         caption += f" in the mean, the lengths of {asked.dataset}"
     if asked.slo is not None:
-        limits = " ".join(f"{name}:{limit:g}ms" for name, limit in asked.slo.limits_ms.items())
+        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in asked.slo.limits_ms.items())
         caption += (
             f"; the highest load of which {asked.slo.share:.0%} of the requests keep {limits}"
         )

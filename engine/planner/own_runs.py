@@ -200,12 +200,11 @@ def _number(file: Path, values: Mapping[str, Any], name: str) -> Any:
 
 
 def _own_row(file: Path, row: Mapping[str, Any]) -> OwnRow:
-    return OwnRow(
-        **{
-            f.name: str(row[f.name]) if f.type == "str" else _number(file, row, f.name)
-            for f in fields(OwnRow)
-        }
-    )
+    values: dict[str, Any] = {
+        f.name: str(row[f.name]) if f.type == "str" else _number(file, row, f.name)
+        for f in fields(OwnRow)
+    }
+    return OwnRow(**values)
 
 
 def read_run(path: Path) -> MeasuredRun:

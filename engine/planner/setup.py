@@ -66,7 +66,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in dollars: per GPU-hour (None: as published), and per million input and output tokens of an API.
+    """Prices in dollars: per GPU-hour (None: as published), and per million tokens in and out of an API.
 
     `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it.
     """

@@ -215,4 +215,4 @@ def test_the_duty_cycle_counts_with_a_published_price(capsys: pytest.CaptureFixt
 def test_many_clients_are_counted_in_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--input-len", "8", "--output-len", "8", "--max-num-seqs", "12345", "--tp", "1")
     words = shown(capsys, "llama-3.2-1b", "--gpu", "b200", *options, "--slo", "ttft:1000000s")
-    assert "12,345 clients keep ttft:1000000000ms" in words
+    assert "12,345 clients keep ttft:1000000000ms" in words and "e+0" not in words
