@@ -49,7 +49,7 @@ def read_combinations(path: Path | None, flag: str) -> tuple[Combination, ...]:
         written = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"{flag} {path} is neither YAML nor JSON: {_one_line(error)}") from error
     if isinstance(written, Mapping):
         entries = [_named(path, flag, name, entry) for name, entry in written.items()]

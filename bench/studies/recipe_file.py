@@ -90,7 +90,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Node | None]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{path}{line}: not YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a date of month 13
         raise BadInput(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise BadInput(f"{path}: a recipe is a YAML mapping, not {type(values).__name__}")
@@ -145,7 +145,7 @@ def _value(text: str) -> Any:
     if text == "null" or text.startswith(("[", "{")):
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             return text
     return text
 

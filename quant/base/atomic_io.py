@@ -34,13 +34,14 @@ class TensorsByName(Protocol):
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Atomic write: a temporary file, fsynced and renamed into place on exit.
+    """Atomic write: a temporary file, fsynced and renamed into place on exit; missing folders are made.
 
     Raises:
         BadInput: the disk is full. An existing file is untouched.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             yield file
             file.flush()

@@ -43,6 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} is missing") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid JSON ({error}): it may be half-written") from error
+    except RecursionError as error:
+        raise BadInput(f"{path} is nested too deeply to be one of ours") from error
     if not isinstance(value, dict):
         raise BadInput(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
@@ -308,6 +309,8 @@ def _check_target(request: QuantizeRequest) -> None:
         raise BadInput(f"--target-bpw and --target-size belong to --method {' and '.join(known)}")
     if [request.target_bpw, request.target_bytes].count(None) != 1:
         raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
+    if request.target_bpw is not None and not math.isfinite(request.target_bpw):
+        raise BadInput(f"--target-bpw {request.target_bpw}: give bits per weight, such as 4.5")
     if request.bits is not None or request.overrides:
         raise BadInput(
             f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "

@@ -77,6 +77,7 @@ LINES = {
     "run bits.yaml": "--bits 9: method gptq has 2, 3, 4, 5, 6, 8",
     "run model.yaml": "no model 'nothere'",
     "compare nothere other": "nothere is missing",
+    "compare deep.json other": "deep.json is nested too deeply",
     "report nothere other": "nothere is missing",
     "deploy nothere": "no model 'nothere'",
     "kv-plan --model nothere": "no model 'nothere'",
@@ -91,6 +92,7 @@ FILES = {
     "bits.yaml": "name: a\nvariants: [{name: b, quantize: {method: gptq, bits: 9}}]\n",
     "key.yaml": "name: a\nmodle: b\nvariants: [{name: b}]\n",
     "model.yaml": "name: a\nmodel: nothere\nvariants: [{name: b}]\n",
+    "deep.json": "[" * 100_000,
 }
 RUN = """
 import contextlib, io, json, sys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 from llmopt.cli import main
-from llmopt.quant.base.atomic_io import check_output
+from llmopt.quant.base.atomic_io import check_output, write_atomically
 from llmopt.quant.base.errors import BadInput
 
 WORDS = (
@@ -51,6 +51,14 @@ def run(path: tuple[str, ...], option: str, where: Path) -> int | str | None:
     with pytest.raises(SystemExit) as stop:
         main.main([*path, option, str(where)])
     return stop.value.code
+
+
+def test_folders_that_the_check_takes_for_possible_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "there" / "page.md"
+    check_output(path, "--markdown", folder=False)
+    assert not path.parent.exists()
+    write_atomically(path, "text")
+    assert path.read_text() == "text"
 
 
 @pytest.mark.parametrize(("path", "option"), EVERY, ids=lambda part: "-".join(part) or part)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from llmopt.bench.studies.grid_plan import read_combinations
 from llmopt.bench.studies.recipe import steps_of
 from llmopt.bench.studies.recipe_file import line_of, read_recipe
 from llmopt.cli.main import run_guarded
@@ -76,6 +77,21 @@ def test_an_error_names_its_line(old: str, new: str, line: int, said: str, tmp_p
         read_recipe(str(path))
     assert f"bad.yaml, line {line}:" in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["name: 2024-13-45", f"name: {'[' * 5000}", b"\xff\xfe"], ids=["date", "depth", "bytes"]
+)
+def test_hostile_yaml_is_bad_input(text: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BadInput, match=r"bad\.yaml: not YAML"):
+        read_recipe(str(path))
+    with pytest.raises(BadInput, match=r"bad\.yaml"):
+        read_combinations(path, "--serve-params")
+    path.write_text(GOOD)
+    with pytest.raises(BadInput, match=r"--set bench\.num_prompts=\[2024-13-45\]"):
+        read_recipe(str(path), changes=["bench.num_prompts=[2024-13-45]"])
 
 
 def test_lines_of_values_and_of_what_is_missing() -> None:

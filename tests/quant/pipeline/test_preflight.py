@@ -262,6 +262,8 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
         ({"method": "auto", "target_bpw": 4.0, "bits": 4}, "leave --bits"),
         ({"method": "trellis", "target_bpw": 4.0, "bits": 4}, "leave --bits"),
         ({"method": "auto", "target_bpw": 1.0}, "the target is too small"),
+        ({"method": "auto", "target_bpw": float("nan")}, "--target-bpw nan: give bits"),
+        ({"method": "trellis", "target_bpw": float("inf")}, "--target-bpw inf: give bits"),
     ],
     ids=str,
 )
