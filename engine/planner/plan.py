@@ -72,7 +72,7 @@ class DevicePlan:
     prefill: StepTime | None
     prefill_bound: StepTime | None
     speculation: SpeculationGain | None
-    cost: Cost | None
+    cost: Cost | None = None
     evicted: EvictedCache | None = None
     encode_seconds: float | None = None
     load: LoadPlan | None = None
@@ -125,8 +125,11 @@ class DevicePlan:
 
     @property
     def tokens_per_second_bound(self) -> float | None:
-        """Output tokens per second while all sequences decode and none is prefilled."""
-        return None if self.decode is None else self.sequences / self.decode.seconds
+        """Output tokens per second while all sequences decode at their full context and none is prefilled."""
+        if self.decode is None:
+            return None
+        tpot = self.decode.seconds if self.speculation is None else self.speculation.tpot_seconds
+        return self.sequences / tpot
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,6 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         prefill=prefill,
         prefill_bound=prefill_bound,
         speculation=_speculation(expected, workload, setup, decode),
-        cost=_cost(expected, workload, setup, reserve, decode),
         evicted=solver.evicted(deployment, reserve),
         encode_seconds=None
         if workload.images is None or expected is None
@@ -285,7 +287,7 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
     if not (speed := plan.tokens_per_second):
         return plan
     dollars = setup.dollars_per_million(device, deployment.gpus, speed)
-    return replace(plan, dollars_per_million=dollars)
+    return replace(plan, dollars_per_million=dollars, cost=_cost(plan, workload, setup))
 
 
 def _engine_cache(
@@ -356,24 +358,19 @@ def _speculation(
     return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
 
 
-def _cost(
-    expected: Expectation | None,
-    workload: PlannedWorkload,
-    setup: Setup,
-    reserve: Reserve,
-    decode: StepTime | None,
-) -> Cost | None:
-    if setup.prices is None or setup.prices.gpu_hour is None or expected is None or decode is None:
+def _cost(plan: DevicePlan, workload: PlannedWorkload, setup: Setup) -> Cost | None:
+    prices, expected, speed = setup.prices, plan.expectation, plan.tokens_per_second_bound
+    if prices is None or prices.gpu_hour is None or expected is None or speed is None:
         return None
     prompt = workload.prompt_tokens
-    prefill = expected.prefill(prompt, reserve)
+    prefill = expected.prefill(prompt, plan.reserve, workload.cached_tokens)
     return cost_of(
-        setup.prices,
-        gpus=expected.deployment.gpus,
+        prices,
+        gpus=plan.deployment.gpus,
         input_tokens=prompt,
         output_tokens=workload.answer_tokens,
         input_tokens_per_second=prompt / prefill.seconds,
-        output_tokens_per_second=workload.sequences / decode.seconds,
+        output_tokens_per_second=speed,
     )
 
 

@@ -112,3 +112,20 @@ def test_a_plan_prices_its_requests() -> None:
     assert plan.cost.input_per_million < plan.cost.output_per_million
     assert (workload.prompt_tokens, workload.answer_tokens) == (3072, 1024)
     assert PlannedWorkload(4096).answer_tokens == 1024
+
+
+def test_draft_tokens_and_cached_prefixes_count_in_the_cost() -> None:
+    model, device, prices = find_model("llama-3.1-8b"), find_device("h100"), Prices(3.0)
+
+    def plan(prefix_share: float = 0.0, draft: Speculation | None = None) -> Any:
+        setup = Setup(prices=prices, speculation=draft)
+        work = PlannedWorkload(4096, 8, prefix_share=prefix_share)
+        return make_plan(model, BF16, work, [device], 1, setup=setup).devices[0]
+
+    plain, cached, drafted = plan(), plan(0.5), plan(draft=Speculation(4, 0.8))
+    assert cached.cost.input_per_million < 0.8 * plain.cost.input_per_million
+    assert cached.cost.output_per_million == plain.cost.output_per_million
+    gain = drafted.speculation.speedup
+    assert gain > 1.5
+    assert drafted.cost.output_per_million == pytest.approx(plain.cost.output_per_million / gain)
+    assert drafted.tokens_per_second_bound == pytest.approx(gain * plain.tokens_per_second_bound)
