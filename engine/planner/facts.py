@@ -61,22 +61,28 @@ def facts_of(path: Path) -> ModelFacts:
     if (file := gguf_file_of(path)) is not None:
         opened = GgufFile(file)
         config, tensors = stored_config(opened), opened.tensors.values()
+        num_parameters = _num_parameters(config)
         blocks = [tensor.type for tensor in tensors if tensor.type in GGUF_BLOCKS]
         kinds = blocks or [tensor.type for tensor in tensors if len(tensor.shape) > 1]
         weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
         stored_bytes = sum(tensor.nbytes for tensor in tensors)
     else:
         config = read_json(path / "config.json")
+        num_parameters = _num_parameters(config)  # refuses fields of a wrong kind
         weights, stored_bytes = _weights(config), stored_weight_bytes(path)
     text = config.get("text_config") or config
     context = text.get("max_position_embeddings")
     return ModelFacts(
         str(config.get("model_type")),
-        model_shape(config).num_parameters if has_table_rule(config) else None,
+        num_parameters,
         weights,
         stored_bytes,
         context if isinstance(context, int) else None,
     )
+
+
+def _num_parameters(config: Mapping[str, Any]) -> int | None:
+    return model_shape(config).num_parameters if has_table_rule(config) else None
 
 
 def _weights(config: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.engine.planner.facts import facts_of
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 from ...support.gguf_support import STORIES, write_model
@@ -48,3 +49,11 @@ def test_a_quantization_is_named(tmp_path: Path, stored: dict, weights: str) -> 
 def test_a_family_without_a_rule_has_no_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"}))
     assert facts_of(tmp_path).line == "bloom, bfloat16"
+
+
+@pytest.mark.parametrize("field", ["text_config", "quantization_config"])
+def test_a_field_of_a_wrong_kind_is_refused_by_name(tmp_path: Path, field: str) -> None:
+    config = json.loads((MODELS / "stories260K" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: "x"}))
+    with pytest.raises(BadInput, match=f"{field} is 'x' in the config"):
+        facts_of(tmp_path)
