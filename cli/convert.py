@@ -20,8 +20,8 @@ def convert(
         str,
         typer.Option(
             "--format",
-            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, quip or squeezellm; "
-            "hf: dequantized, a plain checkpoint that transformers loads.",
+            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, modelopt, quip or squeezellm,"
+            " or hf: dequantized, a plain checkpoint that transformers loads.",
         ),
     ],
     output: Annotated[
@@ -45,8 +45,7 @@ def convert(
     from ..quant.models import resolve_model, short_name
 
     is_plain = target == "hf"
-    if not is_plain:
-        check_format(target)
+    check_format(target, ["hf"])
     path = resolve_model(str(source), local=True)
     folder = output or Path(f"{short_name(source)}-{target}")
     check_output(folder, "--output", folder=True)

@@ -126,6 +126,9 @@ def main(argv: list[str] | None = None) -> None:
     )
 
 
+_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+
+
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; map exceptions to a line on stderr and an exit code."""
     from ..quant.base.errors import BadInput, Failure
@@ -150,10 +153,11 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if debug or error.errno not in _OF_PLACES:
             raise
         where = f" {error.filename}" if error.filename else ""
-        print(f"error: cannot write{where}: {error.strerror}", file=sys.stderr)
+        done = "open" if error.errno == errno.ENAMETOOLONG else "write"
+        print(f"error: cannot {done}{where}: {error.strerror}", file=sys.stderr)
         return 2
     except Exception as error:
         if debug or (complaint := _usage_complaint(error)) is None:

@@ -50,6 +50,7 @@ from .sequential import OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
 from .verdict import LimitVerdict, MeasuredVerdict, undecided_words
 
+NO_METRIC = "no metric has values in both runs"
 # What keeps a limit from being judged: a condition in which the runs differ, or a lack of evidence.
 Gap = Difference | str
 
@@ -125,14 +126,16 @@ def compare(
         return comparison
     comparison = replace(comparison, tasks=task_changes(base, new))
     gaps: list[Gap] = []
+    chosen = with_waiting(limits) or speed_limits(threshold)
+    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
+    comparison = replace(comparison, checks=checks)
     if failed := failure_words([base], [new]):
         if failed[0] is GateOutcome.REGRESSION:
             return conclude(comparison, [failed[1]], [])
         gaps.append(Difference(FAILURE, failed[1]))
-    chosen = with_waiting(limits) or speed_limits(threshold)
     measured = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
     reason = unusable(base, new)
-    speed = str(reason)
+    speed = str(reason or NO_METRIC)
     if measured and reason:
         gaps.insert(0, reason)
         measured = []
@@ -146,8 +149,7 @@ def compare(
     # By default a metric that the runs do not have, such as the TPOT of embeddings, is left out.
     gaps += unknown if limits else [why for why in unknown if not why.endswith(NO_VALUE)]
     notes = (*comparison.notes, *(design_notes(base, new) if deltas and not same else ()))
-    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
-    comparison = replace(comparison, deltas=deltas, checks=checks, notes=notes)
+    comparison = replace(comparison, deltas=deltas, notes=notes)
     said = kept_words(len(chosen))
     if not limits:
         said = f"no metric is {threshold:.1%} worse: a change of that size would show"
@@ -285,7 +287,7 @@ def conclude(
         decided_by += faults
     elif outcome is GateOutcome.NO_VERDICT:
         reasons = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
-        reasons = reasons or ("no metric has values in both runs",)
+        reasons = reasons or (NO_METRIC,)
         decided_by += [getattr(gap, "condition", str(gap)) for gap in gaps]
     return replace(
         comparison,

@@ -5,7 +5,7 @@ Nothing here imports torch: a request is checked by it before a model is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -346,13 +346,13 @@ def check_method(name: str) -> None:
     raise BadInput(f"unknown method {name!r}: {offer(name, sorted((*METHODS, AUTO)))}")
 
 
-def check_format(name: str) -> None:
-    """Raises BadInput for an unknown format; a method is answered with its option."""
-    if name in format_names():
+def check_format(name: str, others: Sequence[str] = ()) -> None:
+    """Raises BadInput for a name of no format, nor of `others`; a method is answered with its option."""
+    if name in (known := [*format_names(), *others]):
         return
     if name in METHODS:
         raise BadInput(f"unknown format {name!r}: {name} is a method: --method {name}")
-    raise BadInput(f"unknown format {name!r}: {offer(name, format_names())}")
+    raise BadInput(f"unknown format {name!r}: {offer(name, known)}")
 
 
 def formats_asked(asked: str | None) -> tuple[str, ...]:

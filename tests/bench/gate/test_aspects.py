@@ -100,6 +100,16 @@ def test_a_truncated_run_is_a_condition() -> None:
     assert found.conditions == found.decided_by == ("a failed or truncated run",)
 
 
+def test_failures_do_not_hide_a_broken_quality_limit() -> None:
+    base, new = run_of(STEADY), run_of(STEADY, name="new", kl=0.05)
+    new.result["failed"] = 50
+    found = compare(base, new, limits=parse_gate("output_throughput>=-5% kl<=0.02"))
+    verdicts = [(one.aspect, one.verdict) for one in found.aspects]
+    assert verdicts[:2] == [("speed", "regression"), ("quality", "regression")]
+    broken, failed = found.decided_by
+    assert broken == "KL from the reference ≤ 0.02" and failed.startswith("failed requests rose")
+
+
 def test_the_half_width_is_one_number() -> None:
     """The table had half of the interval, and the sentence the bound of the logarithm: ±53.7 % and ±74.6 %."""
     wild = [26.0 * factor for factor in (0.2, 4.0, 0.5, 2.5, 1.0)]
