@@ -36,10 +36,7 @@ def convert(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a quantized checkpoint to another format, or to plain weights.
-
-    Between formats it is lossless where their grids allow it.
-    """
+    """Convert a quantized checkpoint to another format, or to plain weights."""
     from ..quant.base.atomic_io import check_output
     from ..quant.methods.registry import check_format
     from ..quant.models import resolve_model, short_name

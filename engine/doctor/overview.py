@@ -46,6 +46,7 @@ EXTRAS = {
     "hub": "data sets of the Hugging Face hub",
     "mlflow": "bench reports to MLflow",
     "otel": "serve-local exports traces",
+    "silicon": "kv-plan --operators silicon",
     "wandb": "bench reports to Weights & Biases",
 }
 """Purpose of each extra of the distribution."""

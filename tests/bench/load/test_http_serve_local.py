@@ -108,7 +108,7 @@ def test_it_is_no_run_of_an_engine_in_process(url: str, tmp_path: Path, capsys) 
     assert first["llmopt"]["identity"][same] == second["llmopt"]["identity"][same]
     capsys.readouterr()
     assert llmopt("compare", b, a) == 3
-    assert "the targets differ" in capsys.readouterr().out
+    assert "not the same machine and its limits" in capsys.readouterr().out
 
 
 def test_the_server_refuses_a_wrong_model(url: str, tmp_path: Path) -> None:

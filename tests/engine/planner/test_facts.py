@@ -16,7 +16,7 @@ from ...support.gguf_support import STORIES, write_model
 def test_a_plain_checkpoint() -> None:
     facts = facts_of(STORIES)
     assert (facts.family, facts.weights, facts.context) == ("llama", "bfloat16", 512)
-    assert facts.stored_bytes == 2 * facts.num_parameters
+    assert facts.num_parameters and facts.stored_bytes == 2 * facts.num_parameters
 
 
 def test_a_gguf_file_says_its_mix(tmp_path: Path) -> None:

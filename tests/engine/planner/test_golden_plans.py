@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.cli.main import main
+from llmopt.cli.output.console import stdout
 
 FOLDER = Path(__file__).with_name("golden")
 PLANS = {
@@ -30,7 +31,7 @@ def test_a_plan_says_what_it_said(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(stdout, "_width", 100)
     with pytest.raises(SystemExit) as stop:
         main(["kv-plan", *PLANS[name], *(["--json"] if form == "json" else [])])
     assert stop.value.code == 0
