@@ -11,7 +11,7 @@ import typer
 
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
-from ..engine.server.protocol.serving_options import ServedModelOptions
+from ..engine.server.protocol.server_options import ServedModelOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models

@@ -139,7 +139,7 @@ def _report(
     judged: Judged, options: BenchOptions, result: ResultOptions, trackers: Sequence[Tracker]
 ) -> Path:
     """Write the run, and its baseline if it was measured too; log and print the run."""
-    from ..bench.record.run_folder import stamped
+    from ..bench.record.result import stamped
     from ..bench.record.tracking import of_result
     from ..bench.session.run_sessions import write_run
     from .output.bench_tables import show_run, track

@@ -119,7 +119,7 @@ def _planned(
     """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
     from dataclasses import replace
 
-    from ..bench.record.run_folder import stamped
+    from ..bench.record.result import stamped
     from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
     from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput

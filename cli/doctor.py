@@ -48,7 +48,7 @@ def doctor(
     findings = _findings(asks_torch=everything or as_json, renew=renew)
     health = None
     if bool(findings.get("cuda")) if self_test is None else self_test:
-        from ..bench.machine.ceilings import check_health
+        from ..bench.machine.roofline import check_health
 
         health = check_health()
     findings["health"] = health

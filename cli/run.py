@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..bench.studies.recipe import Recipe
-    from ..bench.studies.recipe_results import Stages
+    from ..bench.studies.recipe_files import Stages
     from ..quant.base.progress import Progress
 
 
@@ -73,7 +73,7 @@ def run(
         return
     _check_models(steps)  # before torch is imported
 
-    from ..bench.studies.recipe_results import Stages
+    from ..bench.studies.recipe_files import Stages
 
     _run(stages or Stages.begin(folder.folder(steps.name), steps), as_json)
 
@@ -139,8 +139,7 @@ def _wanted(
     recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
 ) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
-    from ..bench.studies.recipe_file import read_recipe
-    from ..bench.studies.recipe_results import Stages
+    from ..bench.studies.recipe_files import Stages, read_recipe
     from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.config.config import EngineConfig
-from ..engine.server.protocol.server_options import ServerOptions
-from ..engine.server.protocol.serving_options import HandoverOptions, ServingOptions
+from ..engine.server.protocol.server_options import HandoverOptions, ServerOptions, ServingOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_config, with_options
 from .options.shared import ModelOptions, check_models

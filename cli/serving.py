@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..engine.server.protocol.serving_options import ServedModelOptions
+from ..engine.server.protocol.server_options import ServedModelOptions
 from .options.command import Words, shown_name
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def server_options(words: Words, *, is_loopback: bool) -> ServerOptions:
     """
     from ..engine.server.protocol.server_options import ServerOptions
     from ..engine.server.requests.keys import KeyRing
+    from ..engine.server.requests.observe import check_tracing
     from ..engine.server.requests.reload import open_context
-    from ..engine.server.requests.tracing import check_tracing
     from ..quant.base.errors import BadInput
     from ..quant.base.option import keywords_of_words
 

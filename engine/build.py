@@ -55,9 +55,8 @@ from .planner.cache_size import (
     StateSlots,
     size_states,
 )
-from .scheduling.block_pool import BlockPool
+from .scheduling.block_pool import BlockPool, PrefixCache
 from .scheduling.extensions import SwapSpace
-from .scheduling.prefix_cache import PrefixCache
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.state_pool import StatePool

@@ -23,8 +23,7 @@ from .base.sampling_params import MAX_LOGPROBS, SamplingParams
 from .config.config import EngineConfig
 from .engine import Engine
 from .multimodal.open import ImagePrompt, prepare_prompt
-from .scheduling.detokenizer import IncrementalDetokenizer
-from .scheduling.outputs import Completion, GenerationResult, RequestOutput
+from .scheduling.outputs import Completion, GenerationResult, IncrementalDetokenizer, RequestOutput
 
 Prompt = str | Sequence[int] | ImagePrompt | Mapping[str, Any]
 

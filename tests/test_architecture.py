@@ -18,7 +18,7 @@ TORCH_FREE = (
     "engine.scheduling",
     "engine.base.sampling_params",
     "engine.base.units",
-    "engine.scheduling.detokenizer",
+    "engine.scheduling.outputs",
     "engine.planner",
     "engine.planner.catalog",
     "engine.probe.facts",

@@ -33,7 +33,7 @@ from llmopt.bench.quality.summary import FORMULAS, summarize
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import module_scheme, quantized_modules, read_quantized
+from llmopt.quant.formats.registry import module_scheme, quantized_modules, read_quantized
 from llmopt.quant.methods.options import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint

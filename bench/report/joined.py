@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
-from ..gate.run_conditions import unusable
+from ..gate.compare import unusable
 from ..page.page import Figure, Page, ReportVerdict
 from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes

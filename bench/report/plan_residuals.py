@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
-from ...engine.planner.kv_dtypes import OF_ENGINE
 from ...engine.planner.own_runs import OwnRow
 from ...engine.planner.plan_json import WrittenPlan, read_plan
 from ..metrics.trace import LoadPass, RequestTrace

@@ -10,8 +10,7 @@ from ..metrics.run_statistics import STEADY_FORMULAS
 from ..page.page import MISSING, Page, ReportTable, ReportVerdict, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..page.templates import page_of
-from ..record.result import to_json
-from ..record.run_folder import atomic_folder
+from ..record.result import atomic_folder, to_json
 from .figures import captioned
 from .parts import write_page
 

@@ -23,16 +23,15 @@ from ..machine.roofline import memory_part, place_on_roofline
 from ..metrics.run_statistics import phases
 from ..metrics.trace import LoadPass, in_pass, step_trace_part
 from ..options.options import BenchOptions
-from ..quality.sections import recorded_layer_errors
 from ..record.identity import conversations_part, engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
+from ..report.parts import recorded_layer_errors
 from ..report.plan_residuals import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload
 from .quality import quality_passage, score_quality
-from .run_progress import LOAD, QUALITY, REPORT, RunProgress
-from .session import BenchSession
+from .session import LOAD, QUALITY, REPORT, BenchSession, RunProgress
 from .task_backends import EngineBackend
 from .tasks import check_template, prepare_tasks
 

@@ -20,8 +20,7 @@ from ..record.identity import conversations_part, identity_part
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..workloads.datasets import build_workload, resolved_options
 from .quality import ScoredQuality, score_served
-from .run_progress import LOAD, QUALITY
-from .session import BenchSession
+from .session import LOAD, QUALITY, BenchSession
 from .task_backends import ServedBackend
 from .tasks import check_template, prepare_tasks
 

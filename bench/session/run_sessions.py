@@ -24,18 +24,17 @@ from ..record.result import (
     RESULT_NAME,
     BenchRun,
     RunData,
+    atomic_folder,
     plain,
     to_json,
     write_requests,
     write_requests_csv,
 )
-from ..record.run_folder import atomic_folder
 from ..report.run_report import write_report
 from .engine_session import EngineSession
 from .http_session import HttpSession
 from .pass_turns import PassTurns
-from .run_progress import RunProgress
-from .session import BenchSession
+from .session import BenchSession, RunProgress
 
 ENVIRONMENT_NAME = "environment.json"
 

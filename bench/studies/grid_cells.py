@@ -18,8 +18,7 @@ from ...quant.model.checkpoint import read_json
 from ..load.started_server import is_ready, served
 from ..metrics.metrics import FORMULAS as METRIC_FORMULAS
 from ..options.options import BenchOptions
-from ..record.result import RESULT_NAME, BenchRun, to_json
-from ..record.run_folder import atomic_file
+from ..record.result import RESULT_NAME, BenchRun, atomic_file, to_json
 from ..session.run_sessions import run_bench, write_run
 from .grid_plan import Cell, GridPlan, flat, spec_differences
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...quant.base.errors import BadInput
 from ..gate.limits import COUNTED, MEASURED, SCORED
 from ..record.comparable import series_identity
-from ..record.result import read_result
-from ..record.run_folder import atomic_file
+from ..record.result import atomic_file, read_result
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -23,8 +23,11 @@ from pydantic import (
 from ...engine.base.units import parse_bytes
 from ...engine.config.config import EngineConfig
 from ...engine.deploy.engine_commands import server_command
-from ...engine.server.protocol.server_options import ServerOptions
-from ...engine.server.protocol.serving_options import HandoverOptions, ServedModelOptions
+from ...engine.server.protocol.server_options import (
+    HandoverOptions,
+    ServedModelOptions,
+    ServerOptions,
+)
 from ...quant.base.errors import BadInput
 from ...quant.base.option import options_of, words_of
 from ...quant.methods.options import MethodOptions

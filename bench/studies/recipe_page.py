@@ -27,7 +27,7 @@ from ..report.figures import (
 from ..report.parts import named_notes, report_page
 from ..report.sweep import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
-from .recipe_results import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
+from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
 
 HEADER = (
     "model",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
-from ...engine.planner.kv_dtypes import OF_ENGINE
 from ...engine.planner.plan_json import WrittenPlan, plan_as_dict, read_plan
 from ...engine.planner.plan_request import PlanRequest, plan_for
 from ...quant.base.atomic_io import write_atomically
@@ -35,8 +35,8 @@ from ..report.sweep import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
+from .recipe_files import CapacityRun, RecipeRun, Stages, VariantRun
 from .recipe_page import recipe_page
-from .recipe_results import CapacityRun, RecipeRun, Stages, VariantRun
 
 SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.xml"
 

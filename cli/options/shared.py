@@ -81,7 +81,7 @@ class FolderOptions:
 
     def folder(self, name: str) -> Path:
         """The folder of the run of that name."""
-        from ...bench.record.run_folder import stamped
+        from ...bench.record.result import stamped
 
         return self.output or stamped(self.result_dir, name)
 

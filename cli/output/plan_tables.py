@@ -9,13 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ...engine.base.units import format_gib, format_tokens
-from ...engine.planner.kv_dtypes import kv_dtype
+from ...engine.planner.cache_size import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
 from ...engine.planner.weights import weight_bytes
 from ...engine.probe.facts import PARTS
 from .console import emit_json, table_of
-from .load_table import loads_table, rate
-from .plan_answer import answer_lines, counted
+from .plan_answer import answer_lines, counted, loads_table, rate
 
 if TYPE_CHECKING:
     from fractions import Fraction

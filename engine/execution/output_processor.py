@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.sampling_params import SamplingParams
-from ..scheduling.detokenizer import CompletionText, text_decoder
-from ..scheduling.outputs import RequestOutput, TokenLogprobs
+from ..scheduling.outputs import CompletionText, RequestOutput, TokenLogprobs, text_decoder
 from ..scheduling.request import Request, Token
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_plan import StepPlan

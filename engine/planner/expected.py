@@ -22,7 +22,6 @@ from .devices import Device
 from .load import SteadyState
 from .memory import Deployment, Reserve
 from .operator_tables import tables_for
-from .own_rows import OwnRows, level
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
 from .step_model import (
@@ -37,6 +36,8 @@ from .step_parameters import (
     BESIDE_TABLES,
     FITTED,
     Deployed,
+    OwnRows,
+    level,
     measured_parameters,
     parameter_file,
     resolve,

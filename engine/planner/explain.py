@@ -9,9 +9,9 @@ from fractions import Fraction
 
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
+from .cache_size import kv_dtype
 from .engine_rules import RULES, CacheKnobs
 from .expected import UNKNOWN
-from .kv_dtypes import kv_dtype
 from .memory import SAMPLER_COPIES
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape, cache_line

@@ -19,10 +19,9 @@ from .devices import Device
 from .expected import Expectation
 from .load import SteadyState
 from .memory import Deployment
-from .own_rows import OwnRows, level
 from .setup import Setup
 from .speed import Efficiency
-from .step_parameters import shared_value
+from .step_parameters import OwnRows, level, shared_value
 
 Deployable = tuple[str, str]
 """Names of a model and of its weights."""

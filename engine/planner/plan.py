@@ -13,6 +13,7 @@ from .cache_size import (
     CacheRequest,
     CacheSize,
     KvCacheBudget,
+    kv_dtype,
     size_cache,
     size_states,
 )
@@ -20,7 +21,6 @@ from .catalog import PlannedModel
 from .devices import Device, HourPrice
 from .engine_rules import RULES, engine_rule, resident_tokens
 from .expected import UNKNOWN, ErrorBand, Expectation, fitted_efficiency
-from .kv_dtypes import kv_dtype
 from .load import SteadyState
 from .load_plan import LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable

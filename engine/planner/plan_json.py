@@ -13,12 +13,12 @@ from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ...quant.model.checkpoint import read_json
 from ..probe.facts import PARTS
+from .cache_size import kv_dtype
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
 from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
 from .images import ImageLoad
-from .kv_dtypes import kv_dtype
 from .load import PlannedLoad, SteadyState
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve

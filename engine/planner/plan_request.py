@@ -11,12 +11,11 @@ from ..base.slo import required_slo
 from ..base.units import parse_bytes, parse_size, parse_tokens
 from ..config.config import EngineConfig
 from ..config.plan_request import PlanRequest
-from .cache_size import DEFAULT_BLOCK_SIZE
+from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices
 from .engine_rules import engine_rule
 from .images import image_load, probed_image_tokens
-from .kv_dtypes import kv_dtype
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
 from .own_runs import MeasuredRun, own_rows, read_runs, together
 from .plan import DeploymentPlan, make_plan

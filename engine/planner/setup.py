@@ -12,15 +12,19 @@ from math import inf
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ..scheduling.kv_eviction import KvEviction
-from .cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, KvCacheBudget
+from .cache_size import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    KvCacheBudget,
+    kv_dtype,
+)
 from .devices import Device, HourPrice
 from .engine_rules import engine_rule
 from .images import ImageLoad
-from .kv_dtypes import kv_dtype
 from .load import PlannedLoad
 from .memory import Reserve
-from .own_rows import OwnRows
 from .speed import Efficiency
+from .step_parameters import OwnRows
 from .weights import WeightRecipe
 
 # Default fraction of the context that is output, the rest is prompt.

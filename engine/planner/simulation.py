@@ -15,8 +15,7 @@ from math import ceil, inf
 from typing import NamedTuple, Protocol
 
 from ..base.sampling_params import SamplingParams
-from ..scheduling.block_pool import BlockPool
-from ..scheduling.prefix_cache import PrefixCache
+from ..scheduling.block_pool import BlockPool, PrefixCache
 from ..scheduling.request import Request, RequestTimes
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig

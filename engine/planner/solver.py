@@ -10,9 +10,9 @@ from typing import Literal
 
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
+from .cache_size import kv_dtype
 from .devices import Device
 from .engine_rules import engine_rule
-from .kv_dtypes import kv_dtype
 from .memory import Deployment, EvictedCache, Reserve
 from .setup import PlannedWorkload, Setup
 from .weights import WeightRecipe, recipe_for

@@ -3,6 +3,12 @@
 A parameter is a value times the factor of each tag of a deployment: its engine, GPU generation, weight dtype,
 attention, parallelism. What was not measured has no factor and takes the shared physics. A correction is what
 remains of a model in an engine and a weight format (and of a version), shrunk by how few rows it rests on.
+
+Rows of the machine that a plan is for correct it further, and narrow its error band. A prediction's error is
+the deployment's, which all its loads share, and the load's own. Before anything is measured, half of a band's
+variance counts for either. Rows then move the level, shrunk by one row of no error, and their spread takes
+the place of the load's share, which counts as one row too. `python -m tools.plan_error` prints what this does
+to the held-out deployments.
 """
 
 from __future__ import annotations
@@ -11,8 +17,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from math import exp, log2
+from math import exp, log, log2, sqrt
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
 
 TYPICAL_LOAD = {"prompt": 2048, "answer": 1024, "clients": 32}
@@ -125,3 +132,55 @@ def measured_parameters(
         values[name] = entry["value"] if shared else shares.get(quantity, 0.0)
     values |= {"layer.seconds": layer_seconds, "load.fixed": 0.0}
     return StepParameters(values, source=source)
+
+
+PRIOR_ROWS = 1
+"""Rows of no error that a level is shrunk by: what equal shares of the variance mean."""
+_QUANTILE = NormalDist().inv_cdf(0.95)
+
+Factors = tuple[float, float]
+"""Lowest and highest factor on a prediction that held 90 % of the measurements."""
+
+
+def level(logs: tuple[float, ...]) -> float:
+    """Logarithm of the correction by logarithms of measured / predicted."""
+    return sum(logs) / (PRIOR_ROWS + len(logs))
+
+
+def narrowed(prior: Factors, logs: tuple[float, ...], applied: float) -> Factors:
+    """Factors on a prediction that was corrected by `applied`, with rows of measured / predicted before that
+    in logarithms. Without a row it is the prior."""
+    low, high = map(log, prior)
+    variance = ((high - low) / (2 * _QUANTILE)) ** 2
+    centre = ((low + high) / 2 + sum(logs)) / (PRIOR_ROWS + len(logs)) - applied
+    mean = fmean(logs) if logs else 0.0
+    spread = sum((one - mean) ** 2 for one in logs)
+    own = (variance / 2 + spread) / max(1, len(logs))
+    half = _QUANTILE * sqrt(own * (1 + 1 / (PRIOR_ROWS + len(logs))))
+    return exp(centre - half), exp(centre + half)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Rows of one machine in logarithms of measured / predicted, of throughput of what the other two, once
+    corrected, predict. They count for plans of that GPU and engine. `of_model`: they are of the planned
+    model; else a row is another model."""
+
+    gpu: str
+    engine: str
+    tpot: tuple[float, ...]
+    ttft: tuple[float, ...]
+    throughput: tuple[float, ...]
+    of_model: bool
+
+    @property
+    def text(self) -> str:
+        """Their number in words."""
+        count = len(self.tpot)
+        rows = "1 row" if count == 1 else f"{count} rows"
+        return f"{rows} of this machine{'' if self.of_model else ', of other models'}"
+
+    def band(self, measure: str, prior: Factors) -> Factors:
+        """The prior band of a measure, narrowed."""
+        logs = getattr(self, measure)
+        return narrowed(prior, logs, 0.0 if measure == "throughput" else level(logs))

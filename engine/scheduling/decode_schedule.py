@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
-from .block_pool import BlockPool
-from .prefix_cache import PrefixCache
+from .block_pool import BlockPool, PrefixCache
 from .request import Request, Token
 from .step_plan import DecodeBatch, DecodeRows, ScheduledRow
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...quant.base.errors import BadInput
-from .block_pool import BlockPool
+from .block_pool import BlockPool, PrefixCache
 from .extensions import SchedulerExtension
-from .prefix_cache import PrefixCache
 from .request import Request
 from .step_plan import Compaction, ScheduledRow, StepPlan
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .block_pool import NULL_BLOCK, BlockPool, evict_blocks
+from .block_pool import NULL_BLOCK, BlockPool, PrefixCache, evict_blocks
 from .decode_schedule import DecodeSchedule, is_decode_batch
 from .extensions import SchedulerExtension, SwapSpace
 from .kv_eviction import Compactor
-from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import (
     SchedulerConfig,

@@ -28,9 +28,8 @@ from .protocol.server_options import ServerOptions
 from .requests.keys import KeyRing, warn_if_readable
 from .requests.loop import EngineLoop
 from .requests.middleware import HeadMiddleware, RequestMiddleware
-from .requests.observe import ObservingMiddleware
+from .requests.observe import ObservingMiddleware, Tracing
 from .requests.reload import Reloadable, Reloader
-from .requests.tracing import Tracing
 
 EXPOSED_HEADERS = (
     "x-request-id",

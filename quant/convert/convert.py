@@ -21,7 +21,15 @@ from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme
 from ..families.registry import type_of
-from ..formats.registry import FORMATS, completed_config, config_files
+from ..formats.registry import (
+    FORMATS,
+    checkpoint_format,
+    completed_config,
+    config_files,
+    quantized_modules,
+    read_quantized,
+    tensor_names,
+)
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
 from ..kinds.base.format import KV_SCALES, WeightFormat
@@ -48,7 +56,6 @@ from ..plan.manifest import (
 )
 from ..plan.selection import Shapes
 from .plain import PLAIN, dequantize_checkpoint, write_shards
-from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay

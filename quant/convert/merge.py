@@ -21,13 +21,13 @@ import torch
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
+from ..formats.registry import quantized_modules
 from ..model.checkpoint import Checkpoint
 from ..models import short_name
 from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import to_json
 from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
 from .plain import DTYPES, plain_tensors, write_plain
-from .read import quantized_modules
 
 RECORD_NAME = "merge.json"
 _UNFINISHED = ".merging"

@@ -14,13 +14,19 @@ from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_t
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..families.registry import type_of
+from ..formats.registry import (
+    checkpoint_format,
+    module_scheme,
+    quantized_modules,
+    read_quantized,
+    tensor_names,
+)
 from ..kinds.base.format import KV_SCALES
 from ..kinds.registry import scheme_record
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..models import short_name
 from ..plan.journal import weight_digests
 from ..plan.manifest import Conversion, to_json
-from .read import checkpoint_format, module_scheme, quantized_modules, read_quantized, tensor_names
 
 PLAIN = "hf"
 """The plain checkpoint among the formats that `convert` writes."""

@@ -15,7 +15,13 @@ import numpy as np
 
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
-from ..formats.registry import READERS
+from ..formats.registry import (
+    READERS,
+    checkpoint_format,
+    module_scheme,
+    quantized_modules,
+    tensor_names,
+)
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..kinds.ggml.formats import read_gguf_headers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
@@ -25,7 +31,6 @@ from ..plan.journal import sha256_of_file
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.selection import HEAD
 from ..stream.kv_scales import kv_heads
-from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
 
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"

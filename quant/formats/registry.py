@@ -1,4 +1,7 @@
-"""Weight formats and their second readers, by name: those of single kinds, and those that hold several."""
+"""Weight formats and their second readers, by name, and reading quantized weights of any of them.
+
+Some formats hold a single kind, others several. The engine's loader reads by `read_quantized` too.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
+from ..base.scheme import Scheme
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import Reader, storage_of
+from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import SCHEMES
+from ..model.checkpoint import Checkpoint
 from .bitsandbytes import BitsAndBytesFormat, read_bitsandbytes
 from .compressed_tensors import CompressedTensorsFormat, read_compressed_tensors
 from .modelopt import ModelOptFormat, read_modelopt
@@ -55,3 +61,90 @@ def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any
 def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A `quantization_config` with what it says of the shards in its folder, for formats that list them."""
     return format_of(quantization_config).completed_config(quantization_config, folder)
+
+
+_CODES = ("I8", "U8", "F8_E4M3")  # dtypes that only quantized weights have
+
+
+def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
+    """The weight format of a quantized checkpoint.
+
+    Raises:
+        BadInput: the checkpoint is not quantized, or in a way that is not supported.
+    """
+    config = checkpoint.quantization_config
+    if config is None:
+        raise BadInput(f"{checkpoint.path} is not quantized: its config has no quantization_config")
+    try:
+        return format_of(config)
+    except BadInput as error:
+        raise BadInput(f"{checkpoint.path}: {error}") from error
+
+
+def quantized_modules(checkpoint: Checkpoint) -> set[str]:
+    """Names of the quantized linears; empty for an unquantized checkpoint.
+
+    The files decide: a module that the config ignores has a plain weight.
+
+    Raises:
+        BadInput: an unknown `quant_method`, an unsupported scheme, or a config that declares
+            quantized weights where the files hold none.
+    """
+    if checkpoint.quantization_config is None:
+        return set()
+    weight_format = checkpoint_format(checkpoint)
+    modules = {
+        name.removesuffix(marker)
+        for marker in weight_format.markers
+        for name in checkpoint.names
+        if name.endswith(marker)
+    }
+    if not modules:
+        marker_list = " or ".join(repr(marker) for marker in weight_format.markers)
+        raise BadInput(
+            f"{checkpoint.path} says quant_method {weight_format.name!r}, but no tensor in it ends "
+            f"in {marker_list}"
+        )
+    module_scheme(checkpoint, min(modules))
+    _refuse_codes_without_scales(checkpoint, modules)
+    return modules
+
+
+def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> None:
+    """Raises BadInput for quantized weights without scales."""
+    for name in checkpoint.names:
+        module = name.removesuffix(".weight")
+        if module != name and module not in modules and checkpoint.dtype_name(name) in _CODES:
+            raise BadInput(
+                f"{checkpoint.path}: {name} holds {checkpoint.dtype_name(name)} codes, but its "
+                "scales are missing: the checkpoint is incomplete"
+            )
+
+
+def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
+    """The scheme of a quantized module, from the config.
+
+    Raises:
+        BadInput: a scheme that cannot be read here.
+    """
+    weight_format = checkpoint_format(checkpoint)
+    try:
+        return weight_format.scheme(checkpoint.quantization_config or {}, module)
+    except BadInput as error:
+        raise BadInput(f"{checkpoint.path}: {error}") from error
+
+
+def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
+    """Names of the tensors that store a quantized module's weight (without the bias)."""
+    names = {module + suffix for suffix in checkpoint_format(checkpoint).suffixes}
+    return names.intersection(checkpoint.names)
+
+
+def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
+    """The packed weight of one module, as a `QuantizedTensor`.
+
+    Raises:
+        BadInput: a tensor is missing, or its shape contradicts the config.
+    """
+    weight_format = checkpoint_format(checkpoint)
+    return weight_format.unpack(module, checkpoint, checkpoint.quantization_config or {})

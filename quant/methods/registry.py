@@ -15,9 +15,8 @@ from ..base.errors import BadInput
 from ..base.option import flag_of, offer, options_of
 from ..base.scheme import SUPPORTED_BITS, Scheme
 from ..kinds.registry import format_names
-from . import schemes
-from .options import MethodOptions, SchemeOptions, refuse_options
-from .schemes import BlockFloat, Codebook, Integers
+from . import options
+from .options import BlockFloat, Codebook, Integers, MethodOptions, SchemeOptions, refuse_options
 
 if TYPE_CHECKING:
     from .base import LayerProblem, LayerResult
@@ -249,7 +248,7 @@ METHODS: dict[str, Method] = {
         Method(
             "smoothquant",
             "compressed-tensors",
-            schemes.smoothquant,
+            options.smoothquant,
             ("bits", "group_size", "activations"),
             8,
             (8,),
@@ -292,14 +291,14 @@ METHODS: dict[str, Method] = {
         Method(
             "int8",
             "bitsandbytes",  # for LLM.int8(); it does not store plain int8
-            schemes.int8,
+            options.int8,
             ("bits", "group_size", "outlier_threshold"),
             8,
             (8,),
             ranged=True,
         ),
         # The format holds blocks alone, not the other granularities.
-        Method("fp8", "fp8", schemes.fp8, ("bits", "granularity", "activations"), 8, (8,)),
+        Method("fp8", "fp8", options.fp8, ("bits", "granularity", "activations"), 8, (8,)),
         _codebook("nf4", scheme_of=Codebook("nf4"), copies=5.0),
         _codebook("fp4", scheme_of=Codebook("fp4")),
         _block_float("nvfp4", scheme_of=BlockFloat("nvfp4")),
@@ -319,7 +318,7 @@ METHODS: dict[str, Method] = {
         Method(
             "squeezellm",
             "squeezellm",
-            schemes.squeezellm,
+            options.squeezellm,
             ("bits", "sparse_fraction"),
             widths=_TABLES,
             module="squeezellm",
@@ -328,9 +327,9 @@ METHODS: dict[str, Method] = {
             **_calibrated,
         ),
         _transformed(
-            "trellis", "exl3", schemes.trellis, bits=3, widths=tuple(range(1, 9)), by_target=True
+            "trellis", "exl3", options.trellis, bits=3, widths=tuple(range(1, 9)), by_target=True
         ),
-        _transformed("quip", "quip", schemes.quip, bits=2, widths=(2, 3, 4)),
+        _transformed("quip", "quip", options.quip, bits=2, widths=(2, 3, 4)),
     )
 }
 

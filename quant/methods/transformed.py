@@ -18,10 +18,14 @@ import torch
 
 from ..base.device import temporaries_kept
 from ..base.errors import BadInput, first_line
-from ..kinds.base.incoherence import fitted_scales
+from ..kinds.base.incoherence import (
+    TransformedGrid,
+    TransformedKind,
+    TransformedTensor,
+    fitted_scales,
+)
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import require_finite, require_scales
-from ..kinds.base.transformed import TransformedGrid, TransformedKind, TransformedTensor
 from .base import LayerProblem, LayerResult
 from .error_feedback import asymmetric_shift, feedback, rounding_order, solve
 from .gptq import StageWork, quantize_stages, unusable

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 from ..kinds.base.grid import Grid
+from ..kinds.base.incoherence import TransformedTensor
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.base.transformed import TransformedTensor
 from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
 from .sign_descent import TunedRounding

@@ -9,8 +9,7 @@ import pytest
 import typer.main
 from llmopt.cli import main, serve_local
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.protocol.serving_options import ServingOptions
+from llmopt.engine.server.protocol.server_options import ServerOptions, ServingOptions
 
 Served = tuple[EngineConfig, ServerOptions, ServingOptions]
 

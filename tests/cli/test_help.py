@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from llmopt.cli import main
 from llmopt.cli.options.command import MOST_SHOWN
-from llmopt.cli.output.examples import EXAMPLES
+from llmopt.cli.output.help_screen import EXAMPLES
 
 ROOT: Any = typer.main.get_command(main.application())
 MOST_COMMON = 20

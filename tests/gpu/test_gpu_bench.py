@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.machine.ceilings import copy_bandwidth
+from llmopt.bench.machine.roofline import copy_bandwidth
 
 from tools import gpu_bench
 from tools.gpu import peers

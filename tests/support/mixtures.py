@@ -12,11 +12,10 @@ from typing import Any
 import pandas as pd
 import torch
 from llmopt.quant.base.progress import Silent
-from llmopt.quant.pipeline.allocate import Allocation, Choice
 from llmopt.quant.pipeline.cached_calibration import StatisticsFolder
 from llmopt.quant.pipeline.candidates import Search, search_of
 from llmopt.quant.pipeline.divergence import divergences
-from llmopt.quant.pipeline.mixed_precision import measure_choices, schemes_of
+from llmopt.quant.pipeline.mixed_precision import Allocation, Choice, measure_choices, schemes_of
 from llmopt.quant.pipeline.pipeline import prepare
 from llmopt.quant.pipeline.sensitivity import Sensitivities
 from llmopt.quant.pipeline.stages import Session

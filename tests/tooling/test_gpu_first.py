@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.bench.machine.ceilings import copy_bandwidth
+from llmopt.bench.machine.roofline import copy_bandwidth
 from llmopt.engine.doctor.self_test import KernelFinding as SelfTested
 from llmopt.engine.kernels.common.verdicts import VARIABLE
 

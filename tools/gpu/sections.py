@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.machine.ceilings import copy_bandwidth, matmul_flops
+from llmopt.bench.machine.roofline import copy_bandwidth, matmul_flops
 from llmopt.engine.planner.speed import decode_step_bytes, prefill_flops
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.kinds.fp8.scheme import FloatScheme

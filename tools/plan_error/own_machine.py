@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llmopt.engine.planner.expected import MEASURES, error_band, narrowed_band
-from llmopt.engine.planner.own_rows import OwnRows, level
+from llmopt.engine.planner.step_parameters import OwnRows, level
 
 from .report import Judged, bands
 from .rows import Row

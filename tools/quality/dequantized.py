@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.model.checkpoint import Checkpoint
 from safetensors.torch import save_file
 

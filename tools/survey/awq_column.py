@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.convert.verify import verify
+from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import with_experts_apart

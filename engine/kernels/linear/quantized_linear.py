@@ -35,7 +35,12 @@ from .library_linear import (
     MARLIN_GPUS,
     MARLIN_WEIGHTS,
     DeepGemmLinear,
+    Int4PackLinear,
+    Int8MatmulLinear,
+    Int8PackLinear,
     MarlinLinear,
+    TiledDequantLinear,
+    VectorwiseLinear,
     refuses_deep_gemm,
     refuses_dtype,
     refuses_marlin,
@@ -47,13 +52,6 @@ from .native_linear import (
     PackedOutlierLinear,
     native_linear,
     wants_8_bit_inputs,
-)
-from .torch_linear import (
-    Int4PackLinear,
-    Int8MatmulLinear,
-    Int8PackLinear,
-    TiledDequantLinear,
-    VectorwiseLinear,
 )
 from .triton_packed_weight import pack_weight, piece_of, refuses_packing
 

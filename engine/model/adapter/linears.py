@@ -11,8 +11,8 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ....quant.base.errors import BadInput, first_line
-from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
 from ....quant.families.registry import type_of
+from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint

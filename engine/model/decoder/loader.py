@@ -24,16 +24,16 @@ from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import LinearSite, Projection
 from ..layers.spec import LoadingOptions, ModelSpec
-from .decoder import DecoderWeights
-from .expert_loader import load_mixture
-from .layer import (
+from .decoder import (
     AltUpLayer,
     Attention,
     DecoderLayer,
+    DecoderWeights,
     Layer,
     SingleLayer,
     StateMixer,
 )
+from .expert_loader import load_mixture
 from .part_loaders import (
     load_altup,
     load_embedding,

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from ....quant.base.errors import BadInput
-from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
 from ....quant.families.config import complete, current_names, is_classifier
 from ....quant.families.registry import all_families, model_family, type_of
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, Names, NotCovered
+from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from ....quant.gguf.checkpoint import GgufCheckpoint
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4

@@ -1,18 +1,236 @@
-"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`."""
+"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`: request models, their translation into a
+chat request, and the endpoints.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
-from ..protocol.errors import ApiError, anthropic_error
-from ..protocol.messages_protocol import MessagesPrompt, MessagesRequest
+from ..protocol.chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, chat_call, image_part
+from ..protocol.errors import ApiError, anthropic_error, bad_field
+from ..protocol.generation_protocol import client_tools
 from .conversation import ConversationResponse, converse, render
 from .service import Service, server_sent
+
+Content = str | list[dict[str, Any]]
+
+
+class AnthropicMessage(BaseModel):
+    """A message of the conversation: a text, or content blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class MessagesTool(BaseModel):
+    """A tool of the client."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(BaseModel):
+    """Which tools may or must be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(BaseModel):
+    """Whether reasoning is asked for; its budget has no effect here."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class AnswerFormat(BaseModel):
+    """A schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """Effort and format of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnswerFormat | None = None
+
+
+class MessagesPrompt(BaseModel):
+    """The prompt's parts; the whole body of `/v1/messages/count_tokens`.
+
+    `cache_control` is accepted anywhere and has no effect: every prefix is cached.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Content | None = None
+    tools: (
+        Annotated[list[MessagesTool], Field(max_length=128), client_tools(None, "custom")] | None
+    ) = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning is asked for."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    def for_chat(self, **fields: Any) -> ChatRequest:
+        """Translate into a chat request.
+
+        Raises:
+            ApiError: content that is not supported.
+            ValidationError: what a chat request refuses too.
+        """
+        config = self.output_config or OutputConfig()
+        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        effort = {"max": "xhigh"}.get(config.effort or "", config.effort)
+        chosen: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *(part for turn in self.messages for part in _turn(turn))],
+            "chat_template_kwargs": {"enable_thinking": self.thinks, "thinking": self.thinks},
+            "reasoning_effort": effort if self.thinks else None,
+        }
+        if self.tools:
+            chosen["tools"] = [tool.for_chat() for tool in self.tools]
+        if self.tool_choice is not None:
+            chosen["tool_choice"] = self.tool_choice.for_chat()
+            if self.tool_choice.disable_parallel_tool_use:
+                chosen["parallel_tool_calls"] = False
+        if config.format is not None:
+            schema = {"name": "answer", "schema": config.format.schema_}
+            chosen["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest.model_validate({**chosen, **fields})
+
+
+class MessagesRequest(MessagesPrompt):
+    """Body of `/v1/messages`. Fields without an effect on the text are accepted."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+    def chat_request(self) -> ChatRequest:
+        """Translate into a chat request; raises as `for_chat`."""
+        for name in ("mcp_servers", "container"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported", param=name)
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        fields = {name: getattr(self, name) for name in same}
+        return self.for_chat(stop=self.stop_sequences, **fields)
+
+
+def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
+    """A turn as chat messages: results of tools are messages of their own, before the user's text, and the
+    images of results are the user's."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    messages: list[dict[str, Any]] = []
+    message: dict[str, Any] = {"role": turn.role}
+    parts: list[dict[str, Any]] = []
+    for block in turn.content:
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image" and turn.role == "user":
+            parts.append(_image(block))
+        elif kind == "tool_use" and turn.role == "assistant":
+            message.setdefault("tool_calls", []).append(_tool_use(block))
+        elif kind == "tool_result" and turn.role == "user":
+            content, images = _texts_and_images(block.get("content") or "")
+            messages.append(_tool_result(block, content))
+            parts += images
+        elif kind == "thinking" and turn.role == "assistant":
+            before = message.get("reasoning_content") or ""
+            message["reasoning_content"] = before + str(block.get("thinking", ""))
+        elif kind != "redacted_thinking":
+            problem = f"content blocks of type {kind!r} are not supported from the {turn.role}"
+            raise bad_field("messages", problem)
+    if parts or len(message) > 1 or not messages:
+        messages.append({**message, "content": parts})
+    return messages
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    """An image block as a content part.
+
+    Raises:
+        ApiError: a source of another type.
+    """
+    source = block.get("source")
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return image_part(f"data:{kind};base64,{data}")
+        case {"type": "url", "url": str(url)}:
+            return image_part(url)
+    raise bad_field("messages", "the source of an image is of type base64 or url")
+
+
+def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a content and its images."""
+    blocks = content if isinstance(content, list) else [content]
+    is_image = [isinstance(block, dict) and block.get("type") == "image" for block in blocks]
+    images = [_image(block) for block, it_is in zip(blocks, is_image, strict=True) if it_is]
+    texts = [block for block, it_is in zip(blocks, is_image, strict=True) if not it_is]
+    return _text(texts if images or isinstance(content, list) else content), images
+
+
+def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+    return chat_call(block.get("id"), block.get("name"), arguments)
+
+
+def _tool_result(block: dict[str, Any], content: str) -> dict[str, Any]:
+    if block.get("is_error"):
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+
+
+def _text(content: Any) -> str:
+    """The text of a content."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content if isinstance(content, list) else [content]:
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(
+                400, f"content blocks of type {kind!r} are not supported here: text only"
+            )
+        texts.append(block["text"])
+    return "\n".join(texts)
+
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 

@@ -24,7 +24,7 @@ from ..protocol.pooling_protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from ..requests.stream import OutputStream
+from ..requests.request_record import OutputStream
 from .service import CLIENT_GONE, Asked, ResponseContext, Service, unless_disconnected
 
 _NOTHING = SamplingParams(max_tokens=1)

@@ -23,8 +23,7 @@ from ..protocol.generation_protocol import GenerationRequest, StreamOptions
 from ..protocol.pooling_protocol import PoolingRequest
 from ..protocol.server_options import ScriptedText
 from ..requests.loop import EngineLoop
-from ..requests.request_record import cache_salt, record_of
-from ..requests.stream import Job, OutputStream, Phases
+from ..requests.request_record import Job, OutputStream, Phases, cache_salt, record_of
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
-from ...scheduling.detokenizer import overlap
+from ...scheduling.outputs import overlap
 from .events import Arguments, CallStart, Event, call_id
 from .formats import SEPARATORS, Tags, ToolFormat
 

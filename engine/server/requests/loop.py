@@ -26,7 +26,7 @@ from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
 from .metrics import ServerMetrics
-from .stream import Job, OutputStream
+from .request_record import Job, OutputStream
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row, but for an image. With more, the cause is hardly one request."""

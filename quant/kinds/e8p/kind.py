@@ -13,8 +13,16 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.grid import Parameters
-from ..base.incoherence import HadamardTransform, Incoherence, spread_evenly, whole_width
-from ..base.transformed import TransformedGrid, TransformedKind, TransformedTensor, seed_of
+from ..base.incoherence import (
+    HadamardTransform,
+    Incoherence,
+    TransformedGrid,
+    TransformedKind,
+    TransformedTensor,
+    seed_of,
+    spread_evenly,
+    whole_width,
+)
 from .codebook import DIM, MULTIPLE, Codes, nearest, search_operations, values_of
 from .scheme import E8pScheme
 

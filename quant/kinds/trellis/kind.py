@@ -18,8 +18,15 @@ import torch
 from ...base.errors import BadInput
 from ...base.scheme import SUPPORTED_BITS
 from ..base.grid import Parameters
-from ..base.incoherence import BLOCK, Incoherence, incoherence
-from ..base.transformed import TransformedGrid, TransformedKind, TransformedTensor, seed_of
+from ..base.incoherence import (
+    BLOCK,
+    Incoherence,
+    TransformedGrid,
+    TransformedKind,
+    TransformedTensor,
+    incoherence,
+    seed_of,
+)
 from ..integer.kind import round_to_nearest
 from ..integer.scheme import IntScheme
 from .scheme import TrellisScheme

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.bench.machine.ceilings import Ceilings, measure_ceilings
 from llmopt.bench.machine.environment import checkpoint_hash, peak_memory_bytes
 from llmopt.bench.machine.roofline import (
     ByteSizes,
+    Ceilings,
     decode_point,
     explain,
+    measure_ceilings,
     name_bound,
     prefill_point,
     roofline_part,

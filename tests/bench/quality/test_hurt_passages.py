@@ -8,8 +8,8 @@ import numpy as np
 from llmopt.bench.page.page import MarkedText, Page, ReportVerdict, Section, to_html, to_markdown
 from llmopt.bench.page.templates import sections_of
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
-from llmopt.bench.quality.sections import marked
 from llmopt.bench.quality.summary import hurt_passages, worst_runs
+from llmopt.bench.report.parts import marked
 
 
 def test_worst_runs_stay_in_a_window_and_apart() -> None:

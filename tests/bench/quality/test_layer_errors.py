@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmopt.bench.page.templates import sections_of
-from llmopt.bench.quality.sections import layer_errors, layer_rows, recorded_layer_errors
+from llmopt.bench.report.parts import layer_errors, layer_rows, recorded_layer_errors
 
 
 def layer_sections(results):

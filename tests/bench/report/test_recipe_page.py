@@ -11,8 +11,8 @@ from llmopt.bench.gate.limits import COUNTED
 from llmopt.bench.report.comparison import delta_cards
 from llmopt.bench.report.joined import candidate
 from llmopt.bench.studies.recipe import Recipe
+from llmopt.bench.studies.recipe_files import RecipeRun, VariantRun
 from llmopt.bench.studies.recipe_page import recipe_verdict, summary_table
-from llmopt.bench.studies.recipe_results import RecipeRun, VariantRun
 from llmopt.quant.convert.verify import VerifyReport
 
 from .test_report_pages import data

@@ -21,12 +21,13 @@ from llmopt.bench.page.templates import sections_of
 from llmopt.bench.record.result import (
     SCHEMA_VERSION,
     RunData,
+    atomic_folder,
     plain,
     requests_table,
+    stamped,
     to_json,
     write_requests,
 )
-from llmopt.bench.record.run_folder import atomic_folder, stamped
 from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.console import console_table, planned

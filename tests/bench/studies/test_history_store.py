@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.record import run_folder
+from llmopt.bench.record import result
 from llmopt.bench.studies import history_runs
 from llmopt.bench.studies.history_runs import HistoryRun
 from llmopt.quant.base.errors import BadInput
@@ -73,7 +73,7 @@ def killed_while_writing(folder: Path) -> None:
     def kill(path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    run_folder.flush = kill
+    result.flush = kill
     history_runs.add_runs(folder, [run_of(2)])
 
 

@@ -10,7 +10,7 @@ import typer
 import yaml
 from llmopt.bench.studies.grid_plan import read_combinations
 from llmopt.bench.studies.recipe import steps_of
-from llmopt.bench.studies.recipe_file import line_of, read_recipe
+from llmopt.bench.studies.recipe_files import line_of, read_recipe
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 from llmopt.quant.base.errors import BadInput

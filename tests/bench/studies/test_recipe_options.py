@@ -12,7 +12,7 @@ import yaml
 from llmopt.bench.options.definitions import BENCH_GROUPS
 from llmopt.bench.record.tracking import TrackingOptions
 from llmopt.bench.studies.recipe import Recipe, bench_of
-from llmopt.bench.studies.recipe_file import read_recipe
+from llmopt.bench.studies.recipe_files import read_recipe
 from llmopt.cli import main as cli_main
 from llmopt.cli.main import main
 from llmopt.cli.options.command import shown_name

@@ -11,8 +11,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.kernels.attention.batch import DecodeCounts
 from llmopt.engine.kernels.elementwise.native_rows import native_advance
-from llmopt.engine.scheduling.block_pool import BlockPool
-from llmopt.engine.scheduling.prefix_cache import PrefixCache
+from llmopt.engine.scheduling.block_pool import BlockPool, PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.scheduler_config import SchedulerConfig

@@ -15,9 +15,8 @@ from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
-from llmopt.engine.scheduling.block_pool import evict_blocks
+from llmopt.engine.scheduling.block_pool import PrefixCache, evict_blocks
 from llmopt.engine.scheduling.decode_schedule import DecodeSchedule
-from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import OUTPUT_PLACEHOLDER, Request, TokenView
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.step_plan import ScheduledRow, StepPlan

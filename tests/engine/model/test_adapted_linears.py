@@ -13,7 +13,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
-from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

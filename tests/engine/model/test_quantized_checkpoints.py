@@ -9,8 +9,8 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.families.config import model_shape
+from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest

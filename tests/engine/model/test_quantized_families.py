@@ -10,7 +10,7 @@ import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.kinds.fp4.formats import read_mxfp4
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

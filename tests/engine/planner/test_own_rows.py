@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.planner.own_rows import OwnRows, level, narrowed
 from llmopt.engine.planner.own_runs import read_runs
+from llmopt.engine.planner.step_parameters import OwnRows, level, narrowed
 from llmopt.quant.base.errors import BadInput
 
 FACTORS = (0.5, 2.0)

@@ -25,8 +25,7 @@ from llmopt.engine.planner.simulation import (
     work_of,
 )
 from llmopt.engine.planner.step_model import StepWork
-from llmopt.engine.scheduling.block_pool import BlockPool
-from llmopt.engine.scheduling.prefix_cache import PrefixCache
+from llmopt.engine.scheduling.block_pool import BlockPool, PrefixCache
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
 from llmopt.engine.scheduling.step_plan import StepPlan

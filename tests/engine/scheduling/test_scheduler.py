@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.scheduling.prefix_cache import CachedBlock, hash_block
+from llmopt.engine.scheduling.block_pool import CachedBlock, hash_block
 from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE
 from llmopt.quant.base.errors import BadInput
 

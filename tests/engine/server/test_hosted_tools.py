@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 import anthropic.types
 import openai.types.responses
 import pytest
+from llmopt.engine.server.endpoints.messages import MessagesPrompt
 from llmopt.engine.server.protocol import generation_protocol
-from llmopt.engine.server.protocol.messages_protocol import MessagesPrompt
 from llmopt.engine.server.protocol.responses_protocol import ResponsesRequest
 
 from ...support.live_server import RunningServer, make_engine, running

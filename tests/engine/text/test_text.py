@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.scheduling.detokenizer import (
+from llmopt.engine.scheduling.outputs import (
     CompletionText,
     IncrementalDetokenizer,
     StopStrings,

@@ -12,9 +12,8 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.read import read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.formats.registry import FORMATS, read_quantized
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

@@ -11,7 +11,7 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.merge import WeightedAdapter, merge
-from llmopt.quant.convert.read import read_quantized
+from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS

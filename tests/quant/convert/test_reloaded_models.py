@@ -117,7 +117,7 @@ def test_no_errors_runs_no_layer_and_reads_no_text(
             options=MethodOptions(ranges="minmax"),
         )
     )
-    monkeypatch.setattr("llmopt.quant.pipeline.calibrate.load_calibration", must_not_run)
+    monkeypatch.setattr("llmopt.quant.pipeline.prepare.load_calibration", must_not_run)
     monkeypatch.setattr(torch.nn.Linear, "forward", must_not_run)
     request = QuantizeRequest(STORIES, tmp_path / "without", method="rtn", errors=False)
     result = quantize(request)

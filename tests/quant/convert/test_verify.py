@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
-from llmopt.quant.formats.registry import READERS
+from llmopt.quant.formats.registry import READERS, quantized_modules, read_quantized
 from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.ggml.formats import read_gguf_headers
 from llmopt.quant.model.checkpoint import Checkpoint

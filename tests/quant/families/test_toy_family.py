@@ -12,11 +12,11 @@ import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.families import registry
 from llmopt.quant.families.config import current_names
 from llmopt.quant.families.family import ImageSettings
+from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

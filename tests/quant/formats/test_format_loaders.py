@@ -14,8 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.convert.read import quantized_modules, read_quantized
-from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.convert.verify import UNPROVEN, verify
-from llmopt.quant.formats.registry import FORMATS, READERS, format_of
+from llmopt.quant.formats.registry import (
+    FORMATS,
+    READERS,
+    format_of,
+    quantized_modules,
+    read_quantized,
+    tensor_names,
+)
 from llmopt.quant.kinds.base.format import pack_words, unpack_words
 from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

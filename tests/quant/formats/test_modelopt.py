@@ -11,10 +11,9 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.read import read_quantized
 from llmopt.quant.convert.verify import PROVEN, skipped_by, verify
 from llmopt.quant.formats.modelopt import ALGORITHMS, HF_QUANT_CONFIG, hf_quant_config
-from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.formats.registry import FORMATS, read_quantized
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.kind import Fp4Tensor
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.gguf.architecture import (
     architecture_keys,
     config_of,

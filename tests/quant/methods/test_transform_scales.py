@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.quant.kinds.base.incoherence import TransformedTensor
 from llmopt.quant.kinds.base.kind import kind_of
-from llmopt.quant.kinds.base.transformed import TransformedTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.methods.tuned_roundings import TunedScales

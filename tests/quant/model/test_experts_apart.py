@@ -10,8 +10,8 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.formats.registry import quantized_modules
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import parts_of, with_experts_apart
 from llmopt.quant.pipeline.pipeline import quantize

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint

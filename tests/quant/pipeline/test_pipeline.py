@@ -11,12 +11,12 @@ import pytest
 import torch
 from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.load_processor import load_tokenizer
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.pipeline import calibrate, pipeline
+from llmopt.quant.pipeline import pipeline, prepare
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan import journal
 from llmopt.quant.plan.journal import work_folder
@@ -293,7 +293,7 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
 ) -> None:
     """The steps that touch the disk: every ninth, and each of the last ones, which tidy up."""
     tokenizer = load_tokenizer(MODELS / "stories260K")
-    monkeypatch.setattr(calibrate, "load_tokenizer", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda *_, **__: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
     expected = contents(whole)
     total = steps.count

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

@@ -13,8 +13,8 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.convert import convert, dequantized_model
-from llmopt.quant.convert.read import quantized_modules
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.formats.registry import quantized_modules
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.pipeline.calibrate import BUNDLED_EVALUATION
-from llmopt.quant.pipeline.prepare import prepare
+from llmopt.quant.pipeline.prepare import BUNDLED_EVALUATION, prepare
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import check_leakage, deduplicate
 from llmopt.quant.stream.sources import MIXED, STORIES, plain_text, read_documents

@@ -13,9 +13,9 @@ from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.planner import catalog
+from llmopt.engine.planner.cache_size import kv_dtype
 from llmopt.engine.planner.catalog import shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.kv_dtypes import kv_dtype
 from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from llmopt.cli.main import main
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.requests.tracing import check_tracing
+from llmopt.engine.server.requests.observe import check_tracing
 from llmopt.quant.base.errors import BadInput
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

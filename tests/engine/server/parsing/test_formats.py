@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.scheduling.detokenizer import CompletionText
+from llmopt.engine.scheduling.outputs import CompletionText
 from llmopt.engine.server.parsing.calls import TextSource
 from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
