@@ -39,7 +39,7 @@ def convert(
     """Convert a quantized checkpoint to another format, or to plain weights."""
     from ..quant.base.atomic_io import check_output
     from ..quant.methods.registry import check_format
-    from ..quant.models import resolve_model, short_name
+    from ..quant.models import open_checkpoint, resolve_model, short_name
 
     is_plain = target == "hf"
     check_format(target, ["hf"])
@@ -48,7 +48,6 @@ def convert(
     check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
     from ..quant.convert.convert import convert as run
-    from ..quant.models import open_checkpoint
     from .output.console import TerminalProgress, result_console, say
 
     opened = open_checkpoint(path, trust_remote_code=trust_remote_code)
