@@ -250,6 +250,7 @@ def test_a_crash_of_a_start_that_takes_turns(
     assert "002-new ended with exit code 5: ImportError" in finished.comparison.reasons[0]
 
 
+@pytest.mark.whole
 def test_minutes_end_starts_that_take_turns(
     environments: tuple[Path, Path], behave: Behave, tmp_path: Path
 ) -> None:

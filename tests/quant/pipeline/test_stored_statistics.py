@@ -115,6 +115,7 @@ def test_measuring_goes_on_where_it_was_cut(
     assert contents(tmp_path / "stats") == contents(folder / "stats")
 
 
+@pytest.mark.whole
 def test_mixed_precision_keeps_its_target_and_beats_one_width(
     measured: tuple[Path, QuantizeResult], tmp_path: Path
 ) -> None:
