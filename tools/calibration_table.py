@@ -1,4 +1,4 @@
-"""What more calibration text is worth on a CPU, and how right the estimates of a run are.
+"""Measure what more calibration text is worth on a CPU, and how right the estimates of a run are.
 
     python tools/calibration_table.py build/real/SmolLM2-135M-Instruct \\
         --output docs/measured/cpu/calibration.json --docs docs/quantization.md

@@ -130,7 +130,7 @@ class Scheme(ABC):
 
     def at_width(self, bits: int, group_size: int) -> Scheme:
         """The scheme with other bits, and groups of another size where it has groups."""
-        raise NotImplementedError(f"{self.label} weights have no other widths")
+        raise BadInput(f"{self.label} weights have no other widths")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:

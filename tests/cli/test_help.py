@@ -45,7 +45,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def rows(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """What a screen must say of each option: its spellings with its type, and its help."""
+    """List what a screen must say of each option: its spellings with its type, and its help."""
     command = found(words)
     with command.make_context(command.name, [], resilient_parsing=True) as context:
         records = (one.get_help_record(context) for one in command.get_params(context))

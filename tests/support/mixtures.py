@@ -99,7 +99,7 @@ class Measured:
 
 
 def rank_correlation(measured: Measured, count: int, tilt: float = 0.0) -> float:
-    """Of predicted and measured divergences of random mixtures."""
+    """Correlate the ranks of predicted and measured divergences of random mixtures."""
     mixtures = measured.random_mixtures(count, tilt)
     expected = [measured.expected(mixture) for mixture in mixtures]
     losses = measured.divergences(mixtures)

@@ -28,7 +28,7 @@ from .report import HEADER, LEGEND, errors, line
 from .rows import MEASURED_COLUMNS, described, packaged_csv, parallelism
 
 ROUNDS = 50
-"""Of the rate of a closed loop, which depends on the TTFT and the other way round; halves each time."""
+"""Rounds of finding the rate of a closed loop, on which the TTFT depends and which depends on it."""
 
 
 @dataclass(frozen=True, slots=True)

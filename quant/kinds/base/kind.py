@@ -151,7 +151,7 @@ class Kind(ABC, Generic[SchemeT]):
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
         """`grid`, for a kind to define whose grids do not belong to one weight."""
-        raise NotImplementedError(f"{self.scheme.label} weights have no grid apart from a weight")
+        raise BadInput(f"{self.scheme.label} weights have no grid apart from a weight")
 
     def round(
         self,

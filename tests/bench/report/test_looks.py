@@ -22,7 +22,7 @@ from ...support.browser import CHROMIUM, opened_page
 from .test_report_pages import data, passes
 
 LEAST_CONTRAST = 4.5
-"""Of texts, by WCAG 2.1, and 3 of parts of a chart."""
+"""Contrast of texts, by WCAG 2.1; parts of a chart need 3."""
 TEXTS = ("ink", "muted", "good", "bad", "unsure", "plain")
 
 

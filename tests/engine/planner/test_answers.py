@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from typing import Any
 
 import pytest
-from llmopt.cli.main import main
+
+from ...support.plan_command import answer, call
 
 GIB = 2**30
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["kv-plan", *arguments])
-    return stop.value.code  # type: ignore[return-value]
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert call(*arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

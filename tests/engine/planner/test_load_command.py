@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
 
 import pytest
-from llmopt.cli.main import main
+
+from ...support.plan_command import answer, call
 
 EIGHT = ("--model", "llama-3.1-8b", "--gpu", "h100")
 FIXED = ("--input-len", "1024", "--output-len", "128")
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["kv-plan", *arguments])
-    return stop.value.code  # type: ignore[return-value]
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert call(*arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_closed_loop_is_simulated_where_lengths_are_given(

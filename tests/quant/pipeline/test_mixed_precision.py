@@ -40,7 +40,7 @@ def hypervolume(points: Sequence[tuple[int, float]], corner: tuple[int, float]) 
 
 
 def test_the_front_is_that_of_all_mixtures(tmp_path: Path) -> None:
-    """Of five groups of linears with three candidates each, in measured divergence."""
+    """Compare the fronts of five groups of linears with three candidates each, in measured divergence."""
     left = r"layers\.([1-3]\.|4\.(self_attn|mlp\.down))"
     measured = Measured.of(
         STORIES, tmp_path, 3.5, kept=3, num_samples=16, seq_len=64, held_out=4, ignore=(left,)
