@@ -3,12 +3,14 @@
     python tools/cpu_peers.py --models DIR --environments DIR --install --output cpu-peers-1.1B.json
     python tools/cpu_peers.py --models DIR --shape moe --kinds Q4_0 --environments DIR
     python tools/cpu_peers.py --files MODEL.gguf FOLDER ... --environments DIR --output cpu-peers-files.json
+    python tools/cpu_peers.py --files MODEL.gguf --beside CHECKOUT --without llamacpp,openvino
     python tools/cpu_peers.py --show cpu-peers-1.1B.json
 
 Takes real GGUF files and checkpoints (`--files`), or a shape with random weights, whose checkpoints are
 made in `--models` where they are missing (with `--only-make` that is all). Every engine that reads one is a
 row: ours with its defaults, and "fastest" where an option that costs quality is faster. Each is loaded in a
-process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`). Of GGUF files, each is
+process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`). `--beside` adds
+our engine as another checkout has it, by its own script and `.venv`. Of GGUF files, each is
 first started `--rounds` times alone, for its loading and its first token. Then a case at a time is
 measured, every engine once a round. Rates are tokens per second, of decoding from the moment at which all
 sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians,
@@ -38,7 +40,7 @@ from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.peers_models import KINDS, SHAPES, checkpoint
-from tools.peers_plan import CASES, LONG, Row, ratios_of, rows_of
+from tools.peers_plan import BESIDE, CASES, LONG, Row, ratios_of, rows_of
 from tools.peers_record import COLUMNS, over, rates, seconds, show
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
@@ -71,7 +73,8 @@ class Worker:
         self.row = row
         environment = without_openmp_spins(os.environ) | ENVIRONMENT
         environment["OMP_NUM_THREADS"] = str(options["threads"])
-        script = SCRIPTS / f"with_{row.package}.py"
+        script = options["scripts"] / f"with_{row.package}.py"
+        options = {name: value for name, value in options.items() if name != "scripts"}
         begin = time.perf_counter()
         self._process = subprocess.Popen(
             [str(python), str(script), json.dumps({**options, **row.options})],
@@ -241,9 +244,12 @@ def start(given: argparse.Namespace, cases: Sequence[str], row: Row) -> Worker:
         "keeps_contexts": any(case in LONG for case in cases),
         "cases": own,
     }
-    is_ours = row.package in ("llmopt", "transformers")
-    python = given.environments / row.package / "bin" / "python"
-    return Worker(row, Path(sys.executable) if is_ours else python, options)
+    python, scripts = Path(sys.executable), SCRIPTS
+    if row.label == BESIDE:
+        python, scripts = given.beside / ".venv/bin/python", given.beside / "tools/peers"
+    elif row.package not in ("llmopt", "transformers"):
+        python = given.environments / row.package / "bin/python"
+    return Worker(row, python, {**options, "scripts": scripts})
 
 
 def chosen_rows(given: argparse.Namespace, cases: Sequence[str]) -> list[Row]:
@@ -254,6 +260,8 @@ def chosen_rows(given: argparse.Namespace, cases: Sequence[str]) -> list[Row]:
             kind = "" if kind == PLAIN else kind
             named[kind or PLAIN] = checkpoint(given.models, given.shape, kind)
     rows = [row for name, path in named.items() for row in rows_of(name, path)]
+    if given.beside:
+        rows += [Row("llmopt", name, path, BESIDE) for name, path in named.items()]
     skipped = set(given.without.split(","))
     return [
         row
@@ -273,6 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--files", type=Path, nargs="*", default=[], help="real GGUF files and checkpoint folders"
     )
+    parser.add_argument("--beside", type=Path, help="another checkout of llmopt, with its .venv")
     parser.add_argument("--install", action="store_true", help="make the environments first")
     parser.add_argument("--only-make", action="store_true", help="make the checkpoints and end")
     parser.add_argument("--shape", default="1.1B", choices=SHAPES)
@@ -288,9 +297,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file")
     given = parser.parse_args()
     if given.show is None and (
-        given.environments is None or (given.models is None and not given.files)
+        given.environments is given.beside is None or (given.models is None and not given.files)
     ):
-        parser.error("a measurement needs --environments, and --models or --files")
+        parser.error("a measurement needs --environments or --beside, and --models or --files")
     for one in (one for one in given.files if not one.exists()):
         parser.error(f"--files: {one} does not exist")
     for case in (case for case in given.cases.split(",") if case not in CASES):

@@ -61,6 +61,7 @@ class Row:
         return (not self.cases or case in self.cases) and CASES[case].batch <= self.most
 
 
+BESIDE = "beside"  # the row of another checkout
 EIGHT_BIT_KV = {"kv_cache_dtype": "int8"}
 
 
@@ -88,7 +89,8 @@ def ratios_of(rows: Sequence[Row], cases: Sequence[str]) -> Iterator[tuple[str, 
     """(ours, a peer, case), with the same checkpoint and, where both have one, label for label."""
     for ours in rows:
         for theirs in rows:
-            if ours.package != "llmopt" or theirs.package == "llmopt":
+            is_peer = theirs.package != "llmopt" or theirs.label == BESIDE
+            if ours.package != "llmopt" or ours.label == BESIDE or not is_peer:
                 continue
             is_same = ours.checkpoint == theirs.checkpoint
             if is_same and (theirs.label == "8-bit KV") == (ours.options == EIGHT_BIT_KV):

@@ -10,7 +10,7 @@ from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
 from tools.cpu_peers import measure_loads
 from tools.peers_models import repeat_in_gguf
-from tools.peers_plan import CASES, ratios_of, rows_of
+from tools.peers_plan import BESIDE, CASES, Row, ratios_of, rows_of
 from tools.peers_record import loads_table, over, roof_share, spread
 
 FILE = Path("model.gguf")
@@ -45,6 +45,13 @@ def test_ours_stands_beside_the_same_file_and_the_same_kv_cache() -> None:
     assert ("llmopt X fastest", "llamacpp X 8-bit KV", "batch 8 at 2048") in found
     assert ("llmopt X fastest", "llamacpp X", "batch 8 at 2048") not in found
     assert ("llmopt X", "openvino X", "batch 16") not in found
+
+
+def test_another_checkout_is_a_peer_of_ours_alone() -> None:
+    rows = [*rows_of("X", FILE), Row("llmopt", "X", FILE, BESIDE)]
+    found = {(ours, theirs) for ours, theirs, _ in ratios_of(rows, ["alone"])}
+    assert ("llmopt X", "llmopt X beside") in found
+    assert not any(ours == "llmopt X beside" for ours, _ in found)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
