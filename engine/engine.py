@@ -312,7 +312,7 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens."""
-        return list(self.tokenizer(text).input_ids)
+        return list(self.tokenizer.encode(text))
 
     def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Logits after each token, float32 [tokens, vocab], through paged attention.

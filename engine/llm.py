@@ -126,7 +126,7 @@ class LLM:
         text = render_chat(tokenizer, turns, options, template=template)
         # A model's template writes the special tokens itself.
         is_plain = template is None and not tokenizer.chat_template
-        token_ids = list(tokenizer(text, add_special_tokens=is_plain).input_ids)
+        token_ids = list(tokenizer.encode(text, add_special_tokens=is_plain))
         return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
 
     def stream(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .base.errors import BadInput, first_line
+from .base.plain_tokenizer import plain_tokenizer, quiet
 from .families.registry import model_family, type_of
 from .gguf.container import GgufFile
 from .gguf.read_tokenizer import read_tokenizer
@@ -26,18 +29,13 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     folder = model if file is None else file.parent
     try:
         if file is not None and not (folder / "tokenizer.json").is_file():
-            tokenizer = read_tokenizer(GgufFile(file))
-        else:
-            tokenizer = _from_folder(folder, trust_remote_code)
+            return read_tokenizer(GgufFile(file))
+        return _from_folder(folder, trust_remote_code)
     except BadInput:
         raise
     except Exception as error:  # transformers and tokenizers raise many types for a broken file
         reason = first_line(error)
         raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
-    # Callers check lengths; silence the tokenizer's warning.
-    tokenizer.model_max_length = int(1e30)
-    tokenizer.clean_up_tokenization_spaces = False
-    return tokenizer
 
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -45,39 +43,29 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     arguments: dict[str, Any] = {}
-    if config := _tokenizer_config(folder):
-        if _is_plain(folder, config):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        arguments["config"] = config
+    if named := _named(folder):
+        declared, model = named
+        if _is_plain(folder, declared, model):
+            whole = partial(_fast, folder)
+            return plain_tokenizer(folder, declared, whole) or whole()
+        arguments["config"] = _tokenizer_config(folder, model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
+    return quiet(
+        AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
+        )
     )
 
 
-def _is_plain(folder: Path, config: Any) -> bool:
-    """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
+def _fast(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
 
-    `AutoTokenizer` reads the sources of all models for it: half a second of every start.
-    """
-    family = model_family(type_of(config))
-    if family is None or not family.plain_tokenizer or not (folder / "tokenizer.json").is_file():
-        return False
-    if hasattr(config, "model_name"):
-        return False  # some names have classes replaced, as some types have
-    declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    return declared["tokenizer_class"] in _PLAIN_CLASSES
+    return quiet(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
 
 
-def _tokenizer_config(folder: Path) -> Any:
-    """Fields of a config that `AutoTokenizer` reads, where the tokenizer names its class; else None.
-
-    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
-    of every start, for a class that the tokenizer does not need.
-    """
+def _named(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """tokenizer_config.json and config.json, where the first names a class and neither brings code."""
     try:
         declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -85,6 +73,27 @@ def _tokenizer_config(folder: Path) -> Any:
         return None  # transformers says what is wrong
     if "tokenizer_class" not in declared or "auto_map" in declared or "auto_map" in model:
         return None
+    return declared, model
+
+
+def _is_plain(folder: Path, declared: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
+
+    `AutoTokenizer` reads the sources of all models for it: half a second of every start.
+    """
+    family = model_family(model.get("model_type") or "")
+    if family is None or not family.plain_tokenizer or not (folder / "tokenizer.json").is_file():
+        return False
+    # Some names have classes replaced, as some types have.
+    return "model_name" not in model and declared["tokenizer_class"] in _PLAIN_CLASSES
+
+
+def _tokenizer_config(folder: Path, model: Mapping[str, Any]) -> Any:
+    """Fields of a config that `AutoTokenizer` reads, where the tokenizer names its class.
+
+    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
+    of every start, for a class that the tokenizer does not need.
+    """
     from transformers import PreTrainedConfig
 
     keys = ("model_type", "model_name", "tokenizer_class")
@@ -116,7 +125,10 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         image_processor = _image_processor(folder, trust_remote_code)
         kind = _processor_class(folder, trust_remote_code)
         description, _ = kind.get_processor_dict(folder)
-        given = {"image_processor": image_processor, "tokenizer": tokenizer}
+        given = {
+            "image_processor": image_processor,
+            "tokenizer": getattr(tokenizer, "whole", tokenizer),
+        }
         parts = [given.get(name) for name in kind.get_attributes()]
         return _without_checks(kind).from_args_and_dict(parts, description)
     except Exception as error:  # transformers may fail in any way here

@@ -22,11 +22,12 @@ from ..base.image_input import Images, MediaLimits
 from ..model.layers.spec import ImageSpec
 from ..scheduling.request import RopePositions
 from .encoder import EncoderCache
-from .media import ImageSource, load_images
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from .media import ImageSource
 
 
 _IMAGE = 1
@@ -140,6 +141,8 @@ def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> Prepared
     sources = prompt.get("images") or ()
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise BadInput("the key 'images' of a prompt is a list")
+    from .media import load_images
+
     images = load_images(sources, MediaLimits())
     return support.prepare(given[0], images)
 

@@ -84,7 +84,9 @@ class GrammarCompiler:
             )
         try:
             self._tokens: LLTokenizer = from_tokenizer(
-                tokenizer, n_vocab=vocab_size, eos_token=sorted(end_token_ids)
+                getattr(tokenizer, "whole", tokenizer),  # transformers' own
+                n_vocab=vocab_size,
+                eos_token=sorted(end_token_ids),
             )
         except ValueError as error:
             raise BadInput(f"structured output needs a fast tokenizer: {error}") from error

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ...quant.base.plain_tokenizer import PlainTokenizer
 from ..base.sampling_params import SamplingParams
 from .request import RequestTimes
 
@@ -27,6 +28,8 @@ def text_decoder(tokenizer: Any) -> TokenDecoder:
 
     The tokenizer's own `decode` checks the type of every id first, which takes longer than decoding.
     """
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.backend_tokenizer
     from transformers import PreTrainedTokenizerFast
 
     is_plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode

@@ -8,11 +8,13 @@ whole. A SentencePiece vocabulary has scores in place of merges: a pair of highe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput
+from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
@@ -32,14 +34,12 @@ _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def read_tokenizer(file: GgufFile) -> Any:
-    """The transformers tokenizer (`PreTrainedTokenizerFast`) that a file describes.
+def read_tokenizer(file: GgufFile) -> PlainTokenizer:
+    """The tokenizer that a file describes.
 
     Raises:
         BadInput: no tokenizer in the file, one of another kind, or a pre-tokenizer that is not known.
     """
-    from transformers import PreTrainedTokenizerFast
-
     keys = _Keys(file.path, file.metadata)
     if keys.model not in ("gpt2", "llama", "gemma4"):
         raise BadInput(
@@ -52,16 +52,22 @@ def read_tokenizer(file: GgufFile) -> Any:
     tokenizer.add_tokens(_added(keys, (_USER_DEFINED,)))
     special = {name: keys.special(kind) for name, kind in _SPECIAL.items()}
     special = {name: text for name, text in special.items() if text is not None}
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_special_tokens([text for text in special.values() if text not in known])
     if (around := _around(keys, special)) is not None:
         tokenizer.post_processor = around
-    # transformers deep-copies the tokenizer, through JSON: a second, at 150,000 entries.
+    template = keys.text("tokenizer.chat_template")
+    return PlainTokenizer(tokenizer, special, template, partial(_whole, tokenizer, special))
+
+
+def _whole(tokenizer: Any, special: Mapping[str, str]) -> Any:
+    """transformers' tokenizer over the same backend, which it would deep-copy, through JSON: a second, at
+    150,000 entries."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer.__deepcopy__ = lambda memo: tokenizer
     try:
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            chat_template=keys.text("tokenizer.chat_template"),
-            **special,
-        )
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     finally:
         del tokenizer.__deepcopy__
 

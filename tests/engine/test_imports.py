@@ -13,6 +13,8 @@ llm = LLM("stories3M", device="cpu", max_model_len=64, num_threads=1)
 llm.generate(["Once"], SamplingParams(temperature=0.0, max_tokens=2))
 print(json.dumps(sorted(sys.modules)))
 """
+PACKAGES = "llmopt numpy safetensors tokenizers torch torchgen tqdm typing_extensions"
+"""The top-level packages of a text model's start; transformers, httpx and Pillow took half a second of it."""
 HEAVY = (
     "sympy",
     "torch._dynamo.symbolic_convert",
@@ -32,3 +34,7 @@ def test_the_first_request_of_a_text_model_imports_what_it_needs() -> None:
     modules = set(json.loads(done.stdout.splitlines()[-1]))
     assert "llmopt.engine.model.decoder.decoder" in modules
     assert not modules.intersection(HEAVY)
+    packages = {name.partition(".")[0] for name in modules} - {*sys.stdlib_module_names}
+    assert {name for name in packages if not name.startswith(("_", "cython"))} <= {
+        *PACKAGES.split()
+    }

@@ -46,10 +46,12 @@ def test_ids_are_those_of_the_tokenizer_json(tmp_path: Path, kind: str | None) -
     expected = Tokenizer.from_file(str(source / "tokenizer.json"))
     size = expected.get_vocab_size()
     read = read_tokenizer(written(tmp_path, tokenizer_keys(source, size)))
-    assert len(read) == size
+    assert len(read) == len(read.whole) == size
     for text in TEXTS:
         ids = expected.encode(text).ids
-        assert read(text).input_ids == ids
+        assert read(text).input_ids == read.encode(text) == ids
+        bare = read.whole.encode(text, add_special_tokens=False)
+        assert read.encode(text, add_special_tokens=False) == bare
         assert read.decode(ids) == expected.decode(ids, skip_special_tokens=False)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from llmopt.quant.base.plain_tokenizer import PlainTokenizer
 from llmopt.quant.families.registry import all_families
 from llmopt.quant.load_processor import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
@@ -34,11 +36,67 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_chooses(
         held = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps(held | {key: value}))
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours) is type(theirs)
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    whole = getattr(ours, "whole", ours)
+    assert isinstance(ours, PlainTokenizer) == (model_name is None)
+    assert type(whole) is type(theirs)
+    assert whole.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.special_tokens_map == theirs.special_tokens_map
-    assert ours.chat_template == theirs.chat_template
-    assert ours(TEXT).input_ids == theirs(TEXT).input_ids
+    assert_same(ours, theirs)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same ids, texts, vocabulary and ends, whether or not transformers is asked."""
+    for text in (TEXT, "", " ", "</s> é"):
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special).input_ids
+            assert ours.encode(text, add_special_tokens=special) == ids
+            assert ours(text, add_special_tokens=special).input_ids == ids
+            decoded = theirs.decode(ids, skip_special_tokens=special)
+            assert ours.decode(ids, skip_special_tokens=special) == decoded
+    assert ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "all_special_ids",
+        "chat_template",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        ({}, True),
+        ({"add_bos_token": False}, True),
+        ({"add_eos_token": True}, True),
+        ({"bos_token": {"__type": "AddedToken", "content": "<s>", "special": True}}, True),
+        ({"chat_template": "{{ 1 }}"}, True),
+        ({"eos_token": "<|new|>"}, False),
+        ({"added_tokens_decoder": {"7": {"content": "<s>", "special": True}}}, False),
+        ({"split_special_tokens": True}, False),
+        ({"extra_special_tokens": ["<|one|>"]}, False),
+    ],
+)
+def test_what_adds_tokens_is_left_to_transformers(
+    changed: dict[str, Any], plain: bool, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / DEFAULT_MODEL / name, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    ours = load_tokenizer(tmp_path)
+    assert isinstance(ours, PlainTokenizer) == plain
+    assert_same(ours, AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_a_chat_template_that_is_set_is_the_one_that_is_rendered() -> None:
+    tokenizer = load_tokenizer(MODELS / DEFAULT_MODEL)
+    turns = [{"role": "user", "content": "hello"}]
+    for template in ("first {{ messages[0].content }}", "then {{ messages[0].role }}"):
+        tokenizer.chat_template = template
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        assert rendered in ("first hello", "then user") and rendered.split()[0] in template
 
 
 def test_transformers_replaces_no_class_of_a_plain_type() -> None:

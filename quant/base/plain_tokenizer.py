@@ -1,0 +1,153 @@
+"""A tokenizer that its tokenizer.json, or a GGUF file, decides alone: by `tokenizers`, without transformers.
+
+Importing transformers takes half a second of every start. Text to ids and back, and what a start asks of
+a tokenizer, need none of it; whatever else is asked (chat templates, batches, saving) is answered by
+transformers' tokenizer over the same backend, made when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_UNUSED = 10**30
+"""Length limit of transformers' tokenizer, which warns beyond it: callers check lengths."""
+
+
+class PlainTokenizer:
+    """Text to token ids and back, as transformers' `PreTrainedTokenizerFast` over `backend_tokenizer`.
+
+    Args:
+        backend: a `tokenizers.Tokenizer` that neither cuts off nor pads.
+        special: texts of the special tokens by their names (`bos_token`).
+        whole: makes transformers' tokenizer.
+    """
+
+    clean_up_tokenization_spaces = False
+
+    def __init__(
+        self,
+        backend: Any,
+        special: Mapping[str, str],
+        chat_template: str | None,
+        whole: Callable[[], Any],
+    ) -> None:
+        self.backend_tokenizer = backend
+        self._special = dict(special)
+        self._chat_template = chat_template
+        self._make_whole = whole
+        self._whole: Any = None
+
+    @property
+    def whole(self) -> Any:
+        """transformers' tokenizer."""
+        if self._whole is None:
+            self._whole = quiet(self._make_whole())
+            self._whole.chat_template = self._chat_template
+        return self._whole
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the chat template."""
+        return self._chat_template
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self._chat_template = template
+        if self._whole is not None:
+            self._whole.chat_template = template
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """Token ids of a text."""
+        options.pop("verbose", None)
+        if options or not isinstance(text, str):
+            return self.whole.encode(text, add_special_tokens=add_special_tokens, **options)
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: Any
+    ) -> str:
+        """Text of token ids."""
+        if options or not isinstance(token_ids, list):
+            return self.whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids of all tokens, added ones included."""
+        return self.backend_tokenizer.get_vocab()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text."""
+        return self._id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text."""
+        return self._id("bos_token")
+
+    def _id(self, name: str) -> int | None:
+        text = self._special.get(name)
+        return None if text is None else self.backend_tokenizer.token_to_id(text)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.whole(*texts, **options)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling look for methods before there is a backend
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+
+def quiet(tokenizer: Any) -> Any:
+    """A transformers tokenizer that neither warns of lengths nor changes what it decodes."""
+    tokenizer.model_max_length = _UNUSED
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+_IGNORED = """
+tokenizer_class model_max_length clean_up_tokenization_spaces legacy name_or_path backend is_local
+chat_template padding_side model_input_names use_default_system_prompt add_bos_token add_eos_token
+"""
+"""Keys of a tokenizer_config.json that change neither ids nor texts: transformers puts around a text what
+tokenizer.json does, whatever `add_bos_token` says."""
+
+
+def plain_tokenizer(
+    folder: Path, declared: Mapping[str, Any], whole: Callable[[], Any]
+) -> PlainTokenizer | None:
+    """The tokenizer of a folder, or None where its tokenizer_config.json adds to its tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    ignored = {*_IGNORED.split(), "added_tokens_decoder"}
+    named = {key for key in declared if key.endswith("_token")} - ignored
+    if {*declared} - named - ignored:
+        return None
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = backend.get_added_tokens_decoder()
+    for index, listed in declared.get("added_tokens_decoder", {}).items():
+        token = added.get(int(index))
+        if token is None or any(getattr(token, key) != value for key, value in listed.items()):
+            return None
+    texts = {key: _text(declared[key]) for key in named}
+    special = {key: text for key, text in texts.items() if text is not None}
+    if {*special.values()} - {token.content for token in added.values()}:
+        return None
+    if backend.truncation or backend.padding:
+        return None
+    file = folder / "chat_template.jinja"
+    template = declared.get("chat_template")
+    if file.is_file():
+        template = file.read_text(encoding="utf-8")
+    if not isinstance(template, str | None) or (folder / "additional_chat_templates").is_dir():
+        return None
+    return PlainTokenizer(backend, special, template, whole)
+
+
+def _text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
