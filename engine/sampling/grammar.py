@@ -36,10 +36,16 @@ SEARCH_SECONDS = 1.0
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """Grammar of the JSON texts that a schema allows."""
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    )
+    """Grammar of the JSON texts that a schema allows.
+
+    Raises:
+        BadInput: it is nested too deep to be read.
+    """
+    defaults: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(_one_line(str(error))) from error
 
 
 def regex(pattern: str) -> str:

@@ -125,7 +125,9 @@ def create_app(
     app.state.reloader = reloader
     app.add_middleware(HeadMiddleware)
     install(app)
-    app.add_middleware(RequestMiddleware, options=options, keys=keys)
+    app.add_middleware(
+        RequestMiddleware, options=options, keys=keys, max_model_len=engine.max_model_len
+    )
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

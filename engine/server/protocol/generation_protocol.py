@@ -12,7 +12,14 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    model_validator,
+)
 
 from ...base.sampling_params import MAX_COMPLETIONS, SamplingParams
 from .errors import ApiError
@@ -166,23 +173,36 @@ def unsupported(name: str) -> ApiError:
 Prompt = str | list[int]
 
 
+def _check_prompts(value: Any) -> Any:
+    """Validate prompts with one clear message, and once, where each member of the union would be tried."""
+    if isinstance(value, list) and value:
+        if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+            raise ValueError(f"{MAX_PROMPTS} prompts at most")
+        parts = value if all(isinstance(part, list) for part in value) else [value]
+        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+            return value
+    if isinstance(value, str):
+        return value
+    raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+
+
+Prompts = Annotated[
+    SkipValidation[str | list[str] | list[int] | list[list[int]]], BeforeValidator(_check_prompts)
+]
+
+
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`.
 
     `prompt_logprobs`, `return_tokens_as_token_ids`, and a `max_tokens` of 0 with `echo` are vLLM's.
     """
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     return_tokens_as_token_ids: bool | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _is_a_prompt(cls, value: Any) -> Any:
-        return check_prompt(value)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -209,19 +229,6 @@ class CompletionRequest(GenerationRequest):
             1 if self.only_echoes else max_tokens, self.logprobs, max(wanted, default=None)
         )
         return replace(params, best_of=self.best_of)
-
-
-def check_prompt(value: Any) -> Any:
-    """Validate a prompt with one clear message, instead of one per member of the union."""
-    if isinstance(value, list) and value:
-        parts = value if all(isinstance(part, list) for part in value) else [value]
-        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
-            if len(value) > MAX_PROMPTS and not _is_token_ids(value):
-                raise ValueError(f"{MAX_PROMPTS} prompts at most")
-            return value
-    if isinstance(value, str):
-        return value
-    raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

@@ -10,8 +10,8 @@ from .generation_protocol import (
     MAX_PROMPTS,
     EngineRequest,
     Prompt,
+    Prompts,
     as_prompts,
-    check_prompt,
     refuse_fields,
 )
 
@@ -53,16 +53,11 @@ class PoolingRequest(EngineRequest):
 class EmbeddingRequest(PoolingRequest):
     """Body of `/v1/embeddings`."""
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     add_special_tokens: bool = True
     user: str | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _is_an_input(cls, value: Any) -> Any:
-        return check_prompt(value)
 
     @property
     def inputs(self) -> list[Prompt]:

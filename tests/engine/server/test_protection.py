@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.middleware import MAX_VALUES
 from llmopt.quant.base.errors import BadInput
 
 from ...support.live_server import (
@@ -127,6 +128,16 @@ def test_a_large_body_is_refused(strict: RunningServer, chunked: bool) -> None:
         assert error(refused, 413)["code"] == "body_too_large"
         fits = http.post("/v1/completions", json={"prompt": "x", "user": "y" * 15_000})
         assert fits.status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["1", "[1]", "[[1]]", '"a"'])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/tokenize"])
+def test_a_body_of_many_values_is_refused_before_they_are_read(
+    server: RunningServer, path: str, prompt: str
+) -> None:
+    body = b'{"prompt":[' + b",".join([prompt.encode()] * (MAX_VALUES + 2)) + b"]}"
+    with server.http(headers={"Content-Type": "application/json"}) as http:
+        assert error(http.post(path, content=body), 413)["code"] == "body_too_large"
 
 
 def test_large_headers_and_addresses_are_refused(strict: RunningServer) -> None:

@@ -100,6 +100,14 @@ def schema_format(schema: Any) -> dict[str, Any]:
     }
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of objects in each other."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("fields", "place"),
     [
@@ -109,6 +117,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
         ),
         (schema_format({"$ref": "#/nowhere"}), "response_format.json_schema.schema: "),
         (schema_format([]), "response_format.json_schema.schema"),
+        (schema_format(nested(200)), "response_format.json_schema.schema: recursion limit"),
         (
             schema_format({"$defs": {"d": {"not": {}}}, "$ref": "#/$defs/d"}),
             "response_format.json_schema.schema/$defs/d: Unimplemented keys",
