@@ -20,7 +20,7 @@ from .service import Asked, ResponseContext, Service, Usage, server_sent
 from .tokenization import Tokenization
 
 MAX_LOGPROBS = 1 << 20
-"""Log-probabilities in a response that is not streamed: it is held in memory."""
+"""Log-probabilities in a response that is not streamed, and of its prompts: they are held in memory."""
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
@@ -330,6 +330,15 @@ def add_completions(app: FastAPI, service: Service) -> None:
         service.check(body)
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
+        if (wanted := params.prompt_logprobs) is not None:
+            num_logprobs = (1 + wanted) * sum(map(len, token_ids))
+            if num_logprobs > MAX_LOGPROBS:
+                raise ApiError(
+                    400,
+                    f"{num_logprobs:,} log-probabilities of prompts, at most {MAX_LOGPROBS:,}: send fewer "
+                    "prompts at once, or ask for fewer of each token",
+                    param="prompt",
+                )
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
             lambda context: CompletionResponse(context, service.text, body),

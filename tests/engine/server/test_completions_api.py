@@ -307,6 +307,17 @@ def test_echo_shows_and_scores_the_prompt(server: RunningServer, llm: LLM) -> No
         assert tokens == choices[index]["logprobs"]["tokens"]
 
 
+def test_scores_of_prompts_are_counted_before_any_is_computed(server: RunningServer) -> None:
+    prompts = [[5] * 400] * 200
+    with server.http() as http:
+        for scores in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "stream": True}):
+            refused = http.post(
+                "/v1/completions", json={"prompt": prompts, "max_tokens": 1, **scores}
+            )
+            assert refused.status_code == 400
+            assert "1,680,000 log-probabilities" in refused.json()["error"]["message"]
+
+
 def test_prompt_logprobs_by_token_id(server: RunningServer, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=4)
     expected = llm.generate(PROMPT, params)[0]
