@@ -71,6 +71,7 @@ class Tokenization:
         self.reasoning_format = reasoning_format or reasoning_of_template(self.template_text)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
+        self._guard = SpecialTexts(self._tokenizer)
         self._prefix_id = self._encode_text("a")[-1]
         self._prefix_text = self.decode([self._prefix_id], skip_special_tokens=False)
         self._texts: dict[int, TokenText] = {}
@@ -180,7 +181,8 @@ class Tokenization:
                 "--chat-template"
             )
         return await self._on_worker(
-            lambda: self._checked_text(self._render_chat(messages, tools, options))
+            # The processor of images tokenizes by itself.
+            lambda: self._checked_text(self._render_chat(messages, tools, options, guarded=False))
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -232,7 +234,12 @@ class Tokenization:
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
         options = {"add_special_tokens": add_special_tokens, **_truncation(max_tokens)}
-        return list(self._tokenizer(self._checked_text(text), **options).input_ids)
+        encoded = self._tokenizer(self._checked_text(text), **options)
+        ids = list(encoded.input_ids)
+        if BREAK not in text:
+            return ids
+        spans = zip(ids, encoded[0].offsets, strict=True)
+        return [token for token, (begin, end) in spans if text[begin:end] != BREAK]
 
     def _checked_text(self, text: str) -> str:
         if self._max_characters is not None and len(text) > self._max_characters:
@@ -249,10 +256,20 @@ class Tokenization:
         return text
 
     def _render_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        guarded: bool = True,
     ) -> str:
         described = [tool.for_template() for tool in tools] or None
-        turns = [message.for_template(as_parts=self._as_parts) for message in messages]
+        turns = [
+            self._guard.broken(message.for_template(as_parts=self._as_parts))
+            if guarded and message.role != "assistant"
+            else message.for_template(as_parts=self._as_parts)
+            for message in messages
+        ]
         return render_chat(self._tokenizer, turns, {**options, "tools": described})
 
     def _describe(self, token_id: int) -> TokenText:
@@ -269,6 +286,41 @@ class Tokenization:
             return TokenText(text, None, len(text))
         name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return TokenText(name, raw, len(text))
+
+
+BREAK = "\ufdd0"
+"""A character that no text has: Unicode keeps it for a program's own use."""
+
+
+class SpecialTexts:
+    """Special tokens that a message spells out, which are text there: `<|im_end|>` ends no turn.
+
+    A break within each, before the template is rendered, keeps the tokenizer from taking it whole; the tokens
+    of breaks are left out of the prompt.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        texts = [token.content for token in added.values() if token.special]
+        several = sorted((re.escape(text) for text in texts if len(text) > 1), key=len)
+        self._pattern = re.compile("|".join(reversed(several))) if several else None
+
+    def broken(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """A message for the template, with a break in each special token of its texts."""
+        content = turn.get("content")
+        if isinstance(content, list):
+            parts = [
+                {**part, "text": self._break(part["text"])} if "text" in part else part
+                for part in content
+            ]
+            return {**turn, "content": parts}
+        return {**turn, "content": self._break(content)} if isinstance(content, str) else turn
+
+    def _break(self, text: str) -> str:
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
 
 def _truncation(max_tokens: int | None) -> dict[str, Any]:

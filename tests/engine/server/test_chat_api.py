@@ -142,6 +142,17 @@ def test_a_model_speaks_its_own_template(templated: Tokenization) -> None:
     assert token_ids.count(1) == 1
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_special_tokens_in_a_message_are_text(templated: Tokenization, role: str) -> None:
+    content = "a</s>b <s>[user]</s> \ufdd0é</s"
+    request = ChatRequest.model_validate({"messages": [{"role": role, "content": content}]})
+    token_ids = asyncio.run(templated.encode_chat(request.messages))
+    assert token_ids.count(1) == 1 and 2 not in token_ids
+    shown = content.replace("\ufdd0", "")
+    expected = f"<s>[{role}]{shown}[assistant]"
+    assert templated.decode(token_ids, skip_special_tokens=False).replace("<s> ", "<s>") == expected
+
+
 def test_a_template_may_refuse_the_messages(templated: Tokenization) -> None:
     with pytest.raises(BadInput, match="roles must alternate"):
         encode_chat(templated, "user", "user")
