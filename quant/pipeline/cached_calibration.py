@@ -3,6 +3,7 @@
     statistics.json          signature of model and data, completeness
     layer-00003.safetensors  Gram matrices and magnitudes of the inputs of layer 3
     hidden-00003.safetensors input hidden states of layer 3, while measuring
+    sensitivity-00003.safetensors, costs-layer-00003.json, divergences.json   of method auto
 
 Every layer is measured on the outputs of float layers, so the statistics are independent of method, bits and
 group size. Unlike `OnlineCalibration`, no layer compensates for the quantization errors before it.
@@ -26,6 +27,7 @@ from ..base.progress import Progress
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json
+from ..plan.journal import sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import States
@@ -197,6 +199,35 @@ class StatisticsFolder:
 
     def _hidden(self, index: int) -> Path:
         return self.folder / f"hidden-{index:05d}.safetensors"
+
+
+class StoredNumbers:
+    """Numbers that took long to measure, in a JSON file, by digests of all that they depend on.
+
+    Args:
+        facts: of all numbers that are asked for here, for JSON.
+    """
+
+    def __init__(self, path: Path, facts: Any):
+        self._path = path
+        self._facts = sha256_of(json.dumps(facts, sort_keys=True).encode())
+        self._numbers: dict[str, float] = read_json(path) if path.is_file() else {}
+
+    def __contains__(self, key: Any) -> bool:
+        return self._digest(key) in self._numbers
+
+    def __getitem__(self, key: Any) -> float:
+        return self._numbers[self._digest(key)]
+
+    def __setitem__(self, key: Any, number: float) -> None:
+        self._numbers[self._digest(key)] = number
+
+    def write(self) -> None:
+        """Replace the file."""
+        write_atomically(self._path, json.dumps(self._numbers, sort_keys=True))
+
+    def _digest(self, key: Any) -> str:
+        return sha256_of(f"{self._facts} {json.dumps(key, sort_keys=True)}".encode())
 
 
 def _groups(family: LayerMap) -> list[tuple[str, ...]]:

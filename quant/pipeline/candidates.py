@@ -1,8 +1,10 @@
-"""Candidates of a mixed precision: the linears that share one scheme, and the schemes that they may have.
+"""Candidates of a mixed precision: linears that share one scheme, schemes that they may have, and costs.
 
 Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice, and so are the experts of a layer;
 a GGUF file has a type for each tensor. A candidate is a scheme for all linears of the model, or none: they
-stay in 16 bits.
+stay in 16 bits. It costs bytes, and the KL divergence that is expected behind the codes of the method's own
+solver. The folder of statistics keeps the latter by content (solver, linear, scheme), so that a search for
+another target, another set of candidates or a resumed one solves nothing twice.
 """
 
 from __future__ import annotations
@@ -15,17 +17,28 @@ import torch
 
 from ..base.atomic_io import entry_bytes
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, Scheme
+from ..base.progress import Progress
+from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Scheme
+from ..families.layer_map import LayerMap
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.architecture import to_gguf
 from ..gguf.mix import fitting
 from ..kinds.base.kind import EXPERTS, kind_of
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
+from ..kinds.integer.scheme import IntScheme
+from ..kinds.registry import scheme_record
+from ..methods.options import SchemeOptions
+from ..methods.registry import METHODS
 from ..plan.plan import QuantizePlan
-from .divergence import round_layer
+from ..plan.selection import HEAD
+from .cached_calibration import StatisticsFolder, StoredNumbers
+from .divergence import Solved, round_layer, solve_layer, solver_facts
 from .preflight import module_sizes, unquantized_bytes
+from .quantized_layer import HEAD_FAMILY, LayerStatistics
+from .sensitivity import LayerSensitivity, Sensitivities
 
 GROUP_SIZES = (128, 64, 32)
+_FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go beside integers into one file
 
 
 def groups_of(plan: QuantizePlan, prefix: str, linears: Sequence[str]) -> list[tuple[str, ...]]:
@@ -83,6 +96,11 @@ class Search:
         """Weights of all linears."""
         return sum(rows * columns for rows, columns in self.plan.modules.values())
 
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of all other tensors of the checkpoint."""
+        return unquantized_bytes(self.plan, self.plan.format) + self.plan.kv_scale_bytes
+
     def bytes_of(self, schemes: Mapping[str, Scheme]) -> int:
         """Bytes of the linears with a choice of schemes, where each is one of the candidates'."""
         kinds = list(zip(self.schemes, self.sizes, strict=True))
@@ -97,19 +115,28 @@ class Search:
         return max(labels, key=labels.count, default="16 bits")
 
 
-def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | None) -> Search:
-    """The candidates under a target.
+def search_of(
+    plan: QuantizePlan,
+    target_bpw: float | None,
+    target_bytes: int | None,
+    names: Sequence[str] = (),
+) -> Search:
+    """The candidates under a target; without one, under the bytes of 16 bits everywhere.
+
+    Args:
+        names: of the kinds that linears may have, as `--candidates` takes them; none: see `_tiers`.
 
     Raises:
-        BadInput: the target is too small for every one.
+        BadInput: the target is too small for every one, or the formats do not hold a kind.
     """
+    plain = {module: _plain_bytes(plan, module) for module in plan.modules}
     weights = sum(rows * columns for rows, columns in plan.modules.values())
+    budget = sum(plain.values())
     if target_bpw is not None:
         budget = int(target_bpw * weights / 8)
-    else:
-        assert target_bytes is not None
+    elif target_bytes is not None:
         budget = target_bytes - unquantized_bytes(plan, plan.format) - plan.kv_scale_bytes
-    kinds = _candidates(plan, budget)
+    kinds = _candidates(plan, budget, names)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:
         least = sum(kinds[0][1].values())
@@ -118,8 +145,8 @@ def search_of(plan: QuantizePlan, target_bpw: float | None, target_bytes: int | 
         else:
             option = f"--target-size {ceil((least + target_bytes - budget) / 2**10)}KiB"
         raise BadInput(f"{too_small(budget, least)}; the least is {option}")
-    plain = {module: _plain_bytes(plan, module) for module in plan.modules}
-    if sum(plain.values()) > budget:  # else nothing would be quantized
+    open_ended = target_bpw is None and target_bytes is None
+    if open_ended or sum(plain.values()) > budget:  # else nothing would be quantized
         kinds.append(({}, plain))
     schemes, sizes = zip(*kinds, strict=True)
     return Search(plan, budget, schemes, sizes, fitting[-1])
@@ -133,34 +160,89 @@ def too_small(budget: int, least: int) -> BadInput:
     )
 
 
-def _candidates(plan: QuantizePlan, budget: int) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
+Schemes = dict[str, Scheme]
+"""Of all modules, under one candidate."""
+
+
+def _candidates(
+    plan: QuantizePlan, budget: int, names: Sequence[str]
+) -> list[tuple[Schemes, dict[str, int]]]:
     """Schemes and bytes of all modules under each candidate that the formats hold, the smallest first.
 
     The first tier has what servers have kernels for, or what the solver goes to; the others are tried where
     the target requires them.
     """
-    candidates, refusal = [], BadInput("no scheme has other widths")
-    for tier in _tiers(plan):
-        candidates = []
-        for kind in tier:
-            try:
-                for weight_format in plan.formats:
-                    for name, shape in plan.modules.items():
-                        weight_format.check_scheme(kind[name])
-                        weight_format.check(name, *shape, kind[name])
-            except BadInput as error:
-                refusal = error
-                continue
-            candidates.append((kind, module_sizes(replace(plan, schemes=kind), plan.format)))
-        candidates.sort(key=lambda pair: sum(pair[1].values()))
-        if candidates and sum(candidates[0][1].values()) <= budget:
+    kinds: list[Schemes] = []
+    if names:
+        kinds = [kind for name in names for kind in _held(plan, _named(plan, name))]
+    refusal = BadInput("no scheme has other widths")
+    for tier in () if names else _tiers(plan):
+        try:
+            kinds = _held(plan, tier)
+        except BadInput as error:
+            refusal = error
+            continue
+        if min(sum(_sizes(plan, kind).values()) for kind in kinds) <= budget:
             break
-    if not candidates:
+    if not kinds:
         raise refusal
-    return candidates
+    distinct = [kind for number, kind in enumerate(kinds) if kind not in kinds[:number]]
+    candidates = [(kind, _sizes(plan, kind)) for kind in distinct]
+    return sorted(candidates, key=lambda pair: sum(pair[1].values()))
 
 
-def _tiers(plan: QuantizePlan) -> Iterator[Iterator[dict[str, Scheme]]]:
+def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
+    return module_sizes(replace(plan, schemes=kind), plan.format)
+
+
+def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
+    """Those that all formats hold.
+
+    Raises:
+        BadInput: there is none; why they hold the last one not.
+    """
+    held, refusal = [], None
+    for kind in kinds:
+        try:
+            for weight_format in plan.formats:
+                for name, shape in plan.modules.items():
+                    weight_format.check_scheme(kind[name])
+                    weight_format.check(name, *shape, kind[name])
+        except BadInput as error:
+            refusal = error
+            continue
+        held.append(kind)
+    if not held and refusal is not None:
+        raise refusal
+    return held
+
+
+def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
+    """The schemes of all modules that `--candidates` means by a name, such as `int4`, `fp8` or `Q4_K`.
+
+    Raises:
+        BadInput: no such kind.
+    """
+    if is_gguf(plan):
+        if name.upper() not in GGUF_BLOCKS:
+            raise BadInput(f"--candidates {name}: GGUF has {', '.join(GGUF_BLOCKS)}")
+        yield from _block_types(plan, [name.upper()])
+        return
+    if name in _FLOATS:  # weights alone: what is felt of rounded inputs is not measured
+        scheme = METHODS[name].scheme(SchemeOptions(activations="none"))
+        yield dict.fromkeys(plan.modules, scheme)
+        return
+    base = next(iter(plan.schemes.values()))
+    widths = {f"{base.kind_name}{bits}": bits for bits in max(base.searched_widths)}
+    if isinstance(base, IntScheme):
+        widths = {f"int{bits}": bits for bits in SUPPORTED_BITS}
+    if name not in widths:
+        known = ", ".join((*widths, *_FLOATS) if isinstance(base, IntScheme) else widths)
+        raise BadInput(f"--candidates {name}: {base.kind_name} weights are mixed of {known}")
+    yield from _kinds(plan, [widths[name]])
+
+
+def _tiers(plan: QuantizePlan) -> Iterator[Iterator[Schemes]]:
     """The schemes of all modules, in tiers; each has those of the tiers before."""
     if is_gguf(plan):
         solved = [b for b in GGUF_BLOCKS if kind_of(GgufScheme(b)).refuses_solver is None]
@@ -176,7 +258,7 @@ def _plain_bytes(plan: QuantizePlan, module: str) -> int:
     return entry_bytes((plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)))
 
 
-def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[dict[str, Scheme]]:
+def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[Schemes]:
     """The schemes of all modules with each of these types, or its fallback for their width."""
     last: list[dict[str, GgufScheme]] = []
     for block in blocks:
@@ -187,7 +269,7 @@ def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[dict[str
             yield dict(kind)
 
 
-def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[dict[str, Scheme]]:
+def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[Schemes]:
     """The schemes of all modules with each width and, for integers, each group size."""
     divided = [
         size
@@ -203,3 +285,117 @@ def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[dict[str, Sche
             if kind != last:  # without groups all sizes are the same
                 yield kind
             last = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Linears that share one scheme, with bytes and cost of each candidate.
+
+    Attributes:
+        costs: expected KL divergence of the model's output, in nats a token.
+    """
+
+    modules: tuple[str, ...]
+    bytes: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    @property
+    def efficient(self) -> list[int]:
+        """The candidates that no other beats in both bytes and cost, the smallest first."""
+        kept: list[int] = []
+        for number in sorted(range(len(self.bytes)), key=lambda n: (self.bytes[n], self.costs[n])):
+            if not kept or self.costs[number] < self.costs[kept[-1]]:
+                kept.append(number)
+        return kept
+
+
+def measure_choices(
+    search: Search, sensitivities: Sensitivities, folder: StatisticsFolder, progress: Progress
+) -> list[Choice]:
+    """Solve every linear for every candidate, and weigh the errors of its outputs.
+
+    The folder keeps the costs, layer by layer: no linear is solved for a scheme again.
+    """
+    plan, choices = search.plan, []
+    progress.start("measuring candidates", plan.num_layers + plan.lm_head, "layers")
+    for index, family in enumerate(plan.architecture.layers):
+        layer = _Layer(search, index, f"{plan.architecture.layer_prefix(index)}.", family)
+        choices += layer.choices(sensitivities, folder)
+        progress.advance()
+    if plan.lm_head:
+        choices += _Layer(search, None, "", HEAD_FAMILY).choices(sensitivities, folder)
+    progress.finish()
+    return choices
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer under the candidates, or the output projection, which has no number and no start of names."""
+
+    search: Search
+    index: int | None
+    start: str
+    family: LayerMap
+
+    def choices(self, sensitivities: Sensitivities, folder: StatisticsFolder) -> list[Choice]:
+        """Bytes and cost of each candidate for each group of linears; 16 bits cost nothing."""
+        groups = [
+            group
+            for linears in self.family.shared_inputs
+            for group in groups_of(self.search.plan, self.start, linears)
+        ]
+        costs = self._costs([module for group in groups for module in group], sensitivities, folder)
+        return [
+            Choice(
+                group,
+                tuple(sum(sizes[module] for module in group) for sizes in self.search.sizes),
+                tuple(
+                    sum(costs[module, kind[module]] for module in group if module in kind)
+                    for kind in self.search.schemes
+                ),
+            )
+            for group in groups
+        ]
+
+    def _costs(
+        self, modules: Sequence[str], sensitivities: Sensitivities, folder: StatisticsFolder
+    ) -> dict[Solved, float]:
+        """What the folder has, and what is measured now and kept there."""
+        wanted = dict.fromkeys(
+            (module, kind[module])
+            for kind in self.search.schemes
+            for module in modules
+            if module in kind
+        )
+        name = "head" if self.index is None else f"layer-{self.index:05d}"
+        store = StoredNumbers(
+            folder.folder / f"costs-{name}.json", solver_facts(self.search.plan, modules)
+        )
+        keys = {pair: [pair[0], scheme_record(pair[1])] for pair in wanted}
+        missing = [pair for pair in wanted if keys[pair] not in store]
+        if missing:
+            measured = folder.read(name, self.family, self.search.plan.device)
+            sensitivity = sensitivities.read(self.index, self.family)
+            for pair, cost in self._measured(missing, sensitivity, measured):
+                store[keys[pair]] = cost
+            store.write()
+            self.search.plan.checkpoint.release()
+        return {pair: store[keys[pair]] for pair in wanted}
+
+    def _measured(
+        self,
+        pairs: Sequence[Solved],
+        sensitivity: LayerSensitivity,
+        measured: LayerStatistics,
+    ) -> Iterator[tuple[Solved, float]]:
+        """Solve linears for schemes, and weigh what is left."""
+        plan, start = self.search.plan, self.start
+        tensors = {
+            name.removeprefix(start): tensor
+            for name, tensor in plan.checkpoint.tensors(start or f"{HEAD}.")
+        }
+        prefix = start.removesuffix(".")
+        for pair, values in solve_layer(plan, self.family, prefix, tensors, pairs, measured):
+            linear = pair[0].removeprefix(start)
+            delta = tensors[f"{linear}.weight"].to(plan.device, torch.float32) - values
+            yield pair, sensitivity.expected(linear, delta, measured.statistics[linear])

@@ -8,7 +8,8 @@ the search has; each weight is solved once for every scheme that a candidate has
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -19,6 +20,7 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
+from ..plan.journal import sha256_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD
 from ..stream.calibration import Images
@@ -31,6 +33,17 @@ LOGITS = 2**24  # values of a matrix of logits
 _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time
 Solved = tuple[str, Scheme]
 """A linear by its full name, and a scheme."""
+
+
+def solver_facts(plan: QuantizePlan, modules: Iterable[str]) -> list[Any]:
+    """Everything that the codes of linears depend on beside their schemes and the statistics, for JSON."""
+    importance = {
+        module: sha256_of(plan.importance[module].numpy().tobytes())
+        for module in modules
+        if module in plan.importance
+    }
+    formats = [weight_format.name for weight_format in plan.formats]
+    return [plan.method.name, asdict(plan.options), formats, sorted(modules), importance]
 
 
 def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:

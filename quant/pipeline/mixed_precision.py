@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,87 +26,17 @@ import torch
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import Scheme
-from ..families.layer_map import LayerMap
 from ..gguf.mix import mix_of
+from ..kinds.registry import scheme_record
 from ..model.parameters import unquantized_modules
 from ..plan.plan import QuantizePlan, check_plan
-from ..plan.selection import HEAD
 from ..stream.calibration import Images
 from ..stream.layer_stream import LayerStream
-from .cached_calibration import StatisticsFolder
-from .candidates import Search, groups_of, is_gguf, too_small
-from .divergence import Solved, divergences, solve_layer
-from .quantized_layer import HEAD_FAMILY, LayerStatistics
-from .sensitivity import LayerSensitivity, Sensitivities
+from .cached_calibration import StatisticsFolder, StoredNumbers
+from .candidates import Choice, Search, is_gguf, too_small
+from .divergence import divergences, solver_facts
 
 _POINTS = 16  # of the front
-
-
-def measure_choices(
-    search: Search, sensitivities: Sensitivities, folder: StatisticsFolder, progress: Progress
-) -> list[Choice]:
-    """Solve every linear for every candidate, and weigh the errors of its outputs."""
-    plan, choices = search.plan, []
-    progress.start("measuring candidates", plan.num_layers + plan.lm_head, "layers")
-    for index, family in enumerate(plan.architecture.layers):
-        measured = folder.read(f"layer-{index:05d}", family, plan.device)
-        sensitivity = sensitivities.read(index, family)
-        prefix = plan.architecture.layer_prefix(index)
-        choices += _layer_choices(search, prefix, family, measured, sensitivity)
-        plan.checkpoint.release()
-        progress.advance()
-    if plan.lm_head:
-        measured = folder.read("head", HEAD_FAMILY, plan.device)
-        sensitivity = sensitivities.read(None, HEAD_FAMILY)
-        choices += _layer_choices(search, "", HEAD_FAMILY, measured, sensitivity)
-    progress.finish()
-    return choices
-
-
-def _layer_choices(
-    search: Search,
-    prefix: str,
-    family: LayerMap,
-    measured: LayerStatistics,
-    sensitivity: LayerSensitivity,
-) -> list[Choice]:
-    """The choices of a layer, or of the output projection, which has no prefix."""
-    plan, start = search.plan, f"{prefix}." if prefix else ""
-    groups = [group for each in family.shared_inputs for group in groups_of(plan, start, each)]
-    members = [module for group in groups for module in group]
-    tensors = {
-        name.removeprefix(start): tensor
-        for name, tensor in plan.checkpoint.tensors(start or f"{HEAD}.")
-    }
-    wanted = [(name, kind[name]) for kind in search.schemes for name in members if name in kind]
-    costs: dict[Solved, float] = {}
-    for solved, values in solve_layer(plan, family, prefix, tensors, wanted, measured):
-        linear = solved[0].removeprefix(start)
-        delta = tensors[f"{linear}.weight"].to(plan.device, torch.float32) - values
-        costs[solved] = sensitivity.expected(linear, delta, measured.statistics[linear])
-    return [_choice(search, group, costs) for group in groups]
-
-
-def _choice(search: Search, group: tuple[str, ...], costs: Mapping[Solved, float]) -> Choice:
-    """Bytes and cost of each candidate for a group; 16 bits cost nothing."""
-    return Choice(
-        group,
-        tuple(sum(size[module] for module in group) for size in search.sizes),
-        tuple(
-            sum(costs[module, kind[module]] for module in group if module in kind)
-            for kind in search.schemes
-        ),
-    )
-
-
-def schemes_of(search: Search, choices: list[Choice], allocation: Allocation) -> dict[str, Scheme]:
-    """The schemes of an allocation; modules that stay in 16 bits have none."""
-    return {
-        module: search.schemes[number][module]
-        for choice, number in zip(choices, allocation.chosen, strict=True)
-        for module in choice.modules
-        if module in search.schemes[number]
-    }
 
 
 def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizePlan:
@@ -135,29 +65,86 @@ def _holds(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> bool:
     return True
 
 
-def mixed_plan(
-    search: Search,
-    sensitivities: Sensitivities,
-    folder: StatisticsFolder,
-    stream: LayerStream,
-    token_ids: torch.Tensor,
-    images: Images,
-    progress: Progress,
-) -> QuantizePlan:
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The candidates of one file format with their costs, of which any mixture is made under any bound.
+
+    Attributes:
+        search: its candidates; `budget` is the largest bound.
+        folder: of the solver's statistics.
+        samples: on which mixtures are measured, with their images.
+    """
+
+    search: Search
+    choices: list[Choice]
+    folder: StatisticsFolder
+    stream: LayerStream
+    samples: tuple[torch.Tensor, Images]
+
+    def allocate(self, bytes_bound: int, times: TimeBound | None = None) -> Allocation:
+        """The mixture of least expected KL divergence; of a format that holds one scheme, the best of one.
+
+        Args:
+            bytes_bound: that the linears may take; the others take `search.rest_bytes`.
+        """
+        best = allocate(self.choices, bytes_bound, times)
+        if _holds(self.search.plan, self.schemes_of(best)):
+            return best
+        return allocate(self.choices, bytes_bound, times, exclusive=True)
+
+    def front(self, points: int, times: TimeBound | None = None) -> list[Allocation]:
+        """Mixtures from the fewest bytes to the most that lower the cost; see `front`."""
+        return front(self.choices, points, lambda bound: self.allocate(bound, times))
+
+    def schemes_of(self, allocation: Allocation) -> dict[str, Scheme]:
+        """The schemes of an allocation; modules that stay in 16 bits have none."""
+        return {
+            module: self.search.schemes[number][module]
+            for choice, number in zip(self.choices, allocation.chosen, strict=True)
+            for module in choice.modules
+            if module in self.search.schemes[number]
+        }
+
+    def plan_of(self, allocation: Allocation) -> QuantizePlan:
+        """The plan that writes a mixture: what loads it, and how large it is, are asked of the plan."""
+        return with_schemes(self.search.plan, self.schemes_of(allocation))
+
+    def target_bytes(self, allocation: Allocation) -> int:
+        """The `--target-size` by which `quantize --method auto` finds the same mixture again."""
+        return allocation.bound + self.search.rest_bytes
+
+    def divergences(
+        self, mixtures: Sequence[Mapping[str, Scheme]], progress: Progress
+    ) -> list[float]:
+        """KL divergence of mixtures from the float model, by the solver's codes; the folder keeps them."""
+        plan = self.search.plan
+        facts = solver_facts(plan, plan.modules)
+        store = StoredNumbers(self.folder.folder / "divergences.json", facts)
+        keys = [{name: scheme_record(one) for name, one in each.items()} for each in mixtures]
+        missing = [at for at, key in enumerate(keys) if key not in store]
+        if missing:
+            wanted = [mixtures[at] for at in missing]
+            token_ids, images = self.samples
+            found = divergences(plan, self.stream, token_ids, wanted, progress, images, self.folder)
+            for at, loss in zip(missing, found, strict=True):
+                store[keys[at]] = loss
+            store.write()
+        return [store[key] for key in keys]
+
+
+def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
     """The plan with the schemes of least expected KL divergence under the target, where its KL divergence on
-    the samples `token_ids`, with their images, is below that of the uniform scheme; else the uniform plan.
+    the samples, with their images, is below that of the uniform scheme; else the uniform plan.
 
     Where a format holds one scheme a file, all linears have the same.
     """
-    plan = search.plan
-    choices = measure_choices(search, sensitivities, folder, progress)
-    best = allocate(choices, search.budget)
-    if not _holds(plan, schemes_of(search, choices, best)):
-        best = allocate(choices, search.budget, exclusive=True)
-    mixed, uniform = schemes_of(search, choices, best), search.schemes[search.uniform]
+    search = lane.search
+    plan, num_tokens = search.plan, lane.samples[0].numel()
+    best = lane.allocate(search.budget)
+    mixed, uniform = lane.schemes_of(best), search.schemes[search.uniform]
     check_plan(with_schemes(plan, mixed))
     pair = mixed, uniform
-    losses = divergences(plan, stream, token_ids, pair, progress, images, folder)
+    losses = lane.divergences(pair, progress)
     is_mixed = losses[0] < losses[1]
     schemes = mixed if is_mixed else uniform
     sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in pair]
@@ -169,17 +156,17 @@ def mixed_plan(
         f"note: {sizes[0 if is_mixed else 1]:.3f} bits per weight of at most "
         f"{search.budget * 8 / search.num_weights:.3f}: {shares}",
         f"note: expected KL {best.cost:.4g}, at most {best.gap:.2%} above the least",
-        f"note: KL from the float model on {token_ids.numel():,} tokens: mixed "
+        f"note: KL from the float model on {num_tokens:,} tokens: mixed "
         f"{losses[0]:.4g} at {sizes[0]:.3f} bits, {label} everywhere {losses[1]:.4g} at {sizes[1]:.3f}: "
         f"{'mixed' if is_mixed else 'uniform'} is taken",
     )
     record = {
-        "kl_tokens": token_ids.numel(),
+        "kl_tokens": num_tokens,
         "mixed": {"bits_per_weight": sizes[0], "kl": losses[0], "expected_kl": best.cost},
         "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": losses[1]},
         "taken": "mixed" if is_mixed else "uniform",
         "gap": best.gap,
-        "front": _record(search, front(choices, _POINTS)),
+        "front": _record(search, lane.front(_POINTS)),
     }
     return replace(with_schemes(plan, schemes), notes=(*plan.notes, *notes), search=record)
 
@@ -194,28 +181,9 @@ def _record(search: Search, allocations: list[Allocation]) -> list[dict[str, Any
 
 _SECONDS = 60.0  # a hundred layers of twenty candidates take less than one
 _GAP = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Linears that share one scheme, with bytes and cost of each candidate.
-
-    Attributes:
-        costs: expected KL divergence of the model's output, in nats a token.
-    """
-
-    modules: tuple[str, ...]
-    bytes: tuple[int, ...]
-    costs: tuple[float, ...]
-
-    @property
-    def efficient(self) -> list[int]:
-        """The candidates that no other beats in both bytes and cost, the smallest first."""
-        kept: list[int] = []
-        for number in sorted(range(len(self.bytes)), key=lambda n: (self.bytes[n], self.costs[n])):
-            if not kept or self.costs[number] < self.costs[kept[-1]]:
-                kept.append(number)
-        return kept
+_TRIES = 8  # with bounds that the solver's tolerances do not break
+_INFEASIBLE = 2  # of scipy's statuses
+_ROUNDING = 1e-9  # of sums of seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,90 +193,160 @@ class Allocation:
     Attributes:
         bytes, cost: of all together.
         gap: how much less the least cost may be at most, as a share of the cost.
+        bound: on the bytes, under which it was found.
+        seconds: of all together, where they were bounded.
     """
 
     chosen: tuple[int, ...]
     bytes: int
     cost: float
     gap: float
+    bound: int
+    seconds: float | None = None
 
 
-def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False) -> Allocation:
-    """The candidates of least total cost within `budget` bytes.
+@dataclass(frozen=True, slots=True)
+class TimeBound:
+    """Expected time of each candidate of each choice, as the planner has it, and a bound on its sum.
+
+    Attributes:
+        seconds: in the order of the choices and their candidates.
+        most: such as the share of the linears in the time for an output token.
+    """
+
+    seconds: Sequence[Sequence[float]]
+    most: float
+
+
+def allocate(
+    choices: Sequence[Choice],
+    budget: int,
+    times: TimeBound | None = None,
+    *,
+    exclusive: bool = False,
+) -> Allocation:
+    """The candidates of least total cost within `budget` bytes, and within a time where one is given.
 
     Args:
         exclusive: all choices take the same candidate, for formats that hold one scheme.
 
     Raises:
-        BadInput: even the smallest candidates are too large.
+        BadInput: no candidates keep to the bounds.
     """
     if exclusive:
-        choices_of_all = _joined(choices)
-        found = allocate([choices_of_all], budget)
-        return Allocation(found.chosen * len(choices), found.bytes, found.cost, found.gap)
-    pairs = [(at, number) for at, choice in enumerate(choices) for number in choice.efficient]
+        summed = times and TimeBound([_sums(times.seconds)], times.most)
+        found = allocate([_joined(choices)], budget, summed)
+        return replace(found, chosen=found.chosen * len(choices))
     least = sum(min(choice.bytes) for choice in choices)
     if least > budget:
         raise too_small(budget, least)
-    taken, gap = _solved(choices, pairs, budget)
+    parts: list[Sequence[Sequence[float]]] = [[choice.bytes for choice in choices]]
+    if times is not None:
+        parts.append(times.seconds)
+    taken, gap = _solved(choices, parts, [budget, *([times.most] if times else [])])
     return Allocation(
         taken,
         sum(choice.bytes[number] for choice, number in zip(choices, taken, strict=True)),
         sum(choice.costs[number] for choice, number in zip(choices, taken, strict=True)),
         gap,
+        budget,
+        times and sum(each[number] for each, number in zip(times.seconds, taken, strict=True)),
     )
 
 
-def front(choices: Sequence[Choice], points: int) -> list[Allocation]:
-    """Allocations from the fewest bytes to the most that lower the cost, by evenly spaced bounds."""
+def front(
+    choices: Sequence[Choice],
+    points: int,
+    solve: Callable[[int], Allocation] | None = None,
+) -> list[Allocation]:
+    """Allocations from the fewest bytes to the most that lower the cost, by evenly spaced bounds.
+
+    Args:
+        solve: finds the best under a bound; None: `allocate`.
+    """
     low = sum(min(choice.bytes) for choice in choices)
     high = sum(choice.bytes[choice.efficient[-1]] for choice in choices)
     found: dict[int, Allocation] = {}
     for bound in np.linspace(low, high, points):
-        allocation = allocate(choices, int(bound))
+        allocation = solve(int(bound)) if solve else allocate(choices, int(bound))
         found[allocation.bytes] = allocation
     return [found[size] for size in sorted(found)]
 
 
 def _joined(choices: Sequence[Choice]) -> Choice:
     """All choices as one."""
-    return Choice(
-        tuple(module for choice in choices for module in choice.modules),
-        tuple(map(sum, zip(*(choice.bytes for choice in choices), strict=True))),
-        tuple(map(sum, zip(*(choice.costs for choice in choices), strict=True))),
+    modules = tuple(module for choice in choices for module in choice.modules)
+    sizes, costs = (
+        _sums([getattr(choice, part) for choice in choices]) for part in ("bytes", "costs")
     )
+    return Choice(modules, sizes, costs)
+
+
+def _sums(rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Sums over the choices, for each candidate."""
+    return tuple(map(sum, zip(*rows, strict=True)))
 
 
 def _solved(
-    choices: Sequence[Choice], pairs: Sequence[tuple[int, int]], budget: int
+    choices: Sequence[Choice], parts: Sequence[Sequence[Sequence[float]]], bounds: Sequence[float]
 ) -> tuple[tuple[int, ...], float]:
-    """The candidate of each choice, and the gap to the optimum."""
+    """The candidate of each choice, and the gap to the optimum.
+
+    Args:
+        parts: what candidates of choices take of each resource: bytes first.
+        bounds: of these, on their sums.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
+    pairs = [
+        (at, number)
+        for at, choice in enumerate(choices)
+        for number in _undominated([choice.costs, *(part[at] for part in parts)])
+    ]
     costs = np.array([choices[at].costs[number] for at, number in pairs])
-    sizes = np.array([choices[at].bytes[number] for at, number in pairs], dtype=np.int64)
-    # Whole numbers of the largest unit, bounded by half a one more: the solver's tolerances let no more in.
-    unit = np.gcd.reduce(sizes)
-    sizes, most = sizes // unit, budget // unit + 0.5
-    columns = np.arange(len(pairs))
-    one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], columns)))
-    scale = costs.max() or 1.0
-    with c_prints_on_stderr():
-        result = milp(
-            costs / scale,
-            integrality=np.ones(len(pairs)),
-            bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint((sizes / sizes.max())[None], ub=most / sizes.max()),
-            ],
-            options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
-        )
-    if result.x is None:
-        raise RuntimeError(f"HiGHS found no allocation: {result.message}")
-    taken = {at: number for (at, number), on in zip(pairs, result.x > 0.5, strict=True) if on}
-    return tuple(taken[at] for at in range(len(choices))), float(result.mip_gap or 0.0)
+    taken_of = np.array([[part[at][number] for at, number in pairs] for part in parts])
+    # Bytes are whole numbers of the largest unit, bounded by half a one more for the solver's rounding.
+    unit = np.gcd.reduce(taken_of[0].astype(np.int64))
+    most = np.array([bounds[0] // unit * unit + unit / 2, *bounds[1:]], dtype=float)
+    scales = np.maximum(taken_of.max(axis=1), np.finfo(float).tiny)
+    one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], np.arange(len(pairs)))))
+    rounding = np.array([0, *(_ROUNDING * bound for bound in bounds[1:])])
+    for attempt in range(_TRIES):
+        with c_prints_on_stderr():
+            result = milp(
+                costs / (costs.max() or 1.0),
+                integrality=np.ones(len(pairs)),
+                bounds=Bounds(0, 1),
+                constraints=[
+                    LinearConstraint(one_each, 1, 1),
+                    LinearConstraint(taken_of / scales[:, None], ub=most / scales),
+                ],
+                options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
+            )
+        if result.status == _INFEASIBLE and not attempt:
+            within = " s within ".join(f"{bound:,.10g}" for bound in reversed(bounds))
+            raise BadInput(f"no candidates keep to {within} bytes")
+        if result.x is None:
+            raise RuntimeError(f"HiGHS found no allocation: {result.message}")
+        over = taken_of @ (result.x > 0.5) - bounds
+        if (over <= rounding).all():
+            taken = dict(pair for pair, on in zip(pairs, result.x > 0.5, strict=True) if on)
+            return tuple(taken[at] for at in range(len(choices))), float(result.mip_gap or 0.0)
+        most -= over.clip(min=0)  # many small choices go beyond a bound within its tolerances
+    raise RuntimeError(f"HiGHS keeps to no bound of {bounds[0]:,} bytes for such candidates")
+
+
+def _undominated(parts: Sequence[Sequence[float]]) -> list[int]:
+    """The candidates that no other beats in all parts; of equal ones the first."""
+    points = list(zip(*parts, strict=True))
+
+    def beats(other: int, number: int) -> bool:
+        less = all(a <= b for a, b in zip(points[other], points[number], strict=True))
+        return less and (points[other] != points[number] or other < number)
+
+    numbers = range(len(points))
+    return [one for one in numbers if not any(beats(other, one) for other in numbers)]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ a signature of all inputs.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..methods.registry import AUTO, AUTO_METHOD
 from ..model.checkpoint import Checkpoint
 from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
-from ..plan.request import QuantizeRequest, searches
+from ..plan.request import QuantizeRequest, require_target, searches
 from ..plan.selection import Shapes
 from ..stream.calibration import Calibration, load_calibration, no_calibration
 from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
@@ -35,11 +36,30 @@ from ..stream.sources import (
     is_bundled,
     read_documents,
 )
-from .cached_calibration import StatisticsFolder
-from .candidates import search_of
-from .mixed_precision import mixed_plan
+from .cached_calibration import Replaced, StatisticsFolder
+from .candidates import Search, measure_choices, search_of
+from .mixed_precision import Lane, mixed_plan
 from .sensitivity import Sensitivities
 from .stages import Session, of_images
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A request that was checked, with its calibration data.
+
+    Attributes:
+        facts: of the model and the data, by which statistics are told apart.
+    """
+
+    request: QuantizeRequest
+    plan: QuantizePlan
+    calibration: Calibration
+    stream: LayerStream
+    vision: LayerStream | None
+    source_hashes: dict[str, str]
+    facts: dict[str, Any]
+    statistics: StatisticsFolder | None
+    notes: list[str]
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
@@ -49,7 +69,45 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     Raises:
         BadInput: the request cannot be done as asked.
     """
-    progress = progress or Silent()
+    if searches(request):
+        require_target(request)
+    begun = _begin(request)
+    plan, imatrix = begun.plan, request.imatrix
+    if searches(request):
+        plan = _searched(begun, progress or Silent())
+    facts = begun.facts | {
+        "errors": request.errors,
+        "model_name": request.model_name,
+        "calibration_source": begun.calibration.source,
+        "seed": request.seed,
+        "method": plan.method.name,
+        "options": asdict(plan.options),
+        "revert_worse": request.revert_worse,
+        "stored_statistics": begun.statistics is not None,
+        "formats": [weight_format.name for weight_format in plan.formats],
+        "gguf_type": plan.gguf_type,
+        "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
+        "imatrix": sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None,
+        "rotations": list(plan.rotations),
+        "vision": request.vision,
+        "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
+        "ignored": plan.ignored,
+    }
+    return Session(
+        request=request,
+        plan=plan,
+        calibration=begun.calibration,
+        stream=begun.stream,
+        source_hashes=begun.source_hashes,
+        signature=_digest(facts),
+        statistics=begun.statistics,
+        notes=(*plan.notes, *begun.notes),
+        vision=begun.vision,
+    )
+
+
+def _begin(request: QuantizeRequest) -> _Begun:
+    """Check a request and read its calibration data."""
     plan = make_plan(_planned(request))
     if not request.errors:
         _check_data_free(plan)
@@ -81,7 +139,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     source_hashes = _source_hashes(plan.checkpoint)
-    measured = {
+    facts = {
         "source": source_hashes,
         "calibration": calibration.sha256,
         "compute": str(plan.compute),
@@ -91,69 +149,84 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     }
     statistics = None
     if request.stats is not None:
-        statistics = StatisticsFolder(request.stats, _digest(measured))
-    if searches(request):
-        plan = _searched(request, plan, stream, calibration, statistics, measured, progress)
-    imatrix = request.imatrix
-    facts = measured | {
-        "errors": request.errors,
-        "model_name": request.model_name,
-        "calibration_source": calibration.source,
-        "seed": request.seed,
-        "method": plan.method.name,
-        "options": asdict(plan.options),
-        "revert_worse": request.revert_worse,
-        "stored_statistics": statistics is not None,
-        "formats": [weight_format.name for weight_format in plan.formats],
-        "gguf_type": plan.gguf_type,
-        "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
-        "imatrix": sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None,
-        "rotations": list(plan.rotations),
-        "vision": request.vision,
-        "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
-        "ignored": plan.ignored,
-    }
-    return Session(
-        request=request,
-        plan=plan,
-        calibration=calibration,
-        stream=stream,
-        source_hashes=source_hashes,
-        signature=_digest(facts),
-        statistics=statistics,
-        notes=(*plan.notes, *notes),
-        vision=vision,
+        statistics = StatisticsFolder(request.stats, _digest(facts))
+    return _Begun(
+        request, plan, calibration, stream, vision, source_hashes, facts, statistics, notes
     )
 
 
-def _searched(
-    request: QuantizeRequest,
-    plan: QuantizePlan,
-    stream: LayerStream,
-    calibration: Calibration,
-    stored: StatisticsFolder | None,
-    measured: dict[str, Any],
-    progress: Progress,
-) -> QuantizePlan:
+def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
     behind layers that are rounded already, which are kept beside the output until the run is done."""
-    search = search_of(plan, request.target_bpw, request.target_bytes)
-    folder, replaced = stored, None
+    request = begun.request
+    search = search_of(begun.plan, request.target_bpw, request.target_bytes, request.candidates)
+    folder, replaced = begun.statistics, None
     if folder is None:
         path = statistics_path(request)
         assert path is not None
         uniform = {name: scheme_record(s) for name, s in search.schemes[search.uniform].items()}
-        folder = StatisticsFolder(path, _digest(measured | {"behind": uniform}))
+        folder = StatisticsFolder(path, _digest(begun.facts | {"behind": uniform}))
         replaced = search.round_uniform
+    _measure(begun, folder, progress, replaced=replaced)
+    return mixed_plan(_lane(begun, search, folder, progress), progress)
+
+
+def search_fronts(
+    requests: Sequence[QuantizeRequest], progress: Progress | None = None
+) -> list[Lane]:
+    """The candidates of several file formats with their costs, measured once for all of them.
+
+    Writes nothing but the folder of statistics. `quantize` with the same request and
+    `Lane.target_bytes` of a mixture writes that mixture.
+
+    Args:
+        requests: of method `auto`, or another that searches, with one `stats` folder; targets are not read.
+
+    Raises:
+        BadInput: a request cannot be done as asked.
+    """
+    progress = progress or Silent()
+    begun = [_begin(request) for request in requests]
+    kv = any(one.plan.kv_cache is not None for one in begun)
+    head = any(one.plan.lm_head for one in begun)
+    lanes = []
+    for one in begun:
+        if one.statistics is None:
+            raise BadInput(
+                "a search over several bounds needs --stats, a folder for what it measures"
+            )
+        search = search_of(one.plan, None, None, one.request.candidates)
+        _measure(one, one.statistics, progress, kv=kv, head=head)
+        lanes.append(_lane(one, search, one.statistics, progress))
+    return lanes
+
+
+def _measure(
+    begun: _Begun,
+    folder: StatisticsFolder,
+    progress: Progress,
+    *,
+    kv: bool = False,
+    head: bool = False,
+    replaced: Replaced | None = None,
+) -> None:
+    """Fill a folder with statistics and sensitivities, where it has them not."""
+    plan, calibration = begun.plan, begun.calibration
     if not folder.complete:
-        kv = plan.kv_cache is not None
-        folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
+        kv, head = kv or plan.kv_cache is not None, head or plan.lm_head
+        folder.measure(begun.stream, calibration, progress, head=head, kv=kv, replaced=replaced)
     sensitivities = Sensitivities(folder.folder)
     if not sensitivities.complete:
-        sensitivities.measure(stream, *calibration.samples, progress)
+        sensitivities.measure(begun.stream, *calibration.samples, progress)
+
+
+def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
+    """The candidates with their costs, and the held-out samples, or the calibration ones without these."""
+    calibration = begun.calibration
+    choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
     held_out = bool(len(calibration.held_out))
     checked = calibration.held_out_samples if held_out else calibration.samples
-    return mixed_plan(search, sensitivities, folder, stream, *checked, progress)
+    return Lane(search, choices, folder, begun.stream, checked)
 
 
 def _check_data_free(plan: QuantizePlan) -> None:

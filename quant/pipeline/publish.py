@@ -173,6 +173,7 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
         "stored_statistics": request.stats is not None,
         "target_bpw": request.target_bpw,
         "target_bytes": request.target_bytes,
+        "candidates": list(request.candidates),
         "kv_cache": request.kv_cache,
         "kv_cache_strategy": request.kv_cache_strategy,
         "vision": request.vision,

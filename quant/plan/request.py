@@ -30,8 +30,8 @@ from ..stream.sources import check_source
 _GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
 
 
-def _rotations(text: str) -> tuple[str, ...]:
-    """The rotations by name; `none` is no rotation."""
+def _names(text: str) -> tuple[str, ...]:
+    """Names with commas; `none` is no name."""
     return tuple(name for part in text.split(",") if (name := part.strip()) not in ("", "none"))
 
 
@@ -128,6 +128,15 @@ class QuantizeRequest:
         panel=_METHOD,
         common=True,
     )
+    candidates: tuple[str, ...] = option(
+        (),
+        "auto, trellis: kinds that linears may have beside 16 bits: int2 to int8, fp8, nvfp4, mxfp4 "
+        "(compressed-tensors), Q4_K and such (gguf), trellis1 to trellis8. Default: those that servers "
+        "are fast with, and where the target is small all integers or types.",
+        panel=_METHOD,
+        word=str,
+        parse=_names,
+    )
     rotations: tuple[str, ...] | None = option(
         (),
         "R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
@@ -136,7 +145,7 @@ class QuantizeRequest:
         panel=_METHOD,
         flag="--rotate",
         word=str,
-        parse=_rotations,
+        parse=_names,
     )
     kv_cache: str | None = option(
         None,
@@ -300,15 +309,21 @@ def check_request(request: QuantizeRequest) -> None:
 
 def searches(request: QuantizeRequest) -> bool:
     """Whether the widths of the linears are searched, under a target."""
-    return request.method == AUTO or (request.target_bpw, request.target_bytes) != (None, None)
+    targets = request.target_bpw, request.target_bytes
+    return request.method == AUTO or bool(request.candidates) or targets != (None, None)
+
+
+def require_target(request: QuantizeRequest) -> None:
+    """Raises BadInput for a search without one target; that for a front has none."""
+    if [request.target_bpw, request.target_bytes].count(None) != 1:
+        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
 
 
 def _check_target(request: QuantizeRequest) -> None:
     known = [AUTO, *(one.name for one in METHODS.values() if one.by_target)]
     if request.method not in known:
-        raise BadInput(f"--target-bpw and --target-size belong to --method {' and '.join(known)}")
-    if [request.target_bpw, request.target_bytes].count(None) != 1:
-        raise BadInput(f"--method {request.method} needs one of --target-bpw and --target-size")
+        flags = "--candidates" if request.candidates else "--target-bpw and --target-size"
+        raise BadInput(f"{flags} belong to --method {' and '.join(known)}")
     if request.target_bpw is not None and not math.isfinite(request.target_bpw):
         raise BadInput(f"--target-bpw {request.target_bpw}: give bits per weight, such as 4.5")
     if request.bits is not None or request.overrides:

@@ -13,12 +13,10 @@ import pandas as pd
 import torch
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.pipeline.cached_calibration import StatisticsFolder
-from llmopt.quant.pipeline.candidates import Search, search_of
-from llmopt.quant.pipeline.divergence import divergences
-from llmopt.quant.pipeline.mixed_precision import Allocation, Choice, measure_choices, schemes_of
+from llmopt.quant.pipeline.candidates import Choice, measure_choices, search_of
+from llmopt.quant.pipeline.mixed_precision import Allocation, Lane
 from llmopt.quant.pipeline.pipeline import prepare
 from llmopt.quant.pipeline.sensitivity import Sensitivities
-from llmopt.quant.pipeline.stages import Session
 from llmopt.quant.plan.request import QuantizeRequest
 
 
@@ -26,10 +24,11 @@ from llmopt.quant.plan.request import QuantizeRequest
 class Measured:
     """A model's choices, and what measures a mixture of them."""
 
-    session: Session
-    search: Search
-    choices: list[Choice]
-    folder: StatisticsFolder
+    lane: Lane
+
+    @property
+    def choices(self) -> list[Choice]:
+        return self.lane.choices
 
     @classmethod
     def of(
@@ -58,19 +57,14 @@ class Measured:
         sensitivities = Sensitivities(statistics.folder)
         sensitivities.measure(session.stream, *calibration.samples, Silent())
         choices = measure_choices(search, sensitivities, statistics, Silent())
-        return cls(session, search, choices, statistics)
+        return cls(Lane(search, choices, statistics, session.stream, calibration.held_out_samples))
 
     def divergences(self, mixtures: Sequence[tuple[int, ...]]) -> list[float]:
         """Measured KL divergence of mixtures, on text that calibration did not see."""
         schemes = [
-            schemes_of(self.search, self.choices, Allocation(mixture, 0, 0.0, 0.0))
-            for mixture in mixtures
+            self.lane.schemes_of(Allocation(mixture, 0, 0.0, 0.0, 0)) for mixture in mixtures
         ]
-        session = self.session
-        ids, images = session.calibration.held_out_samples
-        return divergences(
-            session.plan, session.stream, ids, schemes, Silent(), images, self.folder
-        )
+        return self.lane.divergences(schemes, Silent())
 
     def expected(self, mixture: tuple[int, ...]) -> float:
         """Predicted KL divergence."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
-from llmopt.quant.pipeline.mixed_precision import Choice, allocate, c_prints_on_stderr, front
+from llmopt.quant.pipeline.candidates import Choice
+from llmopt.quant.pipeline.mixed_precision import allocate, c_prints_on_stderr, front
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
