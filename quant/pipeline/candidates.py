@@ -38,6 +38,7 @@ from .quantized_layer import HEAD_FAMILY, LayerStatistics
 from .sensitivity import LayerSensitivity, Sensitivities
 
 GROUP_SIZES = (128, 64, 32)
+_INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
 _FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go beside integers into one file
 
 
@@ -149,7 +150,8 @@ def search_of(
     if open_ended or sum(plain.values()) > budget:  # else nothing would be quantized
         kinds.append(({}, plain))
     schemes, sizes = zip(*kinds, strict=True)
-    return Search(plan, budget, schemes, sizes, fitting[-1])
+    whole = [number for number in fitting if len(schemes[number]) == len(plan.modules)]
+    return Search(plan, budget, schemes, sizes, (whole or fitting)[-1])
 
 
 def too_small(budget: int, least: int) -> BadInput:
@@ -192,7 +194,10 @@ def _candidates(
 
 
 def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
-    return module_sizes(replace(plan, schemes=kind), plan.format)
+    """Bytes of all modules; of those that a kind does not fit, in 16 bits."""
+    modules = {name: shape for name, shape in plan.modules.items() if name in kind}
+    sizes = module_sizes(replace(plan, modules=modules, schemes=kind), plan.format)
+    return {name: sizes.get(name) or _plain_bytes(plan, name) for name in plan.modules}
 
 
 def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
@@ -205,13 +210,14 @@ def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
     for kind in kinds:
         try:
             for weight_format in plan.formats:
-                for name, shape in plan.modules.items():
-                    weight_format.check_scheme(kind[name])
-                    weight_format.check(name, *shape, kind[name])
+                for name, scheme in kind.items():
+                    weight_format.check_scheme(scheme)
+                    weight_format.check(name, *plan.modules[name], scheme)
         except BadInput as error:
             refusal = error
             continue
-        held.append(kind)
+        if kind:
+            held.append(kind)
     if not held and refusal is not None:
         raise refusal
     return held
@@ -228,18 +234,32 @@ def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
             raise BadInput(f"--candidates {name}: GGUF has {', '.join(GGUF_BLOCKS)}")
         yield from _block_types(plan, [name.upper()])
         return
-    if name in _FLOATS:  # weights alone: what is felt of rounded inputs is not measured
-        scheme = METHODS[name].scheme(SchemeOptions(activations="none"))
-        yield dict.fromkeys(plan.modules, scheme)
-        return
     base = next(iter(plan.schemes.values()))
-    widths = {f"{base.kind_name}{bits}": bits for bits in max(base.searched_widths)}
-    if isinstance(base, IntScheme):
-        widths = {f"int{bits}": bits for bits in SUPPORTED_BITS}
-    if name not in widths:
-        known = ", ".join((*widths, *_FLOATS) if isinstance(base, IntScheme) else widths)
-        raise BadInput(f"--candidates {name}: {base.kind_name} weights are mixed of {known}")
-    yield from _kinds(plan, [widths[name]])
+    if not isinstance(base, IntScheme):
+        widths = {f"{base.kind_name}{bits}": bits for bits in max(base.searched_widths)}
+        if name not in widths:
+            raise _unknown(name, base, widths)
+        yield from _kinds(plan, [widths[name]])
+    elif name in _FLOATS:  # weights alone: what is felt of rounded inputs is not measured
+        scheme = METHODS[name].scheme(SchemeOptions(activations="none"))
+        block = scheme.scale_group or 1
+        yield {each: scheme for each, (_, columns) in plan.modules.items() if not columns % block}
+    elif name in _INTEGERS:
+        for size in GROUP_SIZES:
+            yield {
+                each: base.at_width(_INTEGERS[name], size if not columns % size else PER_CHANNEL)
+                for each, (_, columns) in plan.modules.items()
+                if not columns % size or columns % GROUP_SIZES[-1]
+            }
+    else:
+        raise _unknown(name, base, (*_INTEGERS, *_FLOATS))
+
+
+def _unknown(name: str, base: Scheme, known: Iterable[str]) -> BadInput:
+    """The error of a name that `--candidates` does not have for such weights."""
+    return BadInput(
+        f"--candidates {name}: {base.kind_name} weights are mixed of {', '.join(known)}"
+    )
 
 
 def _tiers(plan: QuantizePlan) -> Iterator[Iterator[Schemes]]:

@@ -57,7 +57,9 @@ def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizeP
 
 
 def _holds(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> bool:
-    """Whether the formats hold these schemes in one file."""
+    """Whether the formats hold these schemes in one file; without any there is nothing to hold."""
+    if not schemes:
+        return True
     try:
         check_plan(with_schemes(plan, schemes))
     except BadInput:
@@ -308,8 +310,8 @@ def _solved(
     taken_of = np.array([[part[at][number] for at, number in pairs] for part in parts])
     # Bytes are whole numbers of the largest unit, bounded by half a one more for the solver's rounding.
     unit = np.gcd.reduce(taken_of[0].astype(np.int64))
-    most = np.array([bounds[0] // unit * unit + unit / 2, *bounds[1:]], dtype=float)
-    scales = np.maximum(taken_of.max(axis=1), np.finfo(float).tiny)
+    most: Any = np.array([bounds[0] // unit * unit + unit / 2, *bounds[1:]], dtype=float)
+    scales = np.array([row.max() or 1.0 for row in taken_of])
     one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], np.arange(len(pairs)))))
     rounding = np.array([0, *(_ROUNDING * bound for bound in bounds[1:])])
     for attempt in range(_TRIES):

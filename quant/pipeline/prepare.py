@@ -253,6 +253,7 @@ def _planned(request: QuantizeRequest) -> QuantizeRequest:
         format=request.format or "compressed-tensors",
         target_bpw=None,
         target_bytes=None,
+        candidates=(),
     )
 
 

@@ -6,16 +6,22 @@ import ctypes
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.kinds.registry import read_scheme
+from llmopt.quant.pipeline import candidates
 from llmopt.quant.pipeline.candidates import Choice
-from llmopt.quant.pipeline.mixed_precision import allocate, c_prints_on_stderr, front
+from llmopt.quant.pipeline.mixed_precision import TimeBound, allocate, c_prints_on_stderr, front
 from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.pipeline.prepare import search_fronts
 from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.mixtures import Measured, rank_correlation
@@ -60,30 +66,51 @@ def test_the_front_is_that_of_all_mixtures(tmp_path: Path) -> None:
 
 @given(
     st.lists(
-        st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1000)), min_size=3, max_size=3),
+        st.lists(
+            st.tuples(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 50)),
+            min_size=3,
+            max_size=3,
+        ),
         min_size=1,
         max_size=4,
     ),
     st.integers(0, 120),
+    st.integers(0, 120) | st.none(),
 )
 @settings(deadline=None)  # the first call loads the solver
-def test_an_allocation_is_the_best_of_all_within_the_bound(
-    raw: list[list[tuple[int, int]]], extra: int
+def test_an_allocation_is_the_best_of_all_within_the_bounds(
+    raw: list[list[tuple[int, int, int]]], extra: int, more: int | None
 ) -> None:
     choices = [
-        Choice((str(number),), tuple(s for s, _ in pairs), tuple(float(c) for _, c in pairs))
-        for number, pairs in enumerate(raw)
+        Choice((str(number),), tuple(s for s, *_ in three), tuple(float(c) for _, c, _ in three))
+        for number, three in enumerate(raw)
     ]
+    seconds = [[time / 7 for *_, time in three] for three in raw]
     least = sum(min(choice.bytes) for choice in choices)
-    found = allocate(choices, least + extra)
+    fastest = sum(map(min, seconds))
+    times = None if more is None else TimeBound(seconds, fastest + more / 7)
 
     def total(picked: tuple[int, ...], part: str) -> float:
         return sum(getattr(c, part)[at] for c, at in zip(choices, picked, strict=True))
 
-    every = itertools.product(range(3), repeat=len(choices))
-    best = min(total(one, "costs") for one in every if total(one, "bytes") <= least + extra)
-    assert found.bytes == total(found.chosen, "bytes") <= least + extra
-    assert found.cost == total(found.chosen, "costs") <= best * (1 + 1e-4)
+    def taken(picked: tuple[int, ...]) -> float:
+        return sum(each[at] for each, at in zip(seconds, picked, strict=True))
+
+    every = [
+        one
+        for one in itertools.product(range(3), repeat=len(choices))
+        if total(one, "bytes") <= least + extra
+        and (times is None or taken(one) <= times.most * (1 + 1e-9))
+    ]
+    if not every:
+        with pytest.raises(BadInput, match="no candidates keep to"):
+            allocate(choices, least + extra, times)
+        return
+    found = allocate(choices, least + extra, times)
+    assert found.bytes == total(found.chosen, "bytes") and found.chosen in every
+    assert found.cost == total(found.chosen, "costs")
+    assert found.cost <= min(total(one, "costs") for one in every) * (1 + 1e-4)
+    assert found.seconds == (None if times is None else pytest.approx(taken(found.chosen)))
     with pytest.raises(BadInput, match="too small"):
         allocate(choices, least - 1)
     same = allocate(choices, sum(max(choice.bytes) for choice in choices), exclusive=True)
@@ -114,3 +141,76 @@ def test_a_format_holds_what_is_chosen(
     assert result.manifest["summary"]["bits_per_weight"] <= 5.4
     assert result.manifest["search"]["gap"] <= 1e-3
     assert verify(result.output).status == PROVEN
+
+
+def auto(folder: Path, name: str, **options: Any) -> QuantizeRequest:
+    """A search on a few tokens, whose statistics are kept."""
+    usual: dict[str, Any] = {
+        "num_samples": 4, "seq_len": 64, "held_out": 2, "model_name": "m", "method": "auto",
+        "format": "compressed-tensors", "stats": folder / "stats", "ignore": (r"layers\.[2-4]",),
+    }  # fmt: skip
+    return QuantizeRequest(STORIES, folder / name, **(usual | options))
+
+
+def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[str] = []
+    real = candidates.solve_layer
+
+    def solve(plan: Any, family: Any, prefix: str, *rest: Any) -> Any:
+        solved.append(prefix)
+        if len(solved) == 2:
+            raise KeyboardInterrupt
+        return real(plan, family, prefix, *rest)
+
+    monkeypatch.setattr(candidates, "solve_layer", solve)
+    asked = auto(tmp_path, "none", candidates=("int3", "int4", "int8"))
+    with pytest.raises(KeyboardInterrupt):
+        search_fronts([asked])
+    blocks = auto(tmp_path, "none", format="gguf", candidates=("Q4_0", "Q8_0"))
+    lane, other = search_fronts([asked, blocks])
+    assert len(solved) == 5  # two layers of two formats, and that of the interrupt twice
+    points = lane.front(6)
+    assert [one.cost for one in points] == sorted((one.cost for one in points), reverse=True)
+    assert other.front(3)[-1].cost == 0 and len(lane.divergences([{}], Silent())) == 1
+
+    solved.clear()
+    point = points[2]
+    rebuilt = replace(asked, output=tmp_path / "out", target_bytes=lane.target_bytes(point))
+    manifest = quantize(rebuilt).manifest
+    assert not solved
+    schemes = {module["module"]: read_scheme(module["scheme"]) for module in manifest["modules"]}
+    assert schemes == lane.schemes_of(point)
+    again = quantize(replace(rebuilt, output=tmp_path / "again"))
+    names = [path.name for path in again.output.iterdir()]
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (again.output / name).read_bytes()
+
+
+def test_floats_and_integers_are_mixed_in_one_file(tmp_path: Path) -> None:
+    kinds = ("int2", "int5", "fp8", "nvfp4", "mxfp4")
+    asked = auto(tmp_path, "out", candidates=kinds)
+    (lane,) = search_fronts([asked])
+    labels = {lane.search.label(number) for number in range(len(lane.search.schemes))}
+    assert labels >= {"fp8 channel", "nvfp4", "mxfp4", "16 bits"}
+    ends = [sum(each.bytes[place] for each in lane.choices) for place in (0, -1)]
+    bound = lane.search.rest_bytes + (3 * ends[0] + ends[1]) // 4
+    result = quantize(replace(asked, target_bytes=bound))
+    grids = {module["scheme"]["grid"] for module in result.manifest["modules"]}
+    assert len(grids) > 1 and verify(result.output).status == PROVEN
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"candidates": ("int4", "Q4_K")}, "--candidates Q4_K: int weights are mixed of int2, "),
+        ({"candidates": ("fp7",), "format": "gguf"}, "--candidates fp7: GGUF has Q4_0, "),
+        ({"candidates": ("nvfp4",), "format": "gptq"}, "format gptq cannot hold nvfp4"),
+        ({"candidates": ("int4",), "method": "awq"}, "--candidates belong to --method auto"),
+    ],
+    ids=str,
+)
+def test_candidates_that_cannot_be(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        search_fronts([auto(tmp_path, "none", **options)])
