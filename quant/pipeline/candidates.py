@@ -163,7 +163,7 @@ def too_small(budget: int, least: int) -> BadInput:
 
 
 Schemes = dict[str, Scheme]
-"""Of all modules, under one candidate."""
+"""The scheme of every module that a candidate fits."""
 
 
 def _candidates(
@@ -380,7 +380,7 @@ class _Layer:
     def _costs(
         self, modules: Sequence[str], sensitivities: Sensitivities, folder: StatisticsFolder
     ) -> dict[Solved, float]:
-        """What the folder has, and what is measured now and kept there."""
+        """The costs that the folder has, and those that are measured now and kept there."""
         wanted = dict.fromkeys(
             (module, kind[module])
             for kind in self.search.schemes
