@@ -25,6 +25,7 @@ from ..workloads.workload import Opening, Workload, WorkloadItem, openings
 
 # A clock's reading less the origin may fall short of the due time that was waited for.
 ROUNDING_SECONDS = 1e-9
+NEVER = 1 << 30
 ROUND_ROBIN, RANDOM = "round-robin", "random"
 
 
@@ -94,9 +95,10 @@ def drive(
     in_flight: dict[str, tuple[RequestTrace, Dialogue]] = {}
     ended: list[RequestTrace] = []
     interrupted = False
-    # Garbage collection would pause the loop at arbitrary moments.
+    # A collection of all that is there would pause the loop at arbitrary moments; young objects are few.
+    thresholds = gc.get_threshold()
     gc.collect(1)
-    gc.freeze()
+    gc.set_threshold(*thresholds[:2], NEVER)
     origin, began_at = time.perf_counter(), datetime.now().timestamp()
     try:
         while True:
@@ -119,7 +121,7 @@ def drive(
         target.cancel()
     finally:
         seconds = time.perf_counter() - origin
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)
         shown.finish()
     order = {item.request_id: place for place, item in enumerate(workload.items)}
     ended.sort(key=lambda trace: (trace.cycle, order[trace.conversation], trace.turn))

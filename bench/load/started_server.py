@@ -108,7 +108,11 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
 
 def _end_with_parent() -> None:
     """Have Linux end the server when this process dies, also by SIGKILL: a killed benchmark that is continued
-    must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2)."""
+    must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2).
+
+    It heeds SIGINT again, by which it is stopped: a shell has its background jobs ignore that.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -54,7 +54,7 @@ COLOURS = {
 """Variables of the style sheet: the values on a light and on a dark page."""
 _NAMES = {light: name for name, (light, _) in COLOURS.items()} | {"#000000": "ink"}
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
@@ -82,7 +82,7 @@ def canvas(
     columns: int = 1, rows: int = 1, *, width: float = 9.0, height: float = 3.0, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure in the report style and its axes as a flat list."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
@@ -123,7 +123,7 @@ def to_svg(figure: Figure, alt: str) -> str:
     """
     salt = hashlib.sha256(alt.encode()).hexdigest()[:12]
     buffer = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
         # `savefig` would draw twice: once for the layout alone.
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()

@@ -70,9 +70,6 @@ class Measured:
         """Predicted KL divergence."""
         return sum(c.costs[at] for c, at in zip(self.choices, mixture, strict=True))
 
-    def bytes_of(self, mixture: tuple[int, ...]) -> int:
-        return sum(c.bytes[at] for c, at in zip(self.choices, mixture, strict=True))
-
     def random_mixtures(self, count: int, tilt: float = 0.0) -> list[tuple[int, ...]]:
         """Mixtures with any candidate for each choice that no other beats in both bytes and cost.
 

@@ -31,8 +31,11 @@ Quantized = Callable[..., QuantizeResult]
 
 OPTIONS = [
     {"method": "awq"},
-    {"method": "awq", "format": "compressed-tensors"},
-    {"method": "awq", "format": "compressed-tensors", "bits": 8, "group_size": -1},
+    pytest.param({"method": "awq", "format": "compressed-tensors"}, marks=pytest.mark.whole),
+    pytest.param(
+        {"method": "awq", "format": "compressed-tensors", "bits": 8, "group_size": -1},
+        marks=pytest.mark.whole,
+    ),
     {"method": "rtn"},
 ]
 
@@ -71,7 +74,7 @@ def plain_twin(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mod
     return model
 
 
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2], OPTIONS[3]], ids=ids)
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=ids)
 def test_transformers_loads_what_we_wrote(quantized: Quantized, options: dict[str, object]) -> None:
     folder = quantized(**options).output
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -287,11 +290,14 @@ def small_request(output: Path, **options: object) -> QuantizeRequest:
     )
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.whole) for n in (3, 6))])
+@pytest.mark.parametrize(
+    ("first", "every", "last"),
+    [(5, 25, 0), *(pytest.param(n, 9, 8, marks=pytest.mark.whole) for n in (0, 3, 6))],
+)
 def test_a_crash_before_any_durable_step_changes_no_byte(
-    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch, first: int
+    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch, first: int, every: int, last: int
 ) -> None:
-    """The steps that touch the disk: every ninth, and each of the last ones, which tidy up."""
+    """The steps that touch the disk: every so many, and each of the last ones, which tidy up."""
     tokenizer = load_tokenizer(MODELS / "stories260K")
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_, **__: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
@@ -299,7 +305,7 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
     total = steps.count
     assert total > 60
     output = tmp_path / "out"
-    for step in sorted({*range(first, total, 9), *range(total - 8, total)}):
+    for step in sorted({*range(first, total, every), *range(total - last, total)}):
         steps.count, steps.crash_at = 0, step
         with pytest.raises(Crash):
             quantize(small_request(output))
@@ -327,6 +333,7 @@ NEW_FORMATS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NEW_FORMATS)
 def test_a_crash_in_the_middle_changes_no_byte_of_4_bit_floats(
     tmp_path: Path, steps: Steps, name: str
@@ -475,9 +482,7 @@ def test_the_dtype_of_the_passes_is_recorded(tmp_path: Path) -> None:
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     first, second = (
-        quantize(
-            QuantizeRequest(STORIES, tmp_path / name, model_name="m", num_samples=2, seq_len=32)
-        ).output
+        quantize(small_request(tmp_path / name, method="awq", format="compressed-tensors")).output
         for name in ("first", "second")
     )
     assert contents(first) == contents(second)
