@@ -7,17 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .support.cli_process import ForkedProcess
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"
+
+
+def run_code(code: str) -> None:
+    """The process of a reader, with torch imported already."""
+    exec(code, {"__name__": "__main__"})
 
 
 def test_the_snippets_run(tmp_path: Path) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(snippets) == len(re.findall(r"^## ", PAGE.read_text(), re.MULTILINE))
     code = "\n".join(snippets)
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    with ForkedProcess(run_code, code, cwd=tmp_path) as process:
+        out, err = process.communicate(300)
+    assert process.returncode == 0, err
     for said in ("quantizing 5 5 layers", "H100", "gptp", "choose one of auto, autoround"):
-        assert said in run.stdout
+        assert said in out
     assert {path.name for path in tmp_path.iterdir()} == {"small", "runs"}
 
 

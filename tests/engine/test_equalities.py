@@ -69,12 +69,12 @@ def run(
     return tokens
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 5, 50])
+@pytest.mark.parametrize("max_num_seqs", [pytest.param(1, marks=pytest.mark.whole), 5, 50])
 def test_greedy_tokens_equal_transformers_in_any_batch(prompts, expected, max_num_seqs):
     assert run(engine(max_num_seqs=max_num_seqs), prompts) == expected
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("caching", [True, False])
 def test_greedy_tokens_do_not_depend_on_chunks_or_caching(prompts, expected, chunk, caching):
@@ -84,27 +84,28 @@ def test_greedy_tokens_do_not_depend_on_chunks_or_caching(prompts, expected, chu
     assert (built.stats.prefix_cache_hits > 500) == caching
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.whole), 16])
 def test_greedy_tokens_do_not_depend_on_preemption(prompts, expected, block_size):
     few = engine(block_size=block_size, num_blocks=640 // block_size, max_num_seqs=16)
     assert run(few, prompts) == expected
     assert few.stats.num_preemptions > 5, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize("arrive_every", [1, 3])
+@pytest.mark.parametrize("arrive_every", [1, pytest.param(3, marks=pytest.mark.whole)])
 def test_greedy_tokens_do_not_depend_on_arrivals(prompts, expected, arrive_every):
     assert run(engine(max_num_batched_tokens=48, max_num_seqs=8), prompts, arrive_every) == expected
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "limits",
     [
         {},
         {"prefill_chunk_size": 7, "block_size": 8},
-        {"block_size": 16, "num_blocks": 40, "max_num_seqs": 16},
         {"max_num_batched_tokens": 48, "max_num_seqs": 8},
+        {"block_size": 16, "num_blocks": 40, "max_num_seqs": 16},
     ],
-    ids=["at once", "chunks", "preemption", "small steps"],
+    ids=["at once", "chunks", "small steps", "preemption"],
 )
 def test_greedy_tokens_do_not_depend_on_the_loop(prompts, expected, limits):
     built = engine(async_scheduling=True, **limits)

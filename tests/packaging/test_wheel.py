@@ -139,6 +139,7 @@ def test_kv_plan_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.whole
 def test_quantize_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     options = ["--num-samples", "2", "--seq-len", "32", "--json"]
     run = run_llmopt(elsewhere, tmp_path, "quantize", "--method", "awq", *options)

@@ -27,7 +27,7 @@ from ...support.native_paths import needs_compiler
 KEYS = ("sesame", "rosebud")
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 OPTIONS = ServerOptions(
-    api_keys=KEYS, header_timeout_seconds=4, max_connections=12, max_concurrency_per_key=1
+    api_keys=KEYS, header_timeout_seconds=2, max_connections=12, max_concurrency_per_key=1
 )
 
 
@@ -47,13 +47,13 @@ def connect(server: RunningServer) -> socket.socket:
     return socket.create_connection((parts.hostname, parts.port), timeout=20)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nA: "])
-def test_half_a_head_is_closed_in_time(strict: RunningServer, sent: bytes) -> None:
-    with connect(strict) as client:
-        for byte in sent:  # one at a time: more bytes give no more time
+def test_half_a_head_is_closed_in_time(strict: RunningServer) -> None:
+    with connect(strict) as silent, connect(strict) as client:
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nA: ":  # more bytes give no more time
             client.send(bytes([byte]))
-        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
-        assert client.recv(1000) == b""
+        for each in (silent, client):
+            assert each.recv(1000).startswith(b"HTTP/1.1 408 ")
+            assert each.recv(1000) == b""
 
 
 def test_a_head_that_is_whole_stops_the_clock(strict: RunningServer) -> None:

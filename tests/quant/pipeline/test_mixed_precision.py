@@ -62,7 +62,9 @@ def front_share(choices: Sequence[Choice], losses: Mapping[tuple[int, ...], floa
 def test_the_front_is_that_of_all_mixtures() -> None:
     draw = random.Random(0)
     choices = [
-        Choice((str(n),), (10, 20, 30), tuple(sorted((draw.random() for _ in range(3)), reverse=True)))
+        Choice(
+            (str(n),), (10, 20, 30), tuple(sorted((draw.random() for _ in range(3)), reverse=True))
+        )
         for n in range(5)
     ]
     every = itertools.product(range(3), repeat=5)

@@ -167,9 +167,7 @@ def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixed_precision, "divergences", lambda *_: [0.2, 0.1])
-    asked = request(
-        tmp_path, "out", num_samples=2, format="compressed-tensors", ignore=MOST_LAYERS
-    )
+    asked = request(tmp_path, "out", num_samples=2, format="compressed-tensors", ignore=MOST_LAYERS)
     result = quantize(replace(asked, method="auto", target_bpw=5.5))
     assert result.manifest["search"]["taken"] == "uniform"
     assert result.manifest["scheme"] == result.manifest["search"]["uniform"]["scheme"]

@@ -41,7 +41,7 @@ pytestmark = needs_compiler  # the searches of codes
 TUNED = MethodOptions(asymmetric=True, finetune_steps=6, batch_size=2)
 
 
-@pytest.fixture(scope="module", params=["trellis", "quip"])
+@pytest.fixture(scope="module", params=["quip", "trellis"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 

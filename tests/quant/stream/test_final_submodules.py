@@ -59,6 +59,7 @@ def written(
     return files, counts
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "given"),
