@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.bench.machine import roofline
 from llmopt.cli.main import main
-from llmopt.engine.doctor import kernel_table
-from llmopt.engine.doctor.kernel_table import table
+from llmopt.engine.doctor import kernel_table, self_test
+from llmopt.engine.doctor.kernel_table import SCHEMES, table
 from llmopt.engine.doctor.overview import EXTRAS, overview, problems
 from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
@@ -179,6 +180,8 @@ def test_a_kernel_that_is_wrong_fails_the_machine(
     wrong = Candidate("near", lambda _: None, near)
     failing = Candidate("broken", lambda _: None, broken)
     monkeypatch.setattr(GATE, "candidates", (wrong, failing, *GATE.candidates))
+    monkeypatch.setattr(self_test, "SCHEMES", SCHEMES[:1])
+    monkeypatch.setattr(roofline, "device_roofs", lambda _: {})
     assert call("--self-test", "--json") == 1
     health = json.loads(capsys.readouterr().out)["health"]
     found = {t["kernel"]: t for t in health["devices"][0]["tests"] if t["operation"] == GATE.name}

@@ -73,13 +73,13 @@ def test_whole_azure_trace() -> None:
 
 def test_replay_keeps_the_times_of_the_file_within_the_reported_lag() -> None:
     options = BenchOptions(
-        dataset="azure", num_prompts=12, trace_speed=24.0, num_runs=1, num_threads=1, quality=False
+        dataset="azure", num_prompts=12, trace_speed=96.0, num_runs=1, num_threads=1, quality=False
     )
     session = EngineSession(options)
     assert session.run_pass()
     run = session.finish()
     lag_ms = run.result["llmopt"]["client_lag_ms"]
-    expected = [float(seconds) / 24.0 for seconds in azure_offsets(BUNDLED["azure"])[:12]]
+    expected = [float(seconds) / 96.0 for seconds in azure_offsets(BUNDLED["azure"])[:12]]
     late = [
         (trace.sent - seconds) * 1000
         for trace, seconds in zip(run.passes[0].traces, expected, strict=True)
