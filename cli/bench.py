@@ -88,6 +88,12 @@ def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
         resolve_model(options.model)
         for model in filter(None, (options.reference, against)):
             resolve_model(model)
+    if (
+        options.quality_full
+        and options.reference is None
+        and (wanted is None or not wanted.against)
+    ):
+        raise BadInput("--quality-full measures the distance from a model: give --reference MODEL")
     for flag, path in (("--plan", options.plan), ("--quality-text", options.quality_text)):
         if path is not None and not path.is_file():
             raise BadInput(f"{flag} {path}: there is no such file")

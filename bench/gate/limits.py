@@ -18,6 +18,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
+from ..quality.summary import DOMAINS
 from ..record.comparable import served_weight_bytes
 from ..record.result import mean_output_len
 
@@ -27,8 +28,9 @@ class Scored:
     """A score under `llmopt.quality`.
 
     Attributes:
-        name: its key there, and among the intervals.
-        column: of `quality.parquet`, from which two runs are compared position by position.
+        name: its dotted path there; its last part is its key among the intervals.
+        column: of `quality.parquet`, from which two runs are compared position by position; None for a
+            distance from the reference that is limited by its value alone.
         quantile: of the column; None is the mean.
     """
 
@@ -36,8 +38,18 @@ class Scored:
     label: str
     unit: str
     name: str
-    column: str
+    column: str | None = None
     quantile: float | None = None
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether it stands in a part of the record: at sure positions, of a domain, of items."""
+        return self.column is None
+
+    @property
+    def is_of_passage(self) -> bool:
+        """Whether it is scored on the quality text; else `--quality-full` scores it."""
+        return not self.name.startswith(("flips.", "domains."))
 
 
 SCORED = {
@@ -48,6 +60,12 @@ SCORED = {
         Scored("p99_kl", "p99 KL from the reference", "nats", "p99_kl_nats", "kl", 0.99),
         Scored("p999_kl", "p99.9 KL from the reference", "nats", "p999_kl_nats", "kl", 0.999),
         Scored("top1", "Top-1 agreement", "share", "top1_agreement", "top1"),
+        Scored("flips", "Answers that change", "share", "flips.share"),
+        Scored("kl.sure", "KL where the reference is sure", "nats", "sure.kl_nats"),
+        *(
+            Scored(f"kl.{name}", f"KL of {label}", "nats", f"domains.{name}.kl_nats")
+            for name, label in DOMAINS.items()
+        ),
     )
 }
 
@@ -267,8 +285,30 @@ def quantity(name: str) -> Quantity:
     )
 
 
-def parse_gate(text: str) -> tuple[Limit, ...]:
+def parse_promises(text: str) -> tuple[Limit, ...]:
+    """Limits on scores against the original, such as `flips<=2% kl.code<=0.02 top1>=98% perplexity<=+1%`.
+
+    Raises:
+        BadInput: a limit that cannot be read, or on what one checkpoint's quality record does not hold.
+    """
+    limits = parse_gate(text, shares_in_percent=True)
+    for limit in limits:
+        what = limit.quantity
+        if not isinstance(what, Scored):
+            raise BadInput(f"promise: {what.key} is no score: there are {', '.join(SCORED)}")
+        if limit.relative != (what.key == "perplexity"):
+            form = "<=+1%, its change" if what.key == "perplexity" else ", its value"
+            raise BadInput(
+                f"promise: {what.key} {limit.text}: write {what.key}{form} from the original"
+            )
+    return limits
+
+
+def parse_gate(text: str, *, shares_in_percent: bool = False) -> tuple[Limit, ...]:
     """The limits of a gate, separated by spaces or commas.
+
+    Args:
+        shares_in_percent: whether a percentage without a sign bounds a share itself, as it does of flips.
 
     Raises:
         BadInput: a syntax error, an unknown name, the same limit twice, or no limit.
@@ -280,7 +320,7 @@ def parse_gate(text: str) -> tuple[Limit, ...]:
         if match is None or rest[match.end() :][:1] not in ("", " ", ",", "\t", "\n"):
             raise BadInput(f"gate: cannot read {rest.split()[0]!r}: write limits such as {EXAMPLE}")
         name, sign, value, percent = match.groups()
-        limits.append(_limit(name, sign, value, bool(percent)))
+        limits.append(_limit(name, sign, value, bool(percent), shares_in_percent))
         rest = rest[match.end() :].lstrip(" ,\t\n")
     if not limits:
         raise BadInput(f"gate: no limit given: write limits such as {EXAMPLE}")
@@ -291,7 +331,9 @@ def parse_gate(text: str) -> tuple[Limit, ...]:
     return tuple(limits)
 
 
-def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
+def _limit(
+    name: str, sign: str, value: str, percent: bool, shares_in_percent: bool = False
+) -> Limit:
     what = quantity(name)
     try:
         bound = float(value)
@@ -299,6 +341,19 @@ def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
         raise BadInput(f"gate: {value!r} in the limit of {name} is no number") from error
     if not math.isfinite(bound):
         raise BadInput(f"gate: {value!r} in the limit of {name} is no finite number")
+    is_flips = isinstance(what, Scored) and what.key == "flips"
+    if (
+        percent
+        and value[0] not in "+-"
+        and what.unit == "share"
+        and (shares_in_percent or is_flips)
+    ):
+        bound, percent = bound / 100, False
+    if isinstance(what, Scored) and what.column is None and percent:
+        raise BadInput(
+            f"gate: {name}{sign}{value}%: {name} is a distance from the reference: limit its value, such as "
+            f"{name}{sign}{'2%' if is_flips else '0.02'}"
+        )
     if not percent:
         if value[0] in "+-" or (isinstance(what, Measured) and bound <= 0):
             raise BadInput(

@@ -9,17 +9,19 @@ models differ by exactly nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...quant.base.errors import BadInput
-from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile
+from ..quality.domains import items_for_limit
+from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile, score_of
 from ..record.result import RunData
 from .counts import change_between, relative_change, shown
-from .limits import SCORED, Limit, Scored, parse_share
+from .limits import SCORED, GateOutcome, Limit, Scored, parse_share
 from .verdict import Excess, LimitVerdict
 
 
@@ -73,33 +75,80 @@ class QualityGate:
         ]
 
 
+# What a promise is called by its outcome.
+PROMISE_WORDS = {
+    GateOutcome.PASS: "keeps",
+    GateOutcome.REGRESSION: "breaks",
+    GateOutcome.NO_VERDICT: "unsure",
+}
+
+
+def check_promises(limits: Sequence[Limit], quality: Mapping[str, Any]) -> list[LimitVerdict]:
+    """Check limits on the distance from the original: kept or broken by the whole interval, else undecided.
+
+    Args:
+        limits: of `parse_promises`.
+        quality: `llmopt.quality` of a run beside its original.
+    """
+    return [_check_value(limit, quality) for limit in limits]
+
+
+def _check_value(
+    limit: Limit, quality: Mapping[str, Any], base: float | None = None
+) -> LimitVerdict:
+    """Check a limit on a score itself; a relative one on its ratio to the original's."""
+    scored = limit.quantity
+    assert isinstance(scored, Scored)
+    found = score_of(quality, "perplexity_ratio" if limit.relative else scored.name)
+    if found is None:
+        said = _missing(scored, "new", quality)
+        return LimitVerdict.of(limit, said, base=base, new=None)
+    value, interval = found
+    # Results of older versions have no intervals: their values are taken as they are.
+    low, high = (value, value) if interval is None else interval
+    words: Callable[[float], str] = partial(shown, unit=scored.unit)
+    if limit.relative:
+        value -= 1
+        low, high = (None if side is None else side - 1 for side in (low, high))
+        words = "{:+.2%}".format
+    said = f"{scored.label} is {words(value)}{_between((low, high), words)}"
+    undecided = f": the limit {limit.text} is within the interval, score more "
+    undecided += "tokens (--quality-tokens)" if scored.is_of_passage else "text or items"
+    if scored.key == "flips":
+        undecided += f": about {items_for_limit(value, limit.bound):,} would tell"
+    sides = {"interval": (low, high), "change": change_between(base, value)}
+    evidence = Excess.of(limit, (low, high))
+    return LimitVerdict.of(limit, said, evidence, undecided, base=base, new=value, **sides)
+
+
+def _missing(scored: Scored, side: str, quality: Mapping[str, Any]) -> str:
+    said = f"{scored.label} has a limit but no value in the {side} run"
+    if scored.column == "nll" or not quality:
+        return said
+    return said + f": it needs a --reference{'' if scored.is_of_passage else ' and --quality-full'}"
+
+
 def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     """Check a limit on a score."""
     scored = limit.quantity
     assert isinstance(scored, Scored)
-    before, after = (_quality(side).get(scored.name) for side in (base, new))
-    if after is None or (limit.relative and before is None):
-        side = "new" if after is None else "base"
-        said = f"{scored.label} has a limit but no value in the {side} run"
-        if scored.column != "nll" and _quality(base if side == "base" else new):
-            said += ": it needs a --reference"
-        return LimitVerdict.of(limit, said, base=before, new=after)
-    moved = change_between(before, after)
+    before, after = (
+        None if (found := score_of(_quality(side), scored.name)) is None else found[0]
+        for side in (base, new)
+    )
     if not limit.relative:
-        # Results of older versions have no intervals: their values are taken as they are.
-        found = (_quality(new).get("intervals") or {}).get(scored.name)
-        interval = (after, after) if found is None else (found[0], found[1])
-        said = f"{scored.label} is {shown(after, scored.unit)}"
-        said += _between(interval, lambda side: shown(side, scored.unit))
-    else:
-        change = change_of(scored, base, new)
-        if isinstance(change, str):
-            said = f"{scored.label} has a limit, but {change}"
-            return LimitVerdict.of(limit, said, base=before, new=after)
-        moved, interval = change
-        said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
-        said += f"{shown(after, scored.unit)}: {moved * 100:+.2f} %"
-        said += _between(interval, lambda side: f"{side * 100:+.2f} %")
+        return _check_value(limit, _quality(new), before)
+    if after is None or before is None:
+        side = "new" if after is None else "base"
+        said = _missing(scored, side, _quality(base if side == "base" else new))
+        return LimitVerdict.of(limit, said, base=before, new=after)
+    change = change_of(scored, base, new)
+    if isinstance(change, str):
+        said = f"{scored.label} has a limit, but {change}"
+        return LimitVerdict.of(limit, said, base=before, new=after)
+    moved, interval = change
+    said = f"{scored.label} went from {shown(before, scored.unit)} to {shown(after, scored.unit)}: "
+    said += f"{moved * 100:+.2f} %" + _between(interval, lambda side: f"{side * 100:+.2f} %")
     undecided = (
         f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
     )
@@ -116,6 +165,7 @@ def change_of(
     if ours["token_sha256"] != theirs["token_sha256"]:
         return "the runs scored different tokens: give the same text, protocol and --quality-tokens"
     change = relative_change(theirs[scored.name], ours[scored.name])
+    assert scored.column is not None
     columns = [
         None if side.series is None else side.series.column(scored.column) for side in (base, new)
     ]
@@ -160,6 +210,13 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
         "top1_agreement": ours["top1_agreement"],
         "reference": ours["reference"],
     }
+    values = {
+        key: [None if found is None else found[0] for found in sides]
+        for key, scored in SCORED.items()
+        if scored.is_felt and (sides := [score_of(side, scored.name) for side in (theirs, ours)])[1]
+    }
+    if values:
+        changes["felt"] = values
     if theirs:
         change = change_of(SCORED["perplexity"], base, new)
         if not isinstance(change, str):

@@ -368,10 +368,15 @@ class QualityOptions:
         "URL of its server.",
         common=True,
     )
+    quality_full: bool = option(
+        False,
+        "Beside a reference: KL by domain of text, and flips: multiple-choice answers that change.",
+        flag="--quality-full",
+    )
     tasks: tuple[str, ...] = option(
         (),
-        "lm-eval tasks to score, NAME[,NAME]; a NAME may be the path of a task's YAML file. "
-        "Needs llmopt[eval].",
+        "Tasks to score, NAME[,NAME]: the bundled cloze_stories and cloze_prose, or lm-eval's (needs "
+        "llmopt[eval]); a NAME may be the path of a task's YAML file.",
         word=str,
         parse=listed,
     )

@@ -24,7 +24,7 @@ ROW_GROUP = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PositionScores:
-    """Columns over scored positions, in the order of the passage. Without a reference the last five are None,
+    """Columns over scored positions, in the order of the passage. Without a reference the last six are None,
     as is each that a server does not tell.
 
     Attributes:
@@ -33,6 +33,7 @@ class PositionScores:
         rank: of the token in the model's distribution; 1 is the likeliest.
         kl: KL(reference ‖ model) of the token's distribution, in nats.
         top1: whether both models' likeliest token is the same.
+        reference_top: probability that the reference gives its likeliest token.
     """
 
     document: np.ndarray
@@ -45,6 +46,7 @@ class PositionScores:
     reference_rank: np.ndarray | None = None
     kl: np.ndarray | None = None
     top1: np.ndarray | None = None
+    reference_top: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.nll)
@@ -62,7 +64,10 @@ TYPES = {
     "reference_rank": np.int32,
     "kl": np.float32,
     "top1": np.bool_,
+    "reference_top": np.float32,
 }
+# The columns of `reduce_slice`, in its order.
+SCORES = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1", "reference_top")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from .passage import Passage, PassageWindow
-from .positions import PositionScores, QualitySeries, SeriesWriter
+from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter
 
 # Logits of both models, a buffer as large, and what the LM head needs to make them.
 SCORING_BYTES = 4 * SLICE_BYTES
@@ -217,9 +217,7 @@ def _step_scores(
             f"the logits at position {places.positions[where]} of window {first + places.windows[where]} "
             "are not numbers: the model or its dtype overflows"
         )
-    columns = dict(
-        zip(("nll", "rank", "reference_nll", "reference_rank", "kl", "top1"), table, strict=False)
-    )
+    columns = dict(zip(SCORES, table, strict=False))
     return PositionScores(
         document=np.array([windows[window].document for window in places.windows]),
         window=np.array(places.windows) + first,
@@ -257,8 +255,9 @@ class _Row(NamedTuple):
 def reduce_slice(
     logits: torch.Tensor, token_ids: torch.Tensor, reference: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scores per row, float64 [rows, 2]: NLL and rank of the token; with a reference [rows, 6]: also the
-    reference's NLL and rank, KL in nats, and whether the likeliest tokens agree.
+    """Scores per row, float64 [rows, 2]: NLL and rank of the token; with a reference [rows, 7]: also the
+    reference's NLL and rank, KL in nats, whether the likeliest tokens agree, and the probability that the
+    reference gives its likeliest.
 
     Args:
         logits: float32 [rows, vocab]; overwritten.
@@ -308,7 +307,8 @@ def _reduce(
     mean = torch.linalg.vecdot(scratch, difference)[:, None].double() / total
     kl = mean - (other.peak - model.peak).double() + (model.log_sum - other.log_sum)
     agree = (model.top == other.top).double()
-    columns = [model.nll, model.rank, other.nll, other.rank, kl.clamp_min(0), agree]
+    confidence = (-other.log_sum).exp()
+    columns = [model.nll, model.rank, other.nll, other.rank, kl.clamp_min(0), agree, confidence]
     return torch.cat([column.double() for column in columns], dim=1)
 
 

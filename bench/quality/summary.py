@@ -38,6 +38,8 @@ FORMULAS = {
     "KL": "at each scored position Σ p·(ln p − ln q) in nats; p is the reference model's distribution over "
     "the next token, q this model's; its mean and its quantiles over the positions",
     "top-1 agreement": "share of the scored positions at which both models' likeliest token is the same",
+    "KL where the reference is sure": "mean of the KL over the scored positions at which the reference "
+    "gives its likeliest token a probability of 0.9 or more",
     "rank moved": "share of the scored positions at which the actual token has another rank in this model's "
     "distribution than in the reference's",
     "quality interval": "95 %: block bootstrap over documents, or the windows of a joined text (segments of "
@@ -48,7 +50,20 @@ FORMULAS = {
 CONFIDENCE = 0.95
 RESAMPLES = 1000
 MIN_BLOCKS = 20
+# Domains of the bundled texts (`domains.py`), with their names for readers.
+DOMAINS = {
+    "prose": "prose",
+    "code": "code",
+    "math": "mathematics",
+    "chat": "chat",
+    "fr": "French",
+    "zh": "Chinese",
+}
+# The reference is sure of a token that it gives this probability.
+SURE = 0.9
 MIN_SEGMENT = 16
+# Of fewer blocks no resample says how far another text would be; a constant needs none.
+FEWEST_BLOCKS = 5
 # PositionBlocks whose weights are in memory at once.
 _BATCH = 16
 Interval = tuple[float | None, float | None]
@@ -187,6 +202,7 @@ class Quality:
 
     Attributes:
         num_tokens: number of scored positions.
+        sure: the positions at which the reference is sure (`distance`); None where there are none.
         intervals: 95 % interval by the key of the value; a side that the sample does not bound is None.
         interval_method: how the intervals were made.
         speed: rates of scoring (`ScoringSpeed`).
@@ -214,6 +230,7 @@ class Quality:
     max_kl_nats: float | None = None
     top1_agreement: float | None = None
     rank_moved: float | None = None
+    sure: Mapping[str, Any] | None = None
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     interval_method: str = ""
     speed: Mapping[str, float | None] | None = None
@@ -252,6 +269,7 @@ def summarize(
     if rank is not None and moved is not None:
         values["rank_moved"] = float((rank != moved).mean())
         intervals["rank_moved"] = blocks.mean(rank != moved)
+    top = series.column("reference_top")
     return Quality(
         protocol=passage.protocol,
         description=passage.description,
@@ -263,6 +281,7 @@ def summarize(
         perplexity=math.exp(mean_nll),
         nll_nats=mean_nll,
         reference=reference,
+        sure=None if top is None else distance(series, top >= SURE, seed),
         intervals=intervals,
         interval_method=blocks.words,
         speed=speed,
@@ -274,6 +293,25 @@ def summarize(
 def blocks_of(series: QualitySeries, seed: int = 0) -> PositionBlocks:
     """The blocks over which the positions of a series are resampled."""
     return PositionBlocks.over(series.needed("document"), series.needed("window"), seed)
+
+
+def distance(series: QualitySeries, where: np.ndarray, seed: int = 0) -> dict[str, Any] | None:
+    """Mean KL divergence and top-1 agreement with their intervals over the positions of a mask; None where
+    the series has no distance, or the mask no position."""
+    kl, top1 = series.column("kl"), series.column("top1")
+    if kl is None or top1 is None or not where.any():
+        return None
+    document, window = series.needed("document")[where], series.needed("window")[where]
+    blocks = PositionBlocks.over(document, window, seed)
+    columns = {"kl_nats": kl[where], "top1_agreement": top1[where]}
+    intervals: dict[str, Interval] = {
+        name: blocks.mean(column)
+        if blocks.count >= FEWEST_BLOCKS or column.min() == column.max()
+        else (None, None)
+        for name, column in columns.items()
+    }
+    means = {name: float(column.mean(dtype=np.float64)) for name, column in columns.items()}
+    return {"num_tokens": int(where.sum()), **means, "intervals": intervals}
 
 
 def _kl_values(
@@ -334,3 +372,16 @@ def worst_runs(
         if all(end <= other or begin >= stop for other, stop in runs):
             runs.append((begin, end))
     return runs
+
+
+def score_of(record: Mapping[str, Any], path: str) -> tuple[float, Interval | None] | None:
+    """A value of a quality record with its interval, by its dotted path, such as `domains.code.kl_nats`; None
+    where it was not scored."""
+    *parts, name = path.split(".")
+    part: Mapping[str, Any] | None = record
+    for key in parts:
+        part = (part or {}).get(key)
+    if not part or part.get(name) is None:
+        return None
+    found = (part.get("intervals") or {}).get(name)
+    return part[name], None if found is None else (found[0], found[1])

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison, RunData
-from ..gate.limits import GateOutcome
+from ..gate.limits import SCORED, GateOutcome, Scored
 from ..gate.sequential import OperatingCurve
 from ..gate.verdict import LimitVerdict, MeasuredVerdict
 from ..page.page import Card, Page, ReportTable, ReportVerdict, Tone, number, percent, size
@@ -138,7 +138,17 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
         ],
         ["KL from the reference (nats)", "", number(scored["kl_nats"], 5), ""],
         ["Top-1 agreement with the reference", "", percent(scored["top1_agreement"], 2), ""],
+        *(
+            [SCORED[key].label, *(_felt(SCORED[key], value) for value in sides), ""]
+            for key, sides in scored.get("felt", {}).items()
+        ),
     ]
+
+
+def _felt(scored: Scored, value: float | None) -> str:
+    if value is None:
+        return ""
+    return percent(value, 2) if scored.unit == "share" else f"{number(value, 5)} {scored.unit}"
 
 
 def task_rows(comparison: Comparison) -> list[list[str]]:

@@ -53,7 +53,8 @@ def console_table(
             word = percentile_word(percentile)
             figure(f"{word.upper()} {name} (ms):", result[f"{word}_{metric}_ms"])
     if tasks := result.get("llmopt", {}).get("tasks"):
-        title = f"lm-eval {tasks['lm_eval_version']}"
+        version = tasks["lm_eval_version"]
+        title = "Tasks" if version is None else f"lm-eval {version}"
         lines.append(f"{title:-^{WIDTH}}")
         for row in tasks["metrics"]:
             lines.append(

@@ -7,19 +7,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.manifest import MANIFEST_NAME
+from ..gate.limits import SCORED
 from ..load import certify
 from ..load.step_split import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
 from ..metrics import metrics, run_statistics, turns
-from ..page.page import MarkedText, Page, ReportTable, to_html, to_markdown
+from ..page.page import MarkedText, Page, ReportTable, number, percent, to_html, to_markdown
 from ..page.templates import flat, page_of
 from ..quality import summary
+from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
 
 
@@ -30,7 +33,7 @@ def report_page(template: str, **record: Any) -> Page:
 
 def shared() -> dict[str, Any]:
     """{name in the templates: function or constant} of all reports."""
-    functions = (facts, formula_table, layer_rows, load_words, marked, metric_name)
+    functions = (facts, felt_scores, formula_table, layer_rows, load_words, marked, metric_name)
     functions = (*functions, reason_in_words, score_words, split_sentence, task_rows)
     return {
         "COST_FORMULAS": run_statistics.COST_FORMULAS,
@@ -194,6 +197,25 @@ SHARES = (
     ("Top-1 agreement", "top1_agreement"),
     ("Tokens whose rank moved", "rank_moved"),
 )
+
+
+def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Rows of the scores where users feel it: at sure positions, by domain, and flips."""
+    rows = []
+    for key, scored in SCORED.items():
+        found = score_of(quality, scored.name) if scored.is_felt else None
+        if found is None:
+            continue
+        value, sides = found[0], found[1] or (None, None)
+        words = partial(percent, digits=2) if scored.unit == "share" else partial(number, digits=5)
+        between = " to ".join("unbounded" if side is None else words(side) for side in sides)
+        part, unit = scored.name.rsplit(".", 1)[0], "items" if key == "flips" else "tokens"
+        count = score_of(quality, f"{part}.num_{unit}")
+        of = "" if count is None else f"{count[0]:,} {unit}"
+        rows.append({"label": scored.label, "value": words(value), "interval": between, "of": of})
+    return rows
+
+
 LAYER = re.compile(r"\.layers?\.(\d+)\.|\.h\.(\d+)\.")
 
 

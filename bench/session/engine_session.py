@@ -60,7 +60,7 @@ class EngineSession(BenchSession):
         self._model_facts = facts_of(self._model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         # Before the model is loaded, so that a missing task costs nothing.
-        tasks = prepare_tasks(options.tasks) if options.tasks else None
+        tasks = prepare_tasks(options.tasks, options) if options.tasks else None
         run_progress = RunProgress.of(progress, options)
         run_progress.begin(LOAD, f"loading {short_name(self._model)}")
         restart_peak_memory()

@@ -42,7 +42,7 @@ class HttpSession(BenchSession):
         *,
         paired_runs: str | None = None,
     ) -> None:
-        tasks = prepare_tasks(options.tasks) if options.tasks else None
+        tasks = prepare_tasks(options.tasks, options) if options.tasks else None
         address = self._address = server_address(options)
         served = self._served = find_served(options, address)
         self._said = server_facts(address)

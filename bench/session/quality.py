@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model
+from ...quant.stream.sources import is_bundled
 from ..load.address import Address, ServedModel, find_served
 from ..load.inprocess import WithAdapter
 from ..load.json_http import (
@@ -24,9 +26,11 @@ from ..load.json_http import (
     probe_prompt,
 )
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..quality.domains import FullPassage
 from ..quality.passage import EVALUATION_TEXT, Passage, PassageWindow, ProtocolOptions, read_passage
 from ..quality.positions import PositionScores, QualitySeries, SeriesWriter
 from ..quality.summary import summarize, truncated_kl
+from .tasks import encode_pair
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
@@ -76,11 +80,12 @@ def score_quality(
     """
     from ..quality.scoring import score_passage
 
-    reference = None if options.reference is None else load_reference(options, passage)
+    what = options.name or "model"
+    full = full_passage(options, engine.tokenizer, engine.max_model_len)
+    passages = [passage] if full is None else [passage, full.passage]
+    reference = None if options.reference is None else load_reference(options, passages)
     scored = WithAdapter(engine, next(iter(options.loras), None))
-    series, speed = score_passage(
-        passage, scored, reference, progress=progress, what=options.name or "model"
-    )
+    series, speed = score_passage(passage, scored, reference, progress=progress, what=what)
     quality = summarize(
         passage,
         series,
@@ -89,10 +94,25 @@ def score_quality(
         seed=options.seed,
         tokenizer=engine.tokenizer,
     )
-    return ScoredQuality(asdict(quality), series)
+    record = asdict(quality)
+    if full is not None:
+        scores, _ = score_passage(full.passage, scored, reference, progress=progress, what=what)
+        record |= full.summary(scores, options.seed)
+    return ScoredQuality(record, series)
 
 
-def load_reference(options: BenchOptions, passage: Passage) -> Engine:
+def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> FullPassage | None:
+    """The domains and items that `--quality-full` scores beside a reference; None without both."""
+    if not options.quality_full or options.reference is None:
+        return None
+    # A bundled model has read stories alone, and answers of it to anything else are noise.
+    is_served = options.base_url is not None
+    stories = not is_served and is_bundled(resolve_model(options.reference))
+    encode = partial(encode_pair, tokenizer)
+    return FullPassage.of(tokenizer, encode, max_model_len, stories_only=stories)
+
+
+def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine:
     """The reference model's engine, with KV blocks for two windows: it only scores text.
 
     Raises:
@@ -106,7 +126,9 @@ def load_reference(options: BenchOptions, passage: Passage) -> Engine:
     block_size = options.block_size or DEFAULT_BLOCK_SIZE[device.type]
     step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
     # A window, the step after it, and a block for each document that is shorter than one.
-    num_tokens = passage.longest + 2 * step + block_size * min(step, len(passage.windows))
+    longest = max(passage.longest for passage in passages)
+    most = max(len(passage.windows) for passage in passages)
+    num_tokens = longest + 2 * step + block_size * min(step, most)
     config = replace(
         options.engine,
         model=resolve_model(options.reference),
@@ -224,22 +246,7 @@ def _scored(
     reason: str | None,
 ) -> ScoredQuality:
     rests: list[float] = []
-    with SeriesWriter() as writer:
-        each = zip(*(server.scores(passage.windows) for server in servers), strict=True)
-        for number, (window, scores) in enumerate(zip(passage.windows, each, strict=True)):
-            columns = _columns(scores, [server.scoring.form for server in servers], rests)
-            first, last = window.first_scored, len(window.token_ids)
-            writer.add(
-                PositionScores(
-                    document=np.full(last - first, window.document),
-                    window=np.full(last - first, number),
-                    position=np.arange(first, last),
-                    token_id=np.array(window.token_ids[first:]),
-                    **columns,
-                )
-            )
-            progress.advance(last - first)
-        series = writer.finish()
+    series = _served_series(passage, servers, progress, rests)
     reference = servers[1] if len(servers) > 1 else None
     if reference is not None and not rests:
         reason = (
@@ -259,7 +266,34 @@ def _scored(
         "kl_is_lower_bound": True if rests else None,
         "mean_rest": float(np.mean(rests)) if rests else None,
     }
-    return ScoredQuality(asdict(quality) | {"served": asked}, series, reason)
+    record = asdict(quality) | {"served": asked}
+    longest = min(server.max_model_len for server in servers) - 1
+    full = None if reference is None else full_passage(options, served.tokenizer, longest)
+    if full is not None:
+        record |= full.summary(_served_series(full.passage, servers, progress, []), options.seed)
+    return ScoredQuality(record, series, reason)
+
+
+def _served_series(
+    passage: Passage, servers: Sequence[ScoringServer], progress: Progress, rests: list[float]
+) -> QualitySeries:
+    """The scores of every position; `rests` as in `_columns`."""
+    with SeriesWriter() as writer:
+        each = zip(*(server.scores(passage.windows) for server in servers), strict=True)
+        for number, (window, scores) in enumerate(zip(passage.windows, each, strict=True)):
+            columns = _columns(scores, [server.scoring.form for server in servers], rests)
+            first, last = window.first_scored, len(window.token_ids)
+            writer.add(
+                PositionScores(
+                    document=np.full(last - first, window.document),
+                    window=np.full(last - first, number),
+                    position=np.arange(first, last),
+                    token_id=np.array(window.token_ids[first:]),
+                    **columns,
+                )
+            )
+            progress.advance(last - first)
+        return writer.finish()
 
 
 def _columns(
@@ -282,6 +316,7 @@ def _columns(
         rests += [distance.rest for distance in distances]
         columns["kl"] = np.array([distance.kl for distance in distances])
         columns["top1"] = np.array([p.top_token == q.top_token for p, q in pairs])
+        columns["reference_top"] = np.exp([max(p.top.values(), default=-np.inf) for p in reference])
     return columns
 
 

@@ -1,4 +1,4 @@
-"""lm-eval tasks (EleutherAI harness) on a backend; needs `pip install 'llmopt[eval]'`.
+"""Tasks on a backend: the bundled ones, and lm-eval's (EleutherAI harness; `pip install 'llmopt[eval]'`).
 
 `TaskScorer` answers lm-eval's model requests: loglikelihood, rolling loglikelihood, generate-until, chat
 templates. Tokens are split, truncated and windowed as in lm-eval's `hf` model, so that its numbers are
@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput, first_line
 from ..options.options import BenchOptions
+from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
 from ..quality.task_items import TaskItems, items_of
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
@@ -27,11 +28,12 @@ WINDOWS = "tokens and windows as in lm-eval's hf model"
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """Resolved tasks with their data loaded."""
+    """Resolved tasks with their data loaded; `version` is lm-eval's, None where no task needs it."""
 
-    specs: tuple[str, ...]
-    manager: Any
-    version: str
+    specs: tuple[str, ...] = ()
+    manager: Any = None
+    version: str | None = None
+    bundled: tuple[ChoiceTask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,27 @@ class TaskScores:
     items: TaskItems
 
 
-def prepare_tasks(words: Sequence[str]) -> TaskSet:
+def prepare_tasks(words: Sequence[str], options: BenchOptions | None = None) -> TaskSet:
     """Resolve tasks and load their data, before anything is measured.
 
-    A word is the name or pattern of bundled lm-eval tasks, or the path of a task's YAML file. Data sets on
-    the hub are downloaded unless cached.
+    A word is the name of a bundled task, the name or pattern of one of lm-eval's, or the path of a task's
+    YAML file. Data sets on the hub are downloaded unless cached.
 
     Raises:
-        BadInput: lm-eval is missing, or a task or its data is.
+        BadInput: lm-eval is missing where a task needs it, or a task or its data is.
     """
+    names = [word for word in words if word in BUNDLED_TASKS]
+    if names and options is not None:
+        for one in ("num_fewshot", "apply_chat_template", "system_instruction"):
+            if getattr(options, one):
+                flag = f"--{one.replace('_', '-')}"
+                raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
+    others = [word for word in words if word not in BUNDLED_TASKS]
+    found = _lm_eval_tasks(others) if others else TaskSet()
+    return replace(found, bundled=tuple(bundled_task(name) for name in names))
+
+
+def _lm_eval_tasks(words: Sequence[str]) -> TaskSet:
     try:
         package, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
     except ImportError as error:
@@ -139,25 +153,28 @@ def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> Ta
         "error": None,
         "metrics": [],
     }
-    evaluator = import_module("lm_eval.evaluator")
+    scorer = TaskScorer(backend, options.seed)
     try:
-        with redirect_stdout(sys.stderr):
-            outcome = evaluator.simple_evaluate(
-                model=lm_eval_model(TaskScorer(backend, options.seed)),
-                tasks=list(tasks.specs),
-                task_manager=tasks.manager,
-                limit=options.tasks_limit,
-                num_fewshot=options.num_fewshot,
-                apply_chat_template=options.apply_chat_template,
-                fewshot_as_multiturn=options.apply_chat_template and options.fewshot_as_multiturn,
-                system_instruction=options.system_instruction,
-                log_samples=True,
-            )
+        rows, samples = scored_bundled(tasks.bundled, scorer.loglikelihoods, options.tasks_limit)
+        if tasks.specs:
+            with redirect_stdout(sys.stderr):
+                outcome = import_module("lm_eval.evaluator").simple_evaluate(
+                    model=lm_eval_model(scorer),
+                    tasks=list(tasks.specs),
+                    task_manager=tasks.manager,
+                    limit=options.tasks_limit,
+                    num_fewshot=options.num_fewshot,
+                    apply_chat_template=options.apply_chat_template,
+                    fewshot_as_multiturn=options.apply_chat_template
+                    and options.fewshot_as_multiturn,
+                    system_instruction=options.system_instruction,
+                    log_samples=True,
+                )
+            rows, samples = rows + metric_rows(outcome), samples | outcome["samples"]
     except Exception as error:  # a task's own code and templates may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
         return TaskScores(record | {"error": reason}, TaskItems())
-    rows = metric_rows(outcome)
-    return TaskScores(record | {"metrics": rows}, items_of(outcome["samples"], rows))
+    return TaskScores(record | {"metrics": rows}, items_of(samples, rows))
 
 
 def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
@@ -273,6 +290,30 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
     return text
 
 
+def prefix_token(tokenizer: Any) -> int:
+    """The replacement of an empty context: BOS, else EOS."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text with special tokens, without a duplicate BOS."""
+    bos = tokenizer.bos_token
+    begins = bos is not None and text.startswith(bos)
+    return list(tokenizer.encode(text, add_special_tokens=not begins))
+
+
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of both, split after the context's tokens; trailing spaces move to the continuation."""
+    if not context:
+        prefix = prefix_token(tokenizer)
+        tokens = list(tokenizer.encode(continuation, add_special_tokens=False))
+        return (tokens[:1], tokens[1:]) if tokens[:1] == [prefix] else ([prefix], tokens)
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    begin = encode(tokenizer, kept)
+    return begin, encode(tokenizer, kept + continuation)[len(begin) :]
+
+
 def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> TaskWindow:
     """The continuation with the context truncated on the left to `max_inputs` tokens.
 
@@ -345,8 +386,7 @@ class TaskScorer:
     @property
     def prefix_token(self) -> int:
         """The replacement of an empty context: BOS, else EOS."""
-        bos = self._tokenizer.bos_token_id
-        return self._tokenizer.eos_token_id if bos is None else bos
+        return prefix_token(self._tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
@@ -380,21 +420,11 @@ class TaskScorer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text with special tokens, without a duplicate BOS."""
-        bos = self._tokenizer.bos_token
-        begins = bos is not None and text.startswith(bos)
-        return list(self._tokenizer.encode(text, add_special_tokens=not begins))
+        return encode(self._tokenizer, text)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of both, split after the context's tokens; trailing spaces move to the continuation."""
-        if not context:
-            tokens = list(self._tokenizer.encode(continuation, add_special_tokens=False))
-            if tokens[:1] == [self.prefix_token]:
-                return tokens[:1], tokens[1:]
-            return [self.prefix_token], tokens
-        kept = context.rstrip()
-        continuation = context[len(kept) :] + continuation
-        begin = self.encode(kept)
-        return begin, self.encode(kept + continuation)[len(begin) :]
+        return encode_pair(self._tokenizer, context, continuation)
 
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Per (context, continuation): log-probability in nats, and whether it is the greedy continuation."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...quant.base.errors import BadInput
 from ..gate.limits import COUNTED, MEASURED, SCORED
+from ..quality.summary import score_of
 from ..record.comparable import series_identity
 from ..record.result import atomic_file, read_result
 
@@ -134,8 +135,8 @@ def metric_values(
             values[key] = float(value)
     quality = result["llmopt"]["quality"] or {}
     for key, scored in SCORED.items():
-        if quality.get(scored.name) is not None:
-            values[key] = float(quality[scored.name])
+        if (found := score_of(quality, scored.name)) is not None:
+            values[key] = float(found[0])
     return values
 
 

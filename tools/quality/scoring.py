@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from llmopt.bench.quality.passage import Passage
-from llmopt.bench.quality.positions import PositionScores, SeriesWriter
+from llmopt.bench.quality.positions import SCORES, PositionScores, SeriesWriter
 from llmopt.bench.quality.scoring import reduce_slice
 from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.sampling.sampler import rows_per_slice
 from safetensors.torch import load_file, save_file
-
-COLUMNS = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1")
 
 
 def load(folder: Path) -> Any:
@@ -98,7 +96,7 @@ class Scorer:
                         window=np.full(len(ids), number),
                         position=np.arange(first, first + len(ids)),
                         token_id=ids.numpy(),
-                        **dict(zip(COLUMNS, table, strict=True)),
+                        **dict(zip(SCORES, table, strict=True)),
                     )
                 )
             series = writer.finish()

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.task_checks import (
+from llmopt.bench.quality.task_items import (
     bootstrap_interval,
     mcnemar_exact,
     tango_interval,

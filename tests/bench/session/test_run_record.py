@@ -61,8 +61,10 @@ IN_PROCESS = {
     "memory.kv_cache": "dtype bytes_per_token tokens blocks",
     "quality": "protocol description settings source token_sha256 num_tokens num_windows perplexity nll_nats "
     "reference reference_perplexity perplexity_ratio kl_nats median_kl_nats p90_kl_nats p95_kl_nats "
-    "p99_kl_nats p999_kl_nats max_kl_nats top1_agreement rank_moved intervals interval_method speed hurt",
+    "p99_kl_nats p999_kl_nats max_kl_nats top1_agreement rank_moved sure intervals interval_method speed hurt",
     "quality.settings": "*",
+    "quality.sure": "num_tokens kl_nats top1_agreement intervals",
+    "quality.sure.intervals": "*",
     "quality.intervals": "*",
     "quality.speed": "*",
     "roofline": "ceilings points bytes_per_decoded_token",

@@ -1,0 +1,311 @@
+"""Quality where users feel it: the distance by domain of text, and flips, the answers to items that change.
+
+The mean KL divergence says least near the original. Beside it stand the bundled texts of six domains, which
+no calibration saw, and cloze items over bundled texts: the context of a word, and four words to choose from.
+A model's answer is the option of the highest log-likelihood behind the context (teacher-forced); an item
+flips where it differs from the reference's answer. Both models score the same windows in one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...quant.stream.sources import Document, plain_text
+from ...recipes import DATA
+from .passage import Passage, PassageWindow
+from .positions import QualitySeries
+from .summary import DOMAINS, distance
+from .task_items import ITEM_CONFIDENCE, Interval, mcnemar_exact, root_of, tango_interval
+
+DOMAIN_TEXTS = DATA / "domains.jsonl.xz"
+TOKENS_PER_DOMAIN = 4000
+DOMAIN_WINDOW = 1024
+# Multiple-choice tasks that ship, in lm-eval's format, each with its items beside it.
+BUNDLED_TASKS = {path.stem: path for path in sorted(DATA.glob("cloze_*.yaml"))}
+STORY_TASK = "cloze_stories"
+POWER = 0.8
+LOSSES = (0.005, 0.01, 0.02, 0.05)
+# A context and a continuation as tokens.
+EncodePair = Callable[[str, str], tuple[list[int], list[int]]]
+# Per (context, continuation): log-probability in nats, and whether it is the greedy continuation.
+LogLikelihoods = Callable[[Sequence[tuple[str, str]]], list[tuple[float, bool]]]
+
+
+class ChoiceItem(NamedTuple):
+    """A context with its options, of which the one numbered `answer` is right."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceTask:
+    """A bundled multiple-choice task."""
+
+    name: str
+    version: float
+    items: tuple[ChoiceItem, ...]
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """(context, continuation) of every option in order, delimited as by lm-eval."""
+        return [(item.context, f" {choice}") for item in self.items for choice in item.choices]
+
+
+def domain_texts() -> dict[str, list[Document]]:
+    """The bundled texts of each domain."""
+    texts: dict[str, list[Document]] = {domain: [] for domain in DOMAINS}
+    for row in _rows(DOMAIN_TEXTS):
+        texts[row["domain"]].append(row.get("text") or row["messages"])
+    return texts
+
+
+@cache
+def bundled_task(name: str) -> ChoiceTask:
+    """A task that ships."""
+    import yaml
+
+    path = BUNDLED_TASKS[name]
+    task = yaml.safe_load(path.read_text(encoding="utf-8"))
+    items = tuple(
+        ChoiceItem(row["context"], tuple(row["choices"]), row["answer"])
+        for row in _rows(path.parent / task["dataset_kwargs"]["data_files"]["test"])
+    )
+    return ChoiceTask(name, task["metadata"]["version"], items)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@dataclass(frozen=True, slots=True)
+class FullPassage:
+    """Windows over the texts of the domains, then over each option of the items.
+
+    Attributes:
+        domains: of the first windows, in order; the others belong to options.
+        tasks: whose options have the windows behind, in the order of `ChoiceTask.pairs`.
+    """
+
+    passage: Passage
+    domains: tuple[str, ...]
+    tasks: tuple[ChoiceTask, ...]
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, encode_pair: EncodePair, max_model_len: int, *, stories_only: bool
+    ) -> FullPassage:
+        """The passage for a tokenizer and a context.
+
+        Args:
+            stories_only: of the items take those over stories, for a model that read nothing else.
+        """
+        named = [
+            (domain, window)
+            for domain, texts in domain_texts().items()
+            for window in _domain_windows(tokenizer, texts, min(max_model_len, DOMAIN_WINDOW))
+        ]
+        names = [STORY_TASK] if stories_only else list(BUNDLED_TASKS)
+        tasks = tuple(bundled_task(name) for name in names)
+        options = []
+        for context, option in (pair for task in tasks for pair in task.pairs):
+            before, targets = encode_pair(context, option)
+            # Truncated on the left to the context's length, as lm-eval does.
+            tokens = [*before, *targets][-max_model_len:]
+            options.append(PassageWindow(tuple(tokens), len(tokens) - len(targets)))
+        passage = Passage(
+            (*(window for _, window in named), *options),
+            DOMAIN_TEXTS.name,
+            "domains v1",
+            f"at most {TOKENS_PER_DOMAIN:,} tokens of each domain in windows of {DOMAIN_WINDOW}, and "
+            "each option behind its context",
+        )
+        return cls(passage, tuple(domain for domain, _ in named), tasks)
+
+    def summary(self, series: QualitySeries, seed: int = 0) -> dict[str, Any]:
+        """`domains` and `flips` of the quality record: KL and top-1 agreement by domain, and the answers that
+        change."""
+        window = series.needed("window")
+        domain = np.array([*self.domains, ""])[np.minimum(window, len(self.domains))]
+        by_domain = {name: distance(series, domain == name, seed) for name in DOMAINS}
+        sums = [
+            -np.bincount(window, column.astype(np.float64))[len(self.domains) :]
+            for name in ("reference_nll", "nll")
+            if (column := series.column(name)) is not None
+        ]
+        flips = None
+        if len(sums) == 2:
+            items = [item for task in self.tasks for item in task.items]
+            before, after = (by_item(column, items) for column in sums)
+            flips = flips_between(before, after, [item.answer for item in items])
+            flips["tasks"] = [task.name for task in self.tasks]
+        return {"domains": by_domain, "flips": flips}
+
+
+def by_item(values: np.ndarray, items: Sequence[ChoiceItem]) -> list[np.ndarray]:
+    """One value of each option, split by item."""
+    ends = np.cumsum([len(item.choices) for item in items])
+    return np.split(values, ends[:-1])
+
+
+def _domain_windows(tokenizer: Any, texts: Sequence[Document], window: int) -> list[PassageWindow]:
+    """Windows without overlap over texts, each tokenized by itself, conversations in the model's template."""
+    windows: list[PassageWindow] = []
+    left = TOKENS_PER_DOMAIN
+    for number, text in enumerate(texts):
+        if isinstance(text, str) or not getattr(tokenizer, "chat_template", None):
+            ids = tokenizer.encode(plain_text(text), verbose=False)
+        else:
+            said = tokenizer.apply_chat_template(text, tokenize=False)
+            ids = tokenizer.encode(said, add_special_tokens=False, verbose=False)
+        for begin in range(0, len(ids), window):
+            tokens = tuple(ids[begin : begin + min(window, left)])
+            if len(tokens) >= 2:
+                windows.append(PassageWindow(tokens, document=number))
+                left -= len(tokens)
+    return windows
+
+
+def flips_between(
+    before: Sequence[Sequence[float] | np.ndarray],
+    after: Sequence[Sequence[float] | np.ndarray],
+    answers: Sequence[int],
+) -> dict[str, Any]:
+    """The answers that change between two models.
+
+    Args:
+        before, after: log-likelihoods of the options of each item.
+        answers: the right option of each.
+
+    Returns:
+        the share of flips with its exact interval (Clopper and Pearson, 1934) and what as many other items
+        would show; the change of accuracy with Tango's interval and McNemar's p-value; how many items tell a
+        loss of accuracy from none, and the smallest loss that these tell. Models of equal scores differ by
+        exactly nothing.
+    """
+    chosen = [np.array([int(np.argmax(item)) for item in side]) for side in (before, after)]
+    right = [side == np.asarray(answers) for side in chosen]
+    count = len(answers)
+    flipped = int((chosen[0] != chosen[1]).sum())
+    lost, gained = int((right[0] & ~right[1]).sum()), int((~right[0] & right[1]).sum())
+    alike = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+    changed = (lost + gained) / count
+    ordered = [np.sort(np.asarray(item)) for item in before]
+    return {
+        "num_items": count,
+        "count": flipped,
+        "share": flipped / count,
+        "lost": lost,
+        "gained": gained,
+        "reference_accuracy": float(right[0].mean()),
+        "accuracy": float(right[1].mean()),
+        "accuracy_change": (gained - lost) / count,
+        "p_value": mcnemar_exact(lost, gained),
+        "median_margin_nats": float(np.median([item[-1] - item[-2] for item in ordered])),
+        "intervals": {
+            "share": (0.0, 0.0) if alike else exact_interval(flipped, count),
+            "accuracy_change": (0.0, 0.0) if alike else tango_interval(lost, gained, count),
+        },
+        "as_many_others": (0.0, 0.0) if alike else predicted_share(flipped, count, count),
+        "items_for_loss": {str(loss): items_for_loss(loss, changed) for loss in LOSSES},
+        "smallest_loss": smallest_loss(count, changed),
+    }
+
+
+def exact_interval(count: int, total: int, confidence: float = ITEM_CONFIDENCE) -> Interval:
+    """Interval of a proportion that misses low, and high, with at most half of its error each."""
+    from scipy.stats import beta
+
+    tail = (1 - confidence) / 2
+    low = float(beta.ppf(tail, count, total - count + 1)) if count else 0.0
+    high = float(beta.ppf(1 - tail, count + 1, total - count)) if count < total else 1.0
+    return low, high
+
+
+def predicted_share(count: int, total: int, others: int, confidence: float = 0.9) -> Interval:
+    """Interval of the share that `others` further items would show: the beta-binomial distribution behind
+    Jeffreys' prior."""
+    from scipy.stats import betabinom
+
+    tail = (1 - confidence) / 2
+    ahead = betabinom(others, count + 0.5, total - count + 0.5)
+    return float(ahead.ppf(tail)) / others, float(ahead.ppf(1 - tail)) / others
+
+
+def items_for_loss(loss: float, changed: float) -> int:
+    """Items that tell a loss of accuracy from none: McNemar's test at 95 %, power 80 % (Connor, 1987).
+
+    Args:
+        changed: share of the items that one model alone has right; at least `loss`, which is made of them.
+    """
+    changed = max(changed, loss)
+    normal = NormalDist()
+    reach = normal.inv_cdf((1 + ITEM_CONFIDENCE) / 2) * math.sqrt(changed)
+    reach += normal.inv_cdf(POWER) * math.sqrt(max(0.0, changed - loss**2))
+    return math.ceil((reach / loss) ** 2)
+
+
+def smallest_loss(count: int, changed: float) -> float:
+    """The smallest loss of accuracy that `count` items tell from none."""
+    return root_of(lambda loss: items_for_loss(loss, changed) <= count, 1e-6, 1.0)
+
+
+def items_for_limit(share: float, limit: float) -> int:
+    """Items that tell a share from a limit, if it stays what it is; one at the limit, from none."""
+    gap = abs(share - limit) or limit or 1.0
+    worst = max(share, limit)
+    z = NormalDist().inv_cdf((1 + ITEM_CONFIDENCE) / 2)
+    return math.ceil(z * z * worst * (1 - worst) / gap**2) or 1
+
+
+def scored_bundled(
+    tasks: Sequence[ChoiceTask], loglikelihoods: LogLikelihoods, limit: int | None = None
+) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """Accuracies of bundled tasks, a row each, and their samples as lm-eval logs them."""
+    rows, samples = [], {}
+    for task in tasks:
+        items = task.items[:limit]
+        scores = iter(loglikelihoods(replace(task, items=items).pairs))
+        samples[task.name] = logged = []
+        for number, item in enumerate(items):
+            said = [next(scores) for _ in item.choices]
+            likeliest = max(range(len(said)), key=lambda place: said[place][0])
+            logged.append(
+                {
+                    "filter": "none",
+                    "doc_id": number,
+                    "doc_hash": hashlib.sha256(json.dumps(item).encode()).hexdigest(),
+                    "acc": float(likeliest == item.answer),
+                    "filtered_resps": said,
+                    "target": str(item.answer),
+                }
+            )
+        value = math.fsum(sample["acc"] for sample in logged) / len(logged)
+        rows.append(
+            {
+                "task": task.name,
+                "is_group": False,
+                "version": task.version,
+                "num_fewshot": 0,
+                "num_samples": len(items),
+                "metric": "acc",
+                "filter": "none",
+                "value": value,
+                "stderr": math.sqrt(value * (1 - value) / max(1, len(items) - 1)),
+                "higher_is_better": True,
+            }
+        )
+    return rows, samples
