@@ -248,8 +248,11 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The server's `send` does nothing once the client has left: all outputs would still be written.
         try:
-            await super().__call__(scope, receive, send)
+            await unless_disconnected(
+                Request(scope, receive), super().__call__(scope, receive, send)
+            )
         finally:
             self._on_close()
 

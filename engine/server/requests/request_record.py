@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
@@ -23,6 +24,10 @@ from .limits import Reservation
 
 if TYPE_CHECKING:
     from .keys import Principal
+
+
+SLICE = 16
+"""Outputs that one stream takes before others get their turn on the event loop."""
 
 
 class Phases(NamedTuple):
@@ -88,7 +93,11 @@ class OutputStream:
         )
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        while not self.is_finished:
+        for number in count(1):
+            if self.is_finished:
+                return
+            if number % SLICE == 0:  # a queue that is full never waits
+                await asyncio.sleep(0)
             output = await self._outputs.get()
             if isinstance(output, ApiError):
                 raise output
