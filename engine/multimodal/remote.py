@@ -7,7 +7,7 @@ import ssl
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 from urllib.parse import urljoin
 
@@ -20,8 +20,11 @@ MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 """Addresses of the internet: `is_global` is also true of compatible and site-local IPv6 addresses."""
-_TRANSLATED = tuple(IPv6Network(name) for name in ("2002::/16", "2001::/32"))
-"""IPv6 addresses that carry an IPv4 address, which may be private."""
+_ELSEWHERE = tuple(
+    ip_network(name) for name in ("192.0.0.0/24", "192.88.99.0/24", "2002::/16", "2001::/32")
+)
+"""Addresses of protocols and of relays, which Python counts as global; those of IPv6 carry an IPv4 address,
+which may be private."""
 _HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "llmopt")]
 
 Address = IPv4Address | IPv6Address
@@ -182,8 +185,8 @@ def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
 def _public(address: Address, host: str) -> Address:
     """The address, if it is a public one."""
     plain = getattr(address, "ipv4_mapped", None) or address
-    is_elsewhere = plain.version == 6 and (
-        plain not in _GLOBAL_UNICAST or any(plain in network for network in _TRANSLATED)
+    is_elsewhere = any(plain in network for network in _ELSEWHERE) or (
+        plain.version == 6 and plain not in _GLOBAL_UNICAST
     )
     if not plain.is_global or plain.is_multicast or is_elsewhere:
         raise BadInput(f"the host {host} of an image has an address that is not public")

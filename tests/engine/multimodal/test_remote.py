@@ -115,6 +115,8 @@ def test_hosts_that_misbehave_are_left(host: str, path: str, reason: str) -> Non
         "169.254.169.254",
         "192.168.0.1",
         "100.64.0.1",
+        "192.0.0.8",
+        "192.88.99.1",
         "0.0.0.0",
         "224.0.0.1",
         "::1",
