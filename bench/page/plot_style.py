@@ -18,7 +18,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.text import Text
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.transforms import Bbox
 
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
 BASE, NEW = "#2563eb", "#c2570c"
@@ -88,9 +90,9 @@ def canvas(
     return figure, list(axes.flat)
 
 
-def title(axis: Axes, text: str) -> None:
+def title(axis: Axes, text: str, pad: float = 8) -> None:
     """A left-aligned axes title."""
-    axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=8, color=INK)
+    axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=pad, color=INK)
 
 
 def label(
@@ -98,6 +100,69 @@ def label(
 ) -> None:
     """A text beside a point, `offset` from it in typographic points."""
     axis.annotate(text, at, xytext=offset, textcoords="offset points", **style)
+
+
+Place = tuple[tuple[float, float], dict[str, str]]
+"""Where a name may stand: the offset from its point in typographic points, and how it is aligned there."""
+BESIDE: tuple[Place, ...] = tuple(
+    ((x, y), {"ha": across, "va": up})
+    for x, y, across, up in (
+        *((10, 0, "left", "center"), (-10, 0, "right", "center")),
+        *((0, 9, "center", "bottom"), (0, -9, "center", "top")),
+        *((8, 6, "left", "bottom"), (8, -6, "left", "top")),
+        *((-8, 6, "right", "bottom"), (-8, -6, "right", "top")),
+    )
+)
+ABOVE: tuple[Place, ...] = tuple(((0, y), {"ha": "center", "va": "bottom"}) for y in (3, 14))
+"""Two lines above the axes, for names of places on the x axis."""
+MARKER_POINTS = 5.0
+"""Half the size of a marker that no name may cover."""
+Span = tuple[tuple[float, float], tuple[float, float]]
+
+
+def name_points(
+    axis: Axes,
+    points: Sequence[tuple[str, tuple[float, float]]],
+    spans: Sequence[Span] = (),
+    *,
+    places: Sequence[Place] = BESIDE,
+    **style: Any,
+) -> dict[int, Text]:
+    """Write (name, point), the first ones first: where they cover no name, none of the points and nothing of
+    `spans` (from one corner to the other), on the axes or, by `places`, above them. Names without such a
+    place are not written; returned are the others, by number."""
+    figure = axis.figure
+    figure.draw_without_rendering()
+    frame = figure.bbox if places is ABOVE else axis.get_window_extent()
+    half = MARKER_POINTS * figure.dpi / 72
+    taken = [Bbox(axis.transData.transform(sorted(span))).padded(half / 2) for span in spans]
+    if places is not ABOVE:
+        centres = axis.transData.transform([at for _, at in points])
+        taken += [Bbox([centre - half, centre + half]) for centre in centres]
+    written = {}
+    for number, (name, at) in enumerate(points):
+        for offset, alignment in places:
+            given = {"fontsize": 8.5, "textcoords": "offset points"} | alignment | style
+            text = axis.annotate(name, at, offset, **given)
+            text.set_in_layout(False)
+            box = text.get_window_extent()
+            inside = Bbox.intersection(box, frame)
+            if inside and inside.bounds == box.bounds and not box.count_overlaps(taken):
+                taken.append(box)
+                written[number] = text
+                break
+            text.remove()
+    return written
+
+
+def log_scale(axis: Axes, *sides: Literal["x", "y"]) -> None:
+    """A logarithmic scale with numbers as people write them, at 1, 2 and 5 of each decade."""
+    for side in sides:
+        getattr(axis, f"set_{side}scale")("log")
+        ticks = getattr(axis, f"{side}axis")
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ticks.set_minor_locator(NullLocator())
 
 
 def whole_numbers(axis: Axes, *sides: Literal["x", "y"]) -> None:

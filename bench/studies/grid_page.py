@@ -18,7 +18,7 @@ from ..page.page import (
     number,
     percent,
 )
-from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
+from ..page.plot_style import INK, MUTED, SERIES, canvas, name_points, title, to_svg
 from ..page.templates import page_of
 from ..record.result import to_json
 from ..report.parts import write_page
@@ -153,7 +153,7 @@ def figure_text(key: str, value: float | None) -> str:
 def pareto_svg(rows: Sequence[Row], front: Sequence[str], axes: tuple[str, str]) -> str:
     """Two figures of every cell against each other, coloured by server configuration, with the front."""
     across, up = axes
-    figure, (axis,) = canvas(width=9, height=4.4)
+    figure, (axis,) = canvas(width=11, height=4.6)
     points = {
         row["cell"]: (row[across], row[up], row)
         for row in rows
@@ -169,14 +169,15 @@ def pareto_svg(rows: Sequence[Row], front: Sequence[str], axes: tuple[str, str])
             axis.plot(
                 *zip(*mine, strict=True), "o", color=colour, markersize=7, label=server, zorder=2
             )
-    for key, (x, y, row) in points.items():
-        colour = INK if key in front else MUTED
-        label(axis, row["bench"] or key, (x, y), (6, 5), fontsize=8, color=colour)
     if any(servers):
-        axis.legend(fontsize=8, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     axis.margins(0.12)
     for axis_label, name in ((axis.set_xlabel, across), (axis.set_ylabel, up)):
         better = "less is better" if prefers_less(name) else "more is better"
         axis_label(f"{AXIS_LABELS.get(name, FIGURES[name])} ({better})")
     title(axis, f"{FIGURES[up]} against {FIGURES[across]}")
+    order = sorted(points, key=lambda key: key not in front)
+    names = [(points[key][2]["bench"] or key, points[key][:2]) for key in order]
+    for place, text in name_points(axis, names, fontsize=8).items():
+        text.set_color(INK if order[place] in front else MUTED)
     return to_svg(figure, f"{up} against {across} of {len(points)} cells")

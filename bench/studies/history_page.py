@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..page.page import Figure, Page, ReportVerdict, percent
-from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, label, title, to_svg
+from ..page.plot_style import ABOVE, BAD, BASE, GOOD, MUTED, canvas, name_points, title, to_svg
 from ..page.templates import page_of
-from .history_series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series
+from .history_series import MAX_PVALUE, MIN_SEGMENT, WINDOW, Series, SeriesChange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,20 +63,30 @@ def series_svg(series: Series) -> str:
             position[run.run_id] for run in (series.analysed[start], series.analysed[end - 1])
         ]
         axis.plot([places[0] - 0.4, places[1] + 0.4], [level, level], color=BASE, linewidth=2)
-    for change in series.changes:
-        colour = BAD if change.worse > 0 else GOOD
-        place = position[change.after.run_id] - 0.5
-        axis.axvline(place, color=colour, linewidth=1.2, linestyle="--")
-        way = "worse" if change.worse > 0 else "better"
-        text = f"{change.after.commit[:12]}  {percent(abs(change.worse))} {way}"
-        style = {"color": colour, "fontsize": 8, "rotation": 90, "va": "top"}
-        label(axis, text, (place, 0.98), (3, 0), xycoords=axis.get_xaxis_transform(), **style)
     step = max(1, -(-len(series.runs) // MAX_TICKS))
     ticks = range(0, len(series.runs), step)
     axis.set_xticks(list(ticks), [series.runs[place].commit[:8] for place in ticks])
-    title(axis, f"{series.metric.label} ({series.metric.unit})")
+    title(axis, f"{series.metric.label} ({series.metric.unit})", pad=28 if series.changes else 8)
     axis.margins(y=0.2)
+    _name_changes(axis, series.changes, position)
     return to_svg(figure, f"{series.metric.label} of {series.name}")
+
+
+def _name_changes(axis: Axes, changes: Sequence[SeriesChange], position: Mapping[str, int]) -> None:
+    """A line at each change point; above it the commit and the change, of the largest ones where not all
+    have room."""
+    ordered = sorted(changes, key=lambda one: -abs(one.worse))
+    colours = [BAD if change.worse > 0 else GOOD for change in ordered]
+    names = []
+    for change, colour in zip(ordered, colours, strict=True):
+        way = "worse" if change.worse > 0 else "better"
+        place = position[change.after.run_id] - 0.5
+        axis.axvline(place, color=colour, linewidth=1.2, linestyle="--")
+        said = f"{change.after.commit[:12]}  {percent(abs(change.worse))} {way}"
+        names.append((said, (place, 1.0)))
+    at_top = {"xycoords": axis.get_xaxis_transform(), "fontsize": 8}
+    for number, text in name_points(axis, names, places=ABOVE, **at_top).items():
+        text.set_color(colours[number])
 
 
 def _dots(

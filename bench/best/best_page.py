@@ -1,0 +1,387 @@
+"""The page of a decision: quality against bytes and speed, finalists with intervals, bits of every layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from ..page.page import (
+    MISSING,
+    Card,
+    Figure,
+    Page,
+    ReportTable,
+    ReportVerdict,
+    Tone,
+    number,
+    percent,
+    size,
+)
+from ..page.plot_style import (
+    BAD,
+    GOOD,
+    INK,
+    MUTED,
+    SERIES,
+    Span,
+    canvas,
+    label,
+    log_scale,
+    name_points,
+    title,
+    to_svg,
+)
+from ..page.templates import page_of
+from ..quality.summary import FORMULAS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Decision = Mapping[str, Any]
+TONES: dict[int, Tone] = {0: "good", 1: "bad", 3: "unsure"}
+LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blk|blocks)\.(\d+)\.")
+LEAST_KL = 1e-6
+"""Lowest KL on a logarithmic axis; an interval may reach to 0 or below."""
+MAX_NUMBERED = 40
+"""Layers up to which the cells of the picture hold their bits as numbers."""
+SHOWN_FORMULAS = ("KL", "top-1 agreement", "flips", "KL by domain", "quality interval")
+
+
+def best_page(decision: Decision) -> Page:
+    """The page of a `decision.json`."""
+    points = {point["id"]: point for point in decision["front"]}
+    finalists = {one["id"]: one for one in decision["finalists"]}
+    chosen = [decision[key] for key in ("recommended", "closest") if decision[key]]
+    pictures = [layers_figure(points[name]) for name in [*chosen[:1], *finalists]]
+    return page_of(
+        "best/best.jinja",
+        decision=decision,
+        asked=asked_words(decision["asked"]),
+        verdict=best_verdict(decision, points),
+        cards=best_cards(decision, points, finalists),
+        commands=finalists.get(chosen[0]) if chosen else None,
+        neighbours=neighbours_table(decision, points, finalists),
+        fronts=front_figures(decision),
+        finalists=finalists_table(decision),
+        domains=domains_table(decision),
+        pictures=list({one.name: one for one in pictures if one}.values()),
+        predicted=predicted_figure(decision, points),
+        front=[(point, words(point)) for point in decision["front"]],
+        formulas={name: FORMULAS[name] for name in SHOWN_FORMULAS if name in FORMULAS},
+    )
+
+
+def asked_words(asked: Mapping[str, Any]) -> list[str]:
+    """Hardware, load, loader and promises as clauses."""
+    hardware = asked["hardware"]
+    count = f"{hardware['count']} × " if hardware["count"] > 1 else ""
+    clauses = [f"{count}{hardware['name']}", f"{asked['context']:,} tokens of context"]
+    clauses += [f"{asked['concurrency']} at once", f"loads in {asked['loads_in']}"]
+    if asked["size_bytes"]:
+        clauses.append(f"at most {size(asked['size_bytes'])}")
+    clauses += [f"{name} ≤ {limit:g} ms" for name, limit in (asked["slo"] or {}).items()]
+    return clauses + [promise_words(promise) for promise in asked["promises"]]
+
+
+def promise_words(promise: Mapping[str, Any]) -> str:
+    """`kl ≤ 0.02`."""
+    sign = {"<=": "≤", ">=": "≥"}.get(promise["op"], promise["op"])
+    return f"{promise['metric']} {sign} {promise['limit']:g}"
+
+
+def best_verdict(decision: Decision, points: Mapping[str, Any]) -> ReportVerdict:
+    """What is recommended, or that nothing is."""
+    tone = TONES[decision["exit_code"]]
+    name = decision["recommended"]
+    if name is None:
+        headline = {"bad": "Nothing keeps the promise."}.get(tone, "No decision.")
+        return ReportVerdict(tone, headline, decision["sentence"])
+    headline = f"{name}: {points[name]['label']}, {size(points[name]['bytes'])}"
+    return ReportVerdict(tone, headline, decision["sentence"])
+
+
+def best_cards(
+    decision: Decision, points: Mapping[str, Any], finalists: Mapping[str, Any]
+) -> list[Card]:
+    """The key figures of what is recommended, or comes closest."""
+    name = decision["recommended"] or decision["closest"]
+    if name not in finalists:
+        return []
+    one, point = finalists[name], points[name]
+    found = [
+        Card("Size", size(one["bytes"]), "", f"{number(point['bits_per_weight'])} bits a weight"),
+        Card("KL", number(one["kl"]["value"], 4), "nats", interval_words(one["kl"], 4)),
+        Card("Top-1 agreement", percent(one["top1"]["value"]), "", interval_words(one["top1"])),
+    ]
+    if one["flips"]:
+        found.append(
+            Card("Flips", percent(one["flips"]["value"]), "", interval_words(one["flips"]))
+        )
+    if speed := one["speed"]:
+        band = interval_of(speed["band"])
+        note = f"{band} ms, {speed['source']}" if band else speed["source"]
+        found.append(Card("TPOT", number(speed["tpot_ms"], 1), "ms", note))
+        found.append(
+            Card("Throughput", number(speed["tokens_per_s"], 0), "tokens/s", speed["source"])
+        )
+    return found
+
+
+def interval_words(value: Mapping[str, float], digits: int | None = None) -> str:
+    """The interval of a share in percent, of any other value with `digits` decimals."""
+    if digits is None:
+        return f"{percent(value['low']).removesuffix(' %')} to {percent(value['high'])}"
+    return f"{number(value['low'], digits)} to {number(value['high'], digits)}"
+
+
+def interval_of(band: Sequence[float] | None) -> str:
+    return f"{band[0]:,.1f} to {band[1]:,.1f}" if band else ""
+
+
+def measured_words(value: Mapping[str, float] | None, digits: int | None = None) -> str:
+    """A value with its interval in parentheses."""
+    if value is None:
+        return MISSING
+    said = percent(value["value"]) if digits is None else number(value["value"], digits)
+    return f"{said} ({interval_words(value, digits)})"
+
+
+def speed_words(speed: Mapping[str, Any] | None) -> str:
+    """Milliseconds a token, as planned or measured."""
+    if not speed or speed["tpot_ms"] is None:
+        return MISSING
+    band = interval_of(speed["band"])
+    return f"{number(speed['tpot_ms'], 1)}{f' ({band})' if band else ''}, {speed['source']}"
+
+
+def words(point: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a point in the table of the front."""
+    band = point["kl_band"]
+    kl = number(point["expected_kl"], 4)
+    keeps = {True: "yes", False: "; ".join(point["breaks"]) or "no", None: "unsure"}
+    return {
+        "kl": f"{kl} ({number(band[0], 4)} to {number(band[1], 4)})" if band else kl,
+        "speed": speed_words(point["speed"]),
+        "keeps": keeps[point["keeps"]],
+        "tone": {True: "good", False: "", None: "unsure"}[point["keeps"]],
+    }
+
+
+def neighbours_table(
+    decision: Decision, points: Mapping[str, Any], finalists: Mapping[str, Any]
+) -> ReportTable | None:
+    """The recommended checkpoint, and what the next smaller and the next better cost."""
+    named = {
+        "recommended": "recommended",
+        "next smaller": "next_smaller",
+        "next better": "next_better",
+    }
+    found = {said: decision[key] for said, key in named.items() if decision[key]}
+    if "recommended" not in found:
+        found = {"closest": decision["closest"]} if decision["closest"] else {}
+    rows = []
+    base = points[next(iter(found.values()))] if found else {}
+    for said, name in found.items():
+        point, one = points[name], finalists.get(name)
+        kl = (
+            measured_words(one["kl"], 4) if one else f"{number(point['expected_kl'], 4)}, predicted"
+        )
+        change = point["bytes"] / base["bytes"] - 1
+        more = "" if point is base else f" ({percent(change, 1, signed=True)})"
+        speed = speed_words((one or point)["speed"])
+        rows.append([said, name, point["label"], f"{size(point['bytes'])}{more}", kl, speed])
+    header = ["", "checkpoint", "bits", "size", "KL, nats", "TPOT, ms"]
+    return ReportTable(header, rows) if rows else None
+
+
+def finalists_table(decision: Decision) -> ReportTable:
+    """What was measured of each finalist, and whether it keeps the promises."""
+    rows, tones = [], {}
+    for place, one in enumerate(decision["finalists"]):
+        kept = {True: "yes", False: "; ".join(one["breaks"]) or "no", None: "unsure"}[one["keeps"]]
+        mark = "\u00a0*" if one["id"] == decision["recommended"] else ""
+        tones[place] = {True: "good" if mark else "", False: "bad", None: "unsure"}[one["keeps"]]
+        measured = [measured_words(one["kl"], 4), *map(measured_words, (one["top1"], one["flips"]))]
+        rows.append(
+            [one["id"] + mark, size(one["bytes"]), *measured, speed_words(one["speed"]), kept]
+        )
+    header = ["checkpoint", "size", "KL, nats", "top-1", "flips", "TPOT, ms", "keeps the promises"]
+    return ReportTable(header, rows, "In parentheses: intervals. * is recommended.", tones)
+
+
+def domains_table(decision: Decision) -> ReportTable | None:
+    """KL by domain, a column each."""
+    finalists = decision["finalists"]
+    names = list(dict.fromkeys(name for one in finalists for name in one["kl_by_domain"] or {}))
+    rows = [
+        [one["id"], *(measured_words((one["kl_by_domain"] or {}).get(name), 4) for name in names)]
+        for one in finalists
+    ]
+    return ReportTable(["KL by domain, nats", *names], rows) if names else None
+
+
+def front_figures(decision: Decision) -> list[Figure]:
+    """Quality against bytes, and against time per token where a speed is known."""
+    figures = [Figure("front-size", front_svg(decision, "size"), half=True)]
+    if any(point["speed"] for point in decision["front"]):
+        figures.append(Figure("front-speed", front_svg(decision, "speed"), half=True))
+    return figures
+
+
+def front_svg(decision: Decision, against: str) -> str:
+    """KL on a logarithmic axis against MiB or milliseconds a token; down and left is better."""
+
+    def across(one: Mapping[str, Any]) -> float | None:
+        if against == "size":
+            return one["bytes"] / 2**20
+        return (one["speed"] or {}).get("tpot_ms")
+
+    figure, (axis,) = canvas(width=5.4, height=4.2)
+    log_scale(axis, "y")
+    colours = dict(zip((lane["name"] for lane in decision["lanes"]), cycle(SERIES), strict=False))
+    shown = [point for point in decision["front"] if across(point) is not None]
+    lane_of = {point["id"]: point["lane"] for point in shown}
+    for lane in dict.fromkeys(lane_of.values()):
+        mine = sorted((across(one), one["expected_kl"]) for one in shown if one["lane"] == lane)
+        style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
+        axis.plot(*zip(*mine, strict=True), "o--", markerfacecolor="none", alpha=0.7, **style)
+    places: dict[str, tuple[float, float]] = {}
+    spans: list[Span] = []
+    for one in decision["finalists"]:
+        if (x := across(one)) is not None and one["id"] in lane_of:
+            places[one["id"]] = (x, max(one["kl"]["value"], LEAST_KL))
+            colour = colours[lane_of[one["id"]]]
+            is_recommended = one["id"] == decision["recommended"]
+            spans.append(_measured(axis, one, x, colour, is_recommended=is_recommended))
+    _limits(axis, decision["asked"], against)
+    axis.margins(0.08)
+    axis.set_xlabel(f"{'MiB' if against == 'size' else 'ms a token (TPOT)'}, left is better")
+    axis.set_ylabel("KL (nats), down is better")
+    title(axis, f"Quality against {against}")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    first = [decision[key] for key in ("recommended", "next_smaller", "next_better")]
+    order = sorted(places, key=lambda name: first.index(name) if name in first else len(first))
+    usual = {one["id"]: one["name"] for one in decision["usual"] if one["id"]}
+    named = [(usual.get(name, name), places[name]) for name in order]
+    name_points(axis, named, spans, color=INK)
+    return to_svg(figure, f"Quality against {against} of {len(shown)} points")
+
+
+def _measured(
+    axis: Axes, one: Mapping[str, Any], x: float, colour: str, *, is_recommended: bool = False
+) -> Span:
+    """A finalist with its interval, which is returned; a cross where it breaks a promise, a ring where it is
+    recommended."""
+    low, y, high = (max(one["kl"][side], LEAST_KL) for side in ("low", "value", "high"))
+    axis.plot([x, x], [low, high], color=colour, linewidth=3, alpha=0.45)
+    axis.plot(x, y, "X" if one["keeps"] is False else "o", color=colour, markersize=8)
+    if is_recommended:
+        style = {"color": GOOD, "markersize": 14, "markeredgewidth": 2, "markerfacecolor": "none"}
+        axis.plot(x, y, "o", linestyle="none", label="recommended", **style)
+    return (x, low), (x, high)
+
+
+def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> None:
+    """Dashed lines at the promises that these axes can show."""
+    style = {"color": BAD, "linewidth": 1, "linestyle": "--"}
+    for promise in asked["promises"]:
+        if promise["metric"] == "kl" and promise["limit"] > 0:
+            axis.axhline(promise["limit"], **style)
+    limit = (asked["slo"] or {}).get("tpot") if against == "speed" else asked["size_bytes"]
+    if limit:
+        axis.axvline(limit if against == "speed" else limit / 2**20, **style)
+
+
+def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | None:
+    """Measured KL of the finalists against the predicted one, with the rank correlation."""
+    pairs = [(one, points[one["id"]]) for one in decision["finalists"] if one["id"] in points]
+    if len(pairs) < 2:
+        return None
+    from scipy.stats import spearmanr
+
+    expected = [max(point["expected_kl"], LEAST_KL) for _, point in pairs]
+    measured = [max(one["kl"]["value"], LEAST_KL) for one, _ in pairs]
+    figure, (axis,) = canvas(width=5.4, height=4.2)
+    log_scale(axis, "x", "y")
+    ends = [min(expected + measured) / 1.3, max(expected + measured) * 1.3]
+    axis.plot(ends, ends, color=MUTED, linewidth=1, linestyle="--")
+    spans: list[Span] = []
+    for (one, point), x, y in zip(pairs, expected, measured, strict=True):
+        spans.append(_measured(axis, one, x, SERIES[0]))
+        if band := point["kl_band"]:
+            low, high = (max(side, LEAST_KL) for side in band)
+            axis.plot([low, high], [y, y], color=SERIES[0], linewidth=1)
+            spans.append(((low, y), (high, y)))
+    axis.set_xlabel("predicted KL (nats)")
+    axis.set_ylabel("measured KL (nats)")
+    title(axis, "Predicted against measured")
+    names = [one["id"] for one, _ in pairs]
+    places = list(zip(names, zip(expected, measured, strict=True), strict=True))
+    name_points(axis, places, spans, color=INK)
+    caption = "Bars are intervals of the measurement and bands of the prediction, equal on the dashed line."
+    if len(pairs) > 2:
+        rank = float(spearmanr(expected, measured).statistic)
+        caption += f" Rank correlation over {len(pairs)} finalists: {rank:.2f}."
+    return Figure("predicted", to_svg(figure, "Predicted against measured KL"), caption, half=True)
+
+
+def bits_of(kind: str) -> float:
+    """The bits in the name of a kind: 4 of `int4 g64`, `nvfp4` and `Q4_K`, 3.5 of `exl3 3.5`."""
+    found = re.search(r"\d+(?:\.\d+)?", kind.removeprefix("exl3"))
+    return float(found[0]) if found else 0.0
+
+
+def layers_figure(point: Mapping[str, Any]) -> Figure | None:
+    """The kind of every linear as a picture: layers across, linears of a layer down."""
+    cells: dict[str, dict[int, str]] = {}
+    beside = []
+    for module, kind in point["layers"].items():
+        if match := LAYER.search(module):
+            # The experts of a layer share a row: fused, they have one kind.
+            role = re.sub(r"\.\d+\.", ".*.", module[match.end() :])
+            cells.setdefault(role, {})[int(match[1])] = kind
+        else:
+            beside.append(f"{module} {kind}")
+    if not cells:
+        return None
+    caption = f"Beside the layers: {', '.join(beside)}." if beside else ""
+    return Figure(f"layers-{point['id']}", layers_svg(cells, point), caption)
+
+
+def layers_svg(cells: Mapping[str, Mapping[int, str]], point: Mapping[str, Any]) -> str:
+    """Cells whose colour is the family of their kind, the stronger the more bits it has."""
+    kinds = sorted(
+        {k for row in cells.values() for k in row.values()}, key=lambda k: (bits_of(k), k)
+    )
+    families = list(dict.fromkeys(re.split(r"\d", kind)[0] for kind in kinds))
+    layers = sorted({layer for row in cells.values() for layer in row})
+    figure, (axis,) = canvas(width=11, height=1.5 + 0.26 * len(cells))
+    for place, kind in enumerate(kinds):
+        found = [
+            (layer, row)
+            for row, role in enumerate(cells.values())
+            for layer in role
+            if role[layer] == kind
+        ]
+        colour = SERIES[families.index(re.split(r"\d", kind)[0]) % len(SERIES)]
+        strength = 0.12 + 0.5 * place / max(len(kinds) - 1, 1)
+        across, down = zip(*found, strict=True)
+        bottoms = [row - 0.46 for row in down]
+        axis.bar(across, 0.92, 0.92, bottom=bottoms, color=colour, alpha=strength, label=kind)
+        if len(layers) <= MAX_NUMBERED:
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK}
+            for layer, row in found:
+                label(axis, f"{bits_of(kind):g}", (layer, row), (0, 0), **style)
+    axis.set_yticks(range(len(cells)), list(cells))
+    axis.set_ylim(len(cells) - 0.5, -0.5)
+    axis.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
+    axis.set_xticks(layers[:: max(1, -(-len(layers) // MAX_NUMBERED))])
+    axis.set_xlabel("layer")
+    axis.grid(visible=False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(len(kinds), 6), fontsize=9, frameon=False)
+    title(axis, f"{point['id']}: {point['label']}")
+    return to_svg(figure, f"Bits of every layer of {point['id']}")
