@@ -81,14 +81,19 @@ def asked_words(asked: Mapping[str, Any]) -> list[str]:
     clauses += [f"{asked['concurrency']} at once", f"loads in {asked['loads_in']}"]
     if asked["size_bytes"]:
         clauses.append(f"at most {size(asked['size_bytes'])}")
-    clauses += [f"{name} ≤ {limit:g} ms" for name, limit in (asked["slo"] or {}).items()]
+    if bits := asked.get("target_bpw"):
+        clauses.append(f"at most {bits:g} bits a weight")
+    clauses += [f"{name.upper()} ≤ {limit:g} ms" for name, limit in (asked["slo"] or {}).items()]
     return clauses + [promise_words(promise) for promise in asked["promises"]]
 
 
 def promise_words(promise: Mapping[str, Any]) -> str:
-    """`kl ≤ 0.02`."""
-    sign = {"<=": "≤", ">=": "≥"}.get(promise["op"], promise["op"])
-    return f"{promise['metric']} {sign} {promise['limit']:g}"
+    """`kl ≤ 0.02`, `perplexity ≤ +1 %`."""
+    sign = {"<=": "≤", ">=": "≥"}[promise["op"]]
+    limit = f"{promise['limit']:g}"
+    if promise.get("relative"):
+        limit = f"{100 * promise['limit']:+g} %"
+    return f"{promise['metric']} {sign} {limit}"
 
 
 def best_verdict(decision: Decision, points: Mapping[str, Any]) -> ReportVerdict:
@@ -165,7 +170,7 @@ def words(point: Mapping[str, Any]) -> dict[str, str]:
         "kl": f"{kl} ({number(band[0], 4)} to {number(band[1], 4)})" if band else kl,
         "speed": speed_words(point["speed"]),
         "keeps": keeps[point["keeps"]],
-        "tone": {True: "good", False: "", None: "unsure"}[point["keeps"]],
+        "tone": "good" if point["keeps"] else "",
     }
 
 
@@ -240,13 +245,17 @@ def front_svg(decision: Decision, against: str) -> str:
 
     figure, (axis,) = canvas(width=5.4, height=4.2)
     log_scale(axis, "y")
-    colours = dict(zip((lane["name"] for lane in decision["lanes"]), cycle(SERIES), strict=False))
     shown = [point for point in decision["front"] if across(point) is not None]
     lane_of = {point["id"]: point["lane"] for point in shown}
+    lanes = dict.fromkeys([*(lane["name"] for lane in decision["lanes"]), *lane_of.values()])
+    colours = dict(zip(lanes, cycle(SERIES), strict=False))
     for lane in dict.fromkeys(lane_of.values()):
-        mine = sorted((across(one), one["expected_kl"]) for one in shown if one["lane"] == lane)
+        # A usual quantization is no point of a front: nothing predicted its KL.
+        of_lane = [one for one in shown if one["lane"] == lane and one["expected_kl"]]
+        mine = sorted((across(one), max(one["expected_kl"], LEAST_KL)) for one in of_lane)
         style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
-        axis.plot(*zip(*mine, strict=True), "o--", markerfacecolor="none", alpha=0.7, **style)
+        style |= {"markerfacecolor": "none", "alpha": 0.7}
+        axis.plot([x for x, _ in mine], [y for _, y in mine], "o--", **style)
     places: dict[str, tuple[float, float]] = {}
     spans: list[Span] = []
     for one in decision["finalists"]:
@@ -263,8 +272,7 @@ def front_svg(decision: Decision, against: str) -> str:
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
     first = [decision[key] for key in ("recommended", "next_smaller", "next_better")]
     order = sorted(places, key=lambda name: first.index(name) if name in first else len(first))
-    usual = {one["id"]: one["name"] for one in decision["usual"] if one["id"]}
-    named = [(usual.get(name, name), places[name]) for name in order]
+    named = [(name, places[name]) for name in order]
     name_points(axis, named, spans, color=INK)
     return to_svg(figure, f"Quality against {against} of {len(shown)} points")
 
@@ -296,7 +304,11 @@ def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> None:
 
 def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | None:
     """Measured KL of the finalists against the predicted one, with the rank correlation."""
-    pairs = [(one, points[one["id"]]) for one in decision["finalists"] if one["id"] in points]
+    pairs = [
+        (one, point)
+        for one in decision["finalists"]
+        if (point := points.get(one["id"])) and point["expected_kl"]
+    ]
     if len(pairs) < 2:
         return None
     from scipy.stats import spearmanr

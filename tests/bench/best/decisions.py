@@ -40,7 +40,7 @@ def a_point(lane: str, bits: float, num_layers: int) -> dict[str, Any]:
     return {
         "id": f"{'int' if lane.endswith('int') else 'fp'}-{bits:.2f}",
         "lane": lane,
-        "label": f"{' + '.join(LANES[lane][1][-2:])} at {bits:.2f} bits",
+        "label": f"{7 * num_layers - 4} {LANES[lane][1][-2]}, 5 {LANES[lane][1][-1]}",
         "bytes": int(WEIGHTS * bits / 8),
         "bits_per_weight": bits,
         "expected_kl": kl,
@@ -67,7 +67,9 @@ def a_finalist(point: dict[str, Any], place: int) -> dict[str, Any]:
     """The point as measured, near what was expected."""
     point["finalist"] = True
     kl = point["expected_kl"] * (0.92, 1.1, 1.02, 0.97)[place % 4]
-    text = f"llmopt quantize meta-llama/Llama-3.1-8B-Instruct --method auto --format {LANES[point['lane']][0]}"
+    text = (
+        "llmopt quantize meta-llama/Llama-3.1-8B-Instruct --method auto --format compressed-tensors"
+    )
     text += f" --target-size {point['bytes']} --stats out/stats --output out/{point['id']}"
     domains = {
         "prose": 0.8,
@@ -100,6 +102,10 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
     by_id = {point["id"]: point for point in front}
     chosen = ("int-3.25", "int-3.50", "int-3.75", "int-4.00", "fp-4.00", "fp-4.75")
     finalists = [a_finalist(by_id[name], place) for place, name in enumerate(chosen)]
+    usual = a_point("compressed-tensors int", 4.25, num_layers) | {"id": "awq-int4", "lane": "awq"}
+    usual |= {"label": "awq int4"}
+    finalists.append(a_finalist(usual, len(finalists)))
+    front.append(usual | {"expected_kl": None, "kl_band": None})
     recommended = by_id["int-3.75"]
     decision = {
         "llmopt": "2.0.0",
@@ -112,7 +118,7 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
             "slo": {"tpot": 20.0, "ttft": 1000.0},
             "size_bytes": None,
             "loads_in": "vllm",
-            "promises": [{"metric": "kl", "op": "<=", "limit": 0.02}],
+            "promises": [{"metric": "kl", "op": "<=", "limit": 0.02, "relative": False}],
         },
         "lanes": [
             {"name": name, "format": form, "kinds": kinds, "kv_dtype": "auto", "refused": None}

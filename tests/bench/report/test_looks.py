@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.page.page import to_html
-from llmopt.bench.page.plot_style import COLOURS, SERIES
+from llmopt.bench.page.plot_style import (
+    ABOVE,
+    COLOURS,
+    SERIES,
+    canvas,
+    log_scale,
+    name_points,
+    title,
+)
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report import figures, joined
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
 from llmopt.bench.report.parts import named_notes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
-from ...support.browser import CHROMIUM, opened_page
 from .test_report_pages import data, passes
 
 LEAST_CONTRAST = 4.5
@@ -130,6 +136,48 @@ def test_names_that_do_not_fit_below_bars_stand_beside_them(
             assert not any(box.overlaps(other) for other in boxes[place + 1 :])
 
 
+def test_a_name_is_written_where_it_covers_nothing() -> None:
+    """Points of which some lie upon each other, a span that one name would cover, some at the edge."""
+    places = [(f"checkpoint-{n}", (n % 4 + 0.02 * n, float(n % 3))) for n in range(30)]
+    (axis,) = canvas(width=6, height=3)[1]
+    axis.plot(*zip(*(at for _, at in places), strict=True), "o")
+    span = ((2.2, 1.98), (2.9, 2.02))
+    written = name_points(axis, places, [span])
+    assert 4 <= len(written) < len(places)
+    boxes = [text.get_window_extent() for text in written.values()]
+    points = axis.transData.transform([at for _, at in places])
+    for number, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[number + 1 :])
+        assert not any(box.contains(*point) for point in points)
+        assert not box.overlaps(axis.transData.transform_bbox(Bbox(span)))
+        assert axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1)
+    assert [text.get_text() for text in axis.texts] == [places[n][0] for n in written]
+
+
+def test_names_above_the_axes_are_in_two_lines() -> None:
+    (axis,) = canvas(width=6, height=3)[1]
+    axis.plot([0, 10], [0, 1])
+    title(axis, "With room for two lines", pad=28)
+    places = [(f"commit {n} 3.1 % worse", (5 + 0.5 * n, 1.0)) for n in range(3)]
+    written = name_points(axis, places, places=ABOVE, xycoords=axis.get_xaxis_transform())
+    heights = [text.get_window_extent().y0 for text in written.values()]
+    assert [*written] == [0, 1] and axis.bbox.y1 < heights[0] < heights[1]
+
+
+def test_a_logarithmic_axis_has_plain_numbers() -> None:
+    figure, (axis,) = canvas(width=5, height=3)
+    log_scale(axis, "y")
+    axis.plot([0, 1], [0.0021, 0.03])
+    figure.draw_without_rendering()
+    assert [one.get_text() for one in axis.get_yticklabels()][1:-1] == [
+        "0.002",
+        "0.005",
+        "0.01",
+        "0.02",
+    ]
+    assert axis.get_yticklabels(minor=True) == []
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_names_of_points_close_together_are_in_a_legend(
     near: bool, drawn: list[Figure], monkeypatch: pytest.MonkeyPatch
@@ -180,39 +228,3 @@ def test_a_note_names_its_runs_and_is_said_once() -> None:
     assert any(note.startswith("two, three: 3 sequences were preempted") for note in notes)
     page = joined_page([RunData(result) for result in runs.values()])
     assert [note for note in page.warnings if "preempted" in note] == [notes[-1]]
-
-
-LOWEST_CONTRAST = """
-(() => {
-  const probe = document.createElement('canvas').getContext('2d');
-  const parts = (colour) => { probe.fillStyle = colour; probe.fillRect(0, 0, 1, 1);
-    return [...probe.getImageData(0, 0, 1, 1).data].slice(0, 3); };
-  const light = (colour) => { const [r, g, b] = parts(colour).map((v) => v / 255).map(
-    (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = light(getComputedStyle(document.body).backgroundColor);
-  return Math.min(...[...document.querySelectorAll('svg text')].map((text) => {
-    const ink = light(getComputedStyle(text).fill);
-    return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05); })); })()
-"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-def test_a_browser_shows_readable_charts_on_phones_and_desktops(tmp_path: Path) -> None:
-    base, new = data("base"), data("new")
-    path = tmp_path / "comparison.html"
-    path.write_text(to_html(comparison_page(base, new, compare(base, new))), encoding="utf-8")
-    grounds = set()
-
-    async def visit() -> None:
-        async with opened_page() as page:
-            for width in (390, 1280):
-                for scheme in ("light", "dark"):
-                    await page.open(path.as_uri(), width=width, scheme=scheme)
-                    assert await page.run("document.documentElement.scrollWidth") <= width
-                    assert await page.run(LOWEST_CONTRAST) >= LEAST_CONTRAST
-                    grounds.add(await page.run("getComputedStyle(document.body).backgroundColor"))
-                    assert not page.problems
-
-    asyncio.run(visit())
-    assert len(grounds) == 2
