@@ -24,7 +24,7 @@ from matplotlib.transforms import Bbox
 
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
 BASE, NEW = "#2563eb", "#c2570c"
-SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569")
+SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569", "#4d7c0f", "#78350f")
 GOOD, BAD, UNSURE = "#15803d", "#b91c1c", "#a16207"
 WAIT, PREFILL, DECODE = "#cbd5e1", "#f59e0b", BASE
 
@@ -46,6 +46,8 @@ COLOURS = {
     "series3": (SERIES[3], "#c084fc"),
     "series4": (SERIES[4], "#fb7185"),
     "series5": (SERIES[5], "#94a3b8"),
+    "series6": (SERIES[6], "#a3e635"),
+    "series7": (SERIES[7], "#d6a36a"),
     "notice": ("#fefce8", "#2a2410"),
     "notice-line": ("#fde68a", "#6b5a1e"),
     "shade1": ("#fef3c7", "#3d3410"),

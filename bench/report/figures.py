@@ -30,6 +30,7 @@ from ..page.plot_style import (
     WAIT,
     canvas,
     label,
+    log_scale,
     title,
     to_svg,
     whole_numbers,
@@ -232,15 +233,15 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | None) -> None:
     """The ceilings of one run over the intensities of `grid`, or those that runs have as shares."""
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(grid[0], grid[-1])
     if ceilings is None:
+        log_scale(axis, "x", "y")
+        axis.set_xlim(grid[0], grid[-1])
         axis.plot(grid, np.minimum(1.0, grid), color=INK, label="each run's own ceilings")
         axis.set_xlabel("FLOP per model byte moved / those at the ridge")
         axis.set_ylabel("FLOP/s / those of matmul")
         title(axis, "Each run under its own measured ceilings")
         return
+    axis.set(xscale="log", yscale="log", xlim=(grid[0], grid[-1]))
     for key, name, style in (
         ("near_bandwidth", "reads of the model's size", "-"),
         ("far_bandwidth", "reads from memory", "--"),

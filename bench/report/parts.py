@@ -125,15 +125,17 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def named_notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The caveats of several runs, each once, with the names of the runs that have it."""
+    """The caveats of several runs, each once: those of all, then those of some with their names."""
     holders: dict[str, list[str]] = {}
     for name, result in results.items():
         for note in warnings(result):
             holders.setdefault(note, []).append(name)
-    return [
-        f"{'Every run' if len(names) == len(results) else ', '.join(names)}: {note}"
-        for note, names in holders.items()
-    ]
+    notes = [f"Every run: {note}" for note, names in holders.items() if len(names) == len(results)]
+    of_some: dict[str, list[str]] = {}
+    for note, names in holders.items():
+        if len(names) < len(results):
+            of_some.setdefault(", ".join(names), []).append(note)
+    return notes + [f"{names}: {' '.join(said)}" for names, said in of_some.items()]
 
 
 def facts(known: Mapping[str, Any] | None) -> str:

@@ -226,5 +226,11 @@ def test_a_note_names_its_runs_and_is_said_once() -> None:
     assert len(notes) == len(set(notes)) == 3
     assert "Every run: A <note> & more." in notes
     assert any(note.startswith("two, three: 3 sequences were preempted") for note in notes)
+    runs["two"]["llmopt"]["slowdown"] = 2.0
+    (of_two,) = (note for note in named_notes(runs) if note.startswith("two: "))
+    assert "2 times as long on purpose" in of_two and "preempted" not in of_two
+    runs["three"]["llmopt"]["slowdown"] = 2.0
+    assert len(named_notes(runs)) == 3, "notes of the same runs stand together"
+    runs["two"]["llmopt"]["slowdown"] = runs["three"]["llmopt"]["slowdown"] = 1.0
     page = joined_page([RunData(result) for result in runs.values()])
     assert [note for note in page.warnings if "preempted" in note] == [notes[-1]]
