@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..page.page import (
     MISSING,
     Card,
@@ -251,8 +253,11 @@ def front_svg(decision: Decision, against: str) -> str:
     colours = dict(zip(lanes, cycle(SERIES), strict=False))
     for lane in dict.fromkeys(lane_of.values()):
         # A usual quantization is no point of a front: nothing predicted its KL.
-        of_lane = [one for one in shown if one["lane"] == lane and one["expected_kl"]]
-        mine = sorted((across(one), max(one["expected_kl"], LEAST_KL)) for one in of_lane)
+        mine = sorted(
+            (across(one) or 0.0, max(one["expected_kl"], LEAST_KL))
+            for one in shown
+            if one["lane"] == lane and one["expected_kl"]
+        )
         style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
         style |= {"markerfacecolor": "none", "alpha": 0.7}
         axis.plot([x for x, _ in mine], [y for _, y in mine], "o--", **style)
@@ -311,7 +316,7 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
     ]
     if len(pairs) < 2:
         return None
-    from scipy.stats import spearmanr
+    from scipy.stats import rankdata
 
     expected = [max(point["expected_kl"], LEAST_KL) for _, point in pairs]
     measured = [max(one["kl"]["value"], LEAST_KL) for one, _ in pairs]
@@ -334,7 +339,7 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
     name_points(axis, places, spans, color=INK)
     caption = "Bars are intervals of the measurement and bands of the prediction, equal on the dashed line."
     if len(pairs) > 2:
-        rank = float(spearmanr(expected, measured).statistic)
+        rank = float(np.corrcoef(rankdata(expected), rankdata(measured))[0, 1])
         caption += f" Rank correlation over {len(pairs)} finalists: {rank:.2f}."
     return Figure("predicted", to_svg(figure, "Predicted against measured KL"), caption, half=True)
 

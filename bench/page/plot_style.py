@@ -133,7 +133,8 @@ def name_points(
     """Write (name, point), the first ones first: where they cover no name, none of the points and nothing of
     `spans` (from one corner to the other), on the axes or, by `places`, above them. Names without such a
     place are not written; returned are the others, by number."""
-    figure = axis.figure
+    figure = axis.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()
     frame = figure.bbox if places is ABOVE else axis.get_window_extent()
     half = MARKER_POINTS * figure.dpi / 72
@@ -144,8 +145,8 @@ def name_points(
     written = {}
     for number, (name, at) in enumerate(points):
         for offset, alignment in places:
-            given = {"fontsize": 8.5, "textcoords": "offset points"} | alignment | style
-            text = axis.annotate(name, at, offset, **given)
+            given: dict[str, Any] = {"fontsize": 8.5, **alignment, **style}
+            text = axis.annotate(name, at, offset, textcoords="offset points", **given)
             text.set_in_layout(False)
             box = text.get_window_extent()
             inside = Bbox.intersection(box, frame)

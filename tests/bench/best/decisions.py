@@ -138,9 +138,9 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
         "usual": [
             {
                 "name": "awq int4",
-                "id": "int-4.00",
-                "breaks": [],
-                "why": "It is 7 % larger at half the KL.",
+                "id": "awq-int4",
+                "breaks": usual["breaks"],
+                "why": "; ".join(usual["breaks"]),
             },
             {
                 "name": "fp8",
