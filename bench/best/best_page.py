@@ -99,7 +99,7 @@ def promise_words(promise: Mapping[str, Any]) -> str:
 
 
 def best_verdict(decision: Decision, points: Mapping[str, Any]) -> ReportVerdict:
-    """What is recommended, or that nothing is."""
+    """The recommended checkpoint, or that there is none."""
     tone = TONES[decision["exit_code"]]
     name = decision["recommended"]
     if name is None:
@@ -204,7 +204,7 @@ def neighbours_table(
 
 
 def finalists_table(decision: Decision) -> ReportTable:
-    """What was measured of each finalist, and whether it keeps the promises."""
+    """The measurements of each finalist, and whether it keeps the promises."""
     rows, tones = [], {}
     for place, one in enumerate(decision["finalists"]):
         kept = {True: "yes", False: "; ".join(one["breaks"]) or "no", None: "unsure"}[one["keeps"]]
