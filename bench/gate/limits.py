@@ -84,6 +84,11 @@ class TaskScored:
     def label(self) -> str:
         return self.key.removeprefix(PREFIX)
 
+    @property
+    def is_flips(self) -> bool:
+        """Whether it is no score, but the share of multiple-choice answers that differ from the base's."""
+        return self.key.endswith(".flips")
+
     @classmethod
     def named(cls, name: str) -> TaskScored:
         """The quantity of a gate key.
@@ -341,15 +346,11 @@ def _limit(
         raise BadInput(f"gate: {value!r} in the limit of {name} is no number") from error
     if not math.isfinite(bound):
         raise BadInput(f"gate: {value!r} in the limit of {name} is no finite number")
-    is_flips = isinstance(what, Scored) and what.key == "flips"
-    if (
-        percent
-        and value[0] not in "+-"
-        and what.unit == "share"
-        and (shares_in_percent or is_flips)
-    ):
+    is_flips = what.is_flips if isinstance(what, TaskScored) else what.key == "flips"
+    is_share = is_flips or (shares_in_percent and what.unit == "share")
+    if percent and value[0] not in "+-" and is_share:
         bound, percent = bound / 100, False
-    if isinstance(what, Scored) and what.column is None and percent:
+    if percent and (is_flips or (isinstance(what, Scored) and what.is_felt)):
         raise BadInput(
             f"gate: {name}{sign}{value}%: {name} is a distance from the reference: limit its value, such as "
             f"{name}{sign}{'2%' if is_flips else '0.02'}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..quality.domains import exact_interval, items_for_limit
 from ..quality.task_items import (
     Aggregation,
     Interval,
@@ -38,6 +39,7 @@ class TaskChange:
         change: relative, as in a gate; `interval` bounds it.
         lost, gained: items that only one run has right; None where scores are not 0 or 1.
         p_value: of McNemar's exact test.
+        flipped: items whose answer changed; None where items are not multiple-choice.
     """
 
     key: str
@@ -49,15 +51,17 @@ class TaskChange:
     lost: int | None = None
     gained: int | None = None
     p_value: float | None = None
+    flipped: int | None = None
 
     @property
     def words(self) -> str:
         """The items behind the change."""
         if self.lost is None or self.p_value is None:
             return f"{self.num_items:,} items, paired bootstrap"
+        flips = "" if self.flipped is None else f", {self.flipped} answers changed"
         return (
             f"{self.num_items:,} items, {self.lost} lost and {self.gained} gained, McNemar p = "
-            f"{self.p_value:.3g}"
+            f"{self.p_value:.3g}{flips}"
         )
 
 
@@ -65,6 +69,8 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     """Check a limit on a task score."""
     scored = limit.quantity
     assert isinstance(scored, TaskScored)
+    if scored.is_flips:
+        return _check_flips(limit, scored, base, new)
     rows = _row(scored, base), _row(scored, new)
     before, after = (None if isinstance(row, str) else row["value"] for row in rows)
 
@@ -96,6 +102,35 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     evidence = Excess.of(limit, interval)
     sides = {"base": before, "new": after, "interval": interval, "change": moved}
     return LimitVerdict.of(limit, said, evidence, undecided, **sides)
+
+
+def _check_flips(limit: Limit, scored: TaskScored, base: RunData, new: RunData) -> LimitVerdict:
+    """Check a limit on the answers of a multiple-choice task that differ between the runs."""
+    task = scored.label.removesuffix(".flips")
+    record = new.result["llmopt"].get("tasks") or {"metrics": []}
+    rows = [row for row in record["metrics"] if row["task"] == task]
+    keys = (f"{PREFIX}{task}.{row['metric']}.{row['filter']}" for row in rows)
+    changes = [change_of(TaskScored(key), base, new) for key in keys]
+    found = next(
+        (one for one in changes if isinstance(one, TaskChange) and one.flipped is not None), None
+    )
+    if found is None or found.flipped is None:
+        why = [one for one in changes if isinstance(one, str)] or [
+            "it has no multiple-choice items"
+        ]
+        said = f"{scored.key} has a limit but no value: {why[0] if rows else 'it was not scored'}"
+        return LimitVerdict.of(limit, said, base=None, new=None)
+    alike = found.interval == (0.0, 0.0) and not found.flipped
+    interval = (0.0, 0.0) if alike else exact_interval(found.flipped, found.num_items)
+    share = found.flipped / found.num_items
+    low, high = (f"{side:.2%}" for side in interval)
+    said = f"{found.flipped} of {found.num_items:,} answers of {task} changed: {share:.2%} ({low} to {high})"
+    undecided = f": the limit {limit.text} is within the interval: about "
+    undecided += f"{items_for_limit(share, limit.bound):,} items would tell"
+    evidence = Excess.of(limit, interval)
+    return LimitVerdict.of(
+        limit, said, evidence, undecided, base=None, new=share, interval=interval
+    )
 
 
 def task_changes(base: RunData, new: RunData) -> tuple[TaskChange, ...]:
@@ -150,7 +185,11 @@ def _change(
         # A limit is a share of the base's score, which is taken as it is.
         interval = (low / old, high / old) if old else (-float("inf"), float("inf"))
     p_value = mcnemar_exact(lost, gained)
-    return TaskChange(scored.key, old, new, change, interval, count, lost, gained, p_value)
+    answers = before.answers, after.answers
+    flipped = (
+        None if answers[0] is None or answers[1] is None else int((answers[0] != answers[1]).sum())
+    )
+    return TaskChange(scored.key, old, new, change, interval, count, lost, gained, p_value, flipped)
 
 
 def value_interval(aggregation: Aggregation, items: ItemScores) -> Interval:

@@ -40,6 +40,10 @@ FORMULAS = {
     "top-1 agreement": "share of the scored positions at which both models' likeliest token is the same",
     "KL where the reference is sure": "mean of the KL over the scored positions at which the reference "
     "gives its likeliest token a probability of 0.9 or more",
+    "KL by domain": "mean of the KL over the bundled texts of a domain, at most 4,000 tokens, which no "
+    "calibration saw",
+    "flips": "share of the bundled multiple-choice items whose answer, the option of the highest "
+    "log-likelihood behind the context, differs from the reference's; interval: Clopper and Pearson, 95 %",
     "rank moved": "share of the scored positions at which the actual token has another rank in this model's "
     "distribution than in the reference's",
     "quality interval": "95 %: block bootstrap over documents, or the windows of a joined text (segments of "

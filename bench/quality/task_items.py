@@ -3,6 +3,7 @@ task scores."""
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,18 @@ class ItemScores:
     def is_binary(self) -> bool:
         """Whether every item is right or wrong."""
         return bool(np.isin(self.values, (0.0, 1.0)).all() and (self.weights == 1).all())
+
+    @property
+    def answers(self) -> np.ndarray | None:
+        """The option of the highest log-likelihood of each item, int64 [items]; None where items have no
+        options."""
+        try:
+            said = [
+                [float(score) for score, _ in ast.literal_eval(text)] for text in self.responses
+            ]
+        except (ValueError, TypeError, SyntaxError):
+            return None
+        return np.array([int(np.argmax(scores)) for scores in said]) if all(said) and said else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,3 +173,30 @@ def test_the_aggregation_is_the_one_that_reproduces_the_value() -> None:
         assert wanted["aggregation"] == name
     odd = row(0.3)
     assert len(items_of({"t": [sample("text")]}, [odd])) == 0 and odd["aggregation"] is None
+
+
+def test_answers_that_change_are_limited_whatever_the_accuracy() -> None:
+    """30 of 400 answers change, none from right to wrong on balance."""
+
+    def chosen(flipped: int, scores: np.ndarray) -> RunData:
+        data = run(scores, metric="acc", responses=f"c{flipped}")
+        assert data.items is not None
+        said = [
+            str([(-1.0, True), (-2.0 if number >= flipped else -0.5, False)])
+            for number in range(len(scores))
+        ]
+        columns = {**data.items.columns, "response": said}
+        return RunData(data.result, data.requests, items=TaskItems(columns))
+
+    base, new = chosen(0, binary(300)), chosen(30, binary(300))
+    found, said = outcome("task.sums.flips<=2%", base, new)
+    assert found is GateOutcome.REGRESSION and "30 of 400 answers" in said and "7.50%" in said
+    assert outcome("task.sums.flips<=15%", base, new)[0] is GateOutcome.PASS
+    found, said = outcome("task.sums.flips<=0.08", base, new)
+    assert found is GateOutcome.NO_VERDICT and "items would tell" in said
+    assert outcome("task.sums.flips<=0%", base, base)[0] is GateOutcome.PASS
+    assert "30 answers changed" in task_changes(base, new)[0].words
+    other = run(binary(300), responses="b")
+    assert "no multiple-choice items" in outcome("task.sums.flips<=2%", other, other)[1]
+    with pytest.raises(BadInput, match="limit its value"):
+        parse_gate("task.sums.flips<=+2%")
