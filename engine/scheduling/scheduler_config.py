@@ -139,8 +139,8 @@ TOKENS_PER_PLACE = 16
 
 
 def first_come(request: Request) -> Rank:
-    """In the order of arrival, without starvation."""
-    return (0, request.order)
+    """In the order of arrival, without starvation; between the clients of a server in turns."""
+    return (request.turn.start, request.order)
 
 
 def by_priority(request: Request) -> Rank:

@@ -1,4 +1,5 @@
-"""Limits of a key: token buckets of requests and tokens per minute, and concurrent requests with a queue."""
+"""Limits of a key: token buckets of requests and tokens per minute, concurrent requests with a queue, and
+turns between keys."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from starlette.types import Receive
 
+from ...base.sampling_params import SamplingParams
+from ...scheduling.request import Turn
 from ..protocol.errors import RetryAfter, TooMany
 
 SECONDS = 60.0
@@ -147,6 +150,41 @@ class RateLimits:
             f"{what} of {bucket.capacity} {name} per minute: try again in {seconds} s",
             {"Retry-After": str(seconds)},
         )
+
+
+UNKNOWN_TOKENS = 256
+"""Tokens that a completion is taken to have where the request bounds none."""
+
+
+class FairTurns:
+    """Turns between keys by start-time fair queueing (Goyal, Vin and Cheng, 1996), in tokens.
+
+    A key's next request begins where its last one ended, or now, if that is later: one that has asked for
+    little is never behind the thousands that another has waiting. Now is the turn that is served.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._ends: dict[int, int] = {}
+
+    def take(
+        self, key: int, jobs: Iterable[tuple[int, SamplingParams]], first_waiting: int | None
+    ) -> list[Turn]:
+        """Turns of prompts of a key, each with its tokens and parameters.
+
+        Args:
+            first_waiting: the least turn of those that wait; None: nobody does.
+        """
+        end = self._ends.get(key, 0)
+        self._now = max(self._now, end if first_waiting is None else first_waiting)
+        end = max(self._now, end)
+        turns = []
+        for num_prompt_tokens, params in jobs:
+            step = params.max_tokens or UNKNOWN_TOKENS
+            turns.append(Turn(end, step))
+            end += num_prompt_tokens + params.num_sequences * step
+        self._ends[key] = end
+        return turns
 
 
 def duration(seconds: float) -> str:

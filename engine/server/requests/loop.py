@@ -23,8 +23,10 @@ from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
+from ...scheduling.request import RequestStatus
 from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
+from .limits import FairTurns
 from .metrics import ServerMetrics
 from .request_record import Job, OutputStream
 
@@ -123,6 +125,7 @@ class EngineLoop:
         self.metrics = ServerMetrics()
         self._options = options
         self._retry_after = RetryAfter()
+        self._turns = FairTurns()
         self._warm = asyncio.Event()
         self._ended = asyncio.Event()
         self._step_began: float | None = None
@@ -319,7 +322,12 @@ class EngineLoop:
                 f"{num_waiting} sequences would wait, at most {max_waiting} may: try again later",
                 self._retry_after.retry_after(num_waiting - max_waiting),
             )
-        for index, job in enumerate(jobs):
+        if not engine.has_unfinished():
+            self._turns = FairTurns()
+        waiting = (r.turn.start for r in scheduler.requests() if r.status is RequestStatus.WAITING)
+        asked = [(len(job.token_ids), job.params) for job in jobs]
+        turns = self._turns.take(jobs[0].key, asked, min(waiting, default=None))
+        for index, (job, turn) in enumerate(zip(jobs, turns, strict=True)):
             try:
                 engine.add_request(
                     job.request_id,
@@ -331,6 +339,7 @@ class EngineLoop:
                     cache_salt=job.cache_salt,
                     pooling=job.pooling,
                     images=job.images,
+                    turn=turn,
                 )
             except Exception:
                 for added in jobs[:index]:
