@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -186,21 +188,25 @@ def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
 COMPILE_SECONDS = 10.0
 
 
-NUM_COMPILERS = 2
+NUM_COMPILERS, COMPILERS_PER_KEY = 4, 2
 
 
 class Constrainer:
     """Compiles grammar token masks on worker threads, because large schemas take long; llguidance compiles
-    without Python's lock. A compilation that has not begun is dropped with its client."""
+    without Python's lock. A compilation that has not begun is dropped with its client, and a key has a part
+    of the threads alone, so that its large schemas do not hold the small ones of others."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
         self._parts = tokenizer, vocab_size, end_token_ids
         self._worker = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="llmopt-grammar")
+        self._places = defaultdict[int, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(COMPILERS_PER_KEY)
+        )
         self._lock = Lock()
         self._compiler: GrammarCompiler | None = None
 
-    async def mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
-        """Compile the token mask of one request.
+    async def mask(self, constraint: Constraint, num_sequences: int, key: int = 0) -> TokenMask:
+        """Compile the token mask of one request, which came with the API key of that index.
 
         Raises:
             ApiError: 400, with the request field and the invalid place in it, or because it is too large or
@@ -209,11 +215,19 @@ class Constrainer:
         loop = asyncio.get_running_loop()
         if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
             raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
+        places = self._places[key]
+        await places.acquire()
+        compiling = self._worker.submit(self._mask, constraint, num_sequences)
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop
+                loop.call_soon_threadsafe(places.release)
+
+        # Not when the wait ends: a thread that has begun goes on all the same.
+        compiling.add_done_callback(leave)
         try:
             async with asyncio.timeout(COMPILE_SECONDS):
-                return await loop.run_in_executor(
-                    self._worker, self._mask, constraint, num_sequences
-                )
+                return await asyncio.wrap_future(compiling)
         except TimeoutError:
             problem = f"not compiled after {COMPILE_SECONDS:g} s: simplify it"
             raise bad_field(constraint.field, problem) from None

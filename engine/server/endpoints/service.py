@@ -167,7 +167,8 @@ class Service:
         params, constraint = body.sampling_params(), body.constraint()
         if constraint is None:
             return params
-        compiling = self.constrainer.mask(constraint, params.num_sequences)
+        tenant = record_of(request).tenant
+        compiling = self.constrainer.mask(constraint, params.num_sequences, tenant)
         mask = await unless_disconnected(request, compiling)
         if mask is None:
             raise ApiError(CLIENT_GONE, "the client has left")
