@@ -214,14 +214,14 @@ def test_a_schema_is_not_compiled_for_a_client_that_left(
 
     monkeypatch.setattr(capabilities.Constrainer, "_mask", slow)
     clients = []
-    for number in range(capabilities.NUM_COMPILERS + 1):
+    for number in range(capabilities.COMPILERS_PER_KEY + 1):
         body = json.dumps({"prompt": "hi", "guided_regex": f"a{number}"}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
         )
         clients.append(connect(server))
         clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        while len(compiled) < min(number + 1, capabilities.NUM_COMPILERS):
+        while len(compiled) < min(number + 1, capabilities.COMPILERS_PER_KEY):
             time.sleep(0.01)
     with server.http() as http:
         http.get("/health")  # the last request has been read by now
