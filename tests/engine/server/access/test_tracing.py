@@ -87,6 +87,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any], l
         requests = [ExportTraceServiceRequest.FromString(sent) for _, sent in received]
     groups = [group for request in requests for group in request.resource_spans]
     made = [span for group in groups for scope in group.scope_spans for span in scope.spans]
+    made.sort(key=lambda span: span.start_time_unix_nano)
     resource = fields(groups[0].resource.attributes)
     return made, resource, [path for path, _ in received]
 
