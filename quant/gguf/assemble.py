@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ def assemble(
     output: Path,
     schemes: Mapping[str, Scheme],
     type_name: str,
+    tables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Write a whole model as one GGUF file, one tensor in memory at a time.
 
@@ -70,6 +72,8 @@ def assemble(
         output: the file to write, atomically.
         schemes: of every module with blocks: a `GgufScheme`, or an integer one that converts exactly.
         type_name: one of `mix.GGUF_TYPES`.
+        tables: block types of embedding and output head, by module, where the mix does not decide them; an
+            empty one leaves the table as it is.
 
     Returns:
         Notes for the user, one line each.
@@ -85,7 +89,7 @@ def assemble(
             layout |= {n: (one.get_dtype(), tuple(one.get_shape())) for n, one in slices.items()}
         readers |= dict.fromkeys(slices, partial(mapped.tensor, path))
     metadata = _metadata(source, output.stem, type_name)
-    tensors = _contents(source.config, layout, readers, schemes, type_name)
+    tensors = _contents(source.config, layout, readers, schemes, type_name, tables)
     write_gguf(output, metadata, tensors)
     used = sorted({tensor.type for tensor in tensors})
     return [f"note: {output.name} holds {', '.join(used)} tensors"]
@@ -112,7 +116,11 @@ class PlannedFile(NamedTuple):
 
 
 def planned_file(
-    source: Checkpoint, schemes: Mapping[str, Scheme], type_name: str, stem: str
+    source: Checkpoint,
+    schemes: Mapping[str, Scheme],
+    type_name: str,
+    stem: str,
+    tables: Mapping[str, str] = MappingProxyType({}),
 ) -> PlannedFile:
     """The bytes of the file that `assemble` writes under the name `stem`, by headers alone."""
     layout = _layout(source)
@@ -120,7 +128,7 @@ def planned_file(
         _, (rows, columns) = layout[f"{module}.weight"]
         width, block_bytes = GGUF_BLOCKS[str(scheme.ggml_type)]
         layout[module + BLOCKS_SUFFIX] = "U8", (rows, columns // width * block_bytes)
-    tensors = _contents(source.config, layout, {}, schemes, type_name)
+    tensors = _contents(source.config, layout, {}, schemes, type_name, tables)
     return PlannedFile(
         sum(data_bytes(tensor.type, tensor.shape) for tensor in tensors),
         gguf_bytes(_metadata(source, stem, type_name), tensors),
@@ -148,6 +156,7 @@ def _contents(
     readers: Mapping[str, Callable[[str], torch.Tensor]],
     schemes: Mapping[str, Scheme],
     type_name: str,
+    tables: Mapping[str, str],
 ) -> list[TensorToWrite]:
     """The tensors of the file, in its order; `readers` are called when they are written."""
     packed = {n.removesuffix(BLOCKS_SUFFIX) for n in layout if n.endswith(BLOCKS_SUFFIX)}
@@ -157,7 +166,10 @@ def _contents(
         if not name.endswith(".weight") or name.removesuffix(".weight") not in packed
     ]
     entries = {name: layout[name] for name in sorted(names, key=_file_order)}
-    writer = _Writer(config, readers, schemes, _head_types(config, entries, type_name))
+    types = _head_types(config, entries, type_name)
+    types |= {f"{module}.weight": block for module, block in tables.items()}
+    types = {name: block for name, block in types.items() if block and name in entries}
+    writer = _Writer(config, readers, schemes, types)
     tensors = writer.tensors(entries)
     factors = rope_factors(config)
     if factors is not None:
@@ -263,6 +275,12 @@ def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
         for name in names
         if not name.endswith("rotary_emb.inv_freq") and not (tied and name.startswith(f"{_HEAD}."))
     ]
+
+
+def table_names(source: Checkpoint) -> list[str]:
+    """The modules whose tables have a block type of their own: embedding, and a head that is not tied."""
+    held = _held(source.names, source.config)
+    return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in held]
 
 
 def _head_types(

@@ -22,6 +22,8 @@ from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Scheme
 from ..families.layer_map import LayerMap
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.architecture import to_gguf
+from ..gguf.assemble import table_names
+from ..gguf.container import data_bytes
 from ..gguf.mix import fitting
 from ..kinds.base.kind import EXPERTS, kind_of
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
@@ -30,9 +32,9 @@ from ..kinds.registry import scheme_record
 from ..methods.options import SchemeOptions
 from ..methods.registry import METHODS
 from ..plan.plan import QuantizePlan
-from ..plan.selection import HEAD
+from ..plan.selection import HEAD, Shapes
 from .cached_calibration import StatisticsFolder, StoredNumbers
-from .divergence import Solved, round_layer, solve_layer, solver_facts
+from .divergence import Solved, round_layer, rounded_table, solve_layer, solver_facts
 from .preflight import module_sizes, unquantized_bytes
 from .quantized_layer import HEAD_FAMILY, LayerStatistics
 from .sensitivity import LayerSensitivity, Sensitivities
@@ -95,19 +97,19 @@ class Search:
     @property
     def num_weights(self) -> int:
         """Weights of all linears."""
-        return sum(rows * columns for rows, columns in self.plan.modules.values())
+        return _num_weights(self.plan)
 
     @property
     def rest_bytes(self) -> int:
         """Bytes of all other tensors of the checkpoint."""
-        return unquantized_bytes(self.plan, self.plan.format) + self.plan.kv_scale_bytes
+        return _rest_bytes(self.plan)
 
     def bytes_of(self, schemes: Mapping[str, Scheme]) -> int:
         """Bytes of the linears with a choice of schemes, where each is one of the candidates'."""
         kinds = list(zip(self.schemes, self.sizes, strict=True))
         return sum(
             next(sizes[module] for kind, sizes in kinds if kind.get(module) == schemes.get(module))
-            for module in self.plan.modules
+            for module in self.sizes[0]
         )
 
     def label(self, number: int) -> str:
@@ -130,13 +132,15 @@ def search_of(
     Raises:
         BadInput: the target is too small for every one, or the formats do not hold a kind.
     """
-    plain = {module: _plain_bytes(plan, module) for module in plan.modules}
-    weights = sum(rows * columns for rows, columns in plan.modules.values())
-    budget = sum(plain.values())
+    if is_gguf(plan) and target_bpw is None:  # bits per weight are those of the linears
+        names_left = [name for name in table_names(plan.checkpoint) if name not in plan.modules]
+        plan = replace(plan, gguf_tables=dict.fromkeys(names_left, ""))
+    plain = {module: _plain_bytes(plan, module) for module in _shapes(plan)}
+    weights, budget = _num_weights(plan), sum(plain.values())
     if target_bpw is not None:
         budget = int(target_bpw * weights / 8)
     elif target_bytes is not None:
-        budget = target_bytes - unquantized_bytes(plan, plan.format) - plan.kv_scale_bytes
+        budget = target_bytes - _rest_bytes(plan)
     kinds = _candidates(plan, budget, names)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:
@@ -150,8 +154,24 @@ def search_of(
     if open_ended or sum(plain.values()) > budget:  # else nothing would be quantized
         kinds.append(({}, plain))
     schemes, sizes = zip(*kinds, strict=True)
-    whole = [number for number in fitting if len(schemes[number]) == len(plan.modules)]
+    whole = [number for number in fitting if len(schemes[number]) == len(plain)]
     return Search(plan, budget, schemes, sizes, (whole or fitting)[-1])
+
+
+def _shapes(plan: QuantizePlan) -> Shapes:
+    """Shapes of the linears, and of the embedding and the output head where they have a choice."""
+    tables = ((name, plan.checkpoint.shape(f"{name}.weight")) for name in plan.gguf_tables)
+    return plan.modules | {name: (shape[0], shape[1]) for name, shape in tables}
+
+
+def _num_weights(plan: QuantizePlan) -> int:
+    return sum(rows * columns for rows, columns in _shapes(plan).values())
+
+
+def _rest_bytes(plan: QuantizePlan) -> int:
+    """Bytes of all tensors without a choice, and of the KV cache's scales."""
+    tables = sum(_plain_bytes(plan, name) for name in plan.gguf_tables)
+    return unquantized_bytes(plan, plan.format) - tables + plan.kv_scale_bytes
 
 
 def too_small(budget: int, least: int) -> BadInput:
@@ -197,7 +217,13 @@ def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
     """Bytes of all modules; of those that a kind does not fit, in 16 bits."""
     modules = {name: shape for name, shape in plan.modules.items() if name in kind}
     sizes = module_sizes(replace(plan, modules=modules, schemes=kind), plan.format)
-    return {name: sizes.get(name) or _plain_bytes(plan, name) for name in plan.modules}
+    shapes = _shapes(plan)
+    sizes |= {
+        name: data_bytes(str(kind[name].ggml_type), shapes[name])
+        for name in plan.gguf_tables
+        if name in kind
+    }
+    return {name: sizes.get(name) or _plain_bytes(plan, name) for name in shapes}
 
 
 def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
@@ -212,7 +238,7 @@ def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
             for weight_format in plan.formats:
                 for name, scheme in kind.items():
                     weight_format.check_scheme(scheme)
-                    weight_format.check(name, *plan.modules[name], scheme)
+                    weight_format.check(name, *_shapes(plan)[name], scheme)
         except BadInput as error:
             refusal = error
             continue
@@ -282,7 +308,7 @@ def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[Schemes]
     """The schemes of all modules with each of these types, or its fallback for their width."""
     last: list[dict[str, GgufScheme]] = []
     for block in blocks:
-        types = {name: fitting(block, shape[1]) for name, shape in plan.modules.items()}
+        types = {name: fitting(block, shape[1]) for name, shape in _shapes(plan).items()}
         kind = {name: GgufScheme(found) for name, found in types.items() if found is not None}
         if len(kind) == len(types) and kind not in last:
             last.append(kind)
@@ -344,8 +370,33 @@ def measure_choices(
         progress.advance()
     if plan.lm_head:
         choices += _Layer(search, None, "", HEAD_FAMILY).choices(sensitivities, folder)
+    choices += [_table_choice(search, name, sensitivities, folder) for name in plan.gguf_tables]
     progress.finish()
     return choices
+
+
+def _table_choice(
+    search: Search, name: str, sensitivities: Sensitivities, folder: StatisticsFolder
+) -> Choice:
+    """Bytes and cost of each type for the embedding or the output head, which are rounded to nearest."""
+    checkpoint = search.plan.checkpoint
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    use = {"embedding": name != HEAD, "head": name == HEAD or tied}
+    store = StoredNumbers(folder.folder / f"costs-{name}.json", use)
+    types = {str(kind[name].ggml_type) for kind in search.schemes if name in kind}
+    if missing := sorted(each for each in types if each not in store):
+        sensitivity = sensitivities.read_tables()
+        rows = sensitivity.felt(**use)
+        table = checkpoint.tensor(f"{name}.weight")[rows].float()
+        for each in missing:
+            delta = table - rounded_table(table, each)
+            store[each] = sensitivity.expected(rows, delta, **use)
+        store.write()
+    return Choice(
+        (name,),
+        tuple(sizes[name] for sizes in search.sizes),
+        tuple(store[str(kind[name].ggml_type)] if name in kind else 0.0 for kind in search.schemes),
+    )
 
 
 @dataclass(frozen=True, slots=True)

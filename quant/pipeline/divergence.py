@@ -18,6 +18,7 @@ from ..base.progress import Progress
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
+from ..kinds.ggml.blocks import dequantize_blocks, quantize_blocks
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.journal import sha256_of
@@ -59,6 +60,14 @@ def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tenso
         weights={HEAD: weight},
     )
     return round_weight(problem, HEAD, weight).dequantize()
+
+
+def rounded_table(table: torch.Tensor, block: str) -> torch.Tensor:
+    """An embedding or output head in its dtype, after rounding to a block type as the file has it."""
+    parts = [
+        dequantize_blocks(quantize_blocks(rows, block), block) for rows in table.split(_HEAD_ROWS)
+    ]
+    return torch.cat([part.to(table.dtype) for part in parts])
 
 
 def round_layer(
@@ -129,7 +138,12 @@ def divergences(
     progress.start("checking by KL", stream.num_layers, "layers")
     stream.prepare(token_ids, images)
     plain = stream.embed(token_ids, images)
-    states = [stream.embed(token_ids, images) for _ in candidates]
+    tables = [_tables(plan, schemes) for schemes in candidates]
+    states = []
+    for each in tables:
+        stream.read_instead(each)
+        states.append(stream.embed(token_ids, images))
+    stream.read_instead({})
     for index in range(stream.num_layers):
         family, prefix, tensors = stream.family(index), stream.prefix(index), stream.tensors(index)
         stream.load(index, tensors)
@@ -153,12 +167,26 @@ def divergences(
     progress.finish()
     weight, bias = stream.head()
     measured = folder and folder.read("head", HEAD_FAMILY, stream.device) if plan.lm_head else None
-    pairs = ((HEAD, schemes[HEAD]) for schemes in candidates if HEAD in schemes)
+    pairs = ((HEAD, schemes[HEAD]) for schemes in candidates if plan.lm_head and HEAD in schemes)
     tensors = {f"{HEAD}.weight": weight}
     solved = dict(solve_layer(plan, HEAD_FAMILY, "", tensors, pairs, measured))
     heads = [weight]
-    heads += [solved[HEAD, schemes[HEAD]] if HEAD in schemes else weight for schemes in candidates]
+    for schemes, each in zip(candidates, tables, strict=True):
+        stream.read_instead(each)
+        own = solved.get((HEAD, schemes[HEAD])) if HEAD in schemes else None
+        heads.append(stream.head()[0] if own is None else own)
+    stream.read_instead({})
     return _mean_divergences(stream, [plain, *states], heads, bias)
+
+
+def _tables(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> dict[str, torch.Tensor]:
+    """The rounded embedding and output head of a GGUF file, by the names of their tensors."""
+    return {
+        name: rounded_table(plan.checkpoint.tensor(name), str(schemes[module].ggml_type))
+        for module in plan.gguf_tables
+        for name in (f"{module}.weight",)
+        if module in schemes
+    }
 
 
 def _pairs(candidates: Sequence[Mapping[str, Scheme]], prefix: str) -> Iterator[Solved]:

@@ -42,7 +42,7 @@ _POINTS = 16  # of the front
 def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizePlan:
     """The plan with a scheme for each linear that has one; the others stay as they are."""
     modules = {module: shape for module, shape in plan.modules.items() if module in schemes}
-    counts = Counter({scheme.ggml_type: 0 for scheme in schemes.values()})
+    counts = Counter({schemes[module].ggml_type: 0 for module in modules})
     for module, (rows, columns) in modules.items():
         counts[schemes[module].ggml_type] += rows * columns
     block = counts.most_common(1)[0][0] if counts else None
@@ -53,6 +53,10 @@ def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizeP
         ignored=(*plan.ignored, *(name for name in plan.modules if name not in modules)),
         unquantized=unquantized_modules(plan.checkpoint, modules, plan.parameters),
         gguf_type=mix_of(block) if is_gguf(plan) and block else plan.gguf_type,
+        gguf_tables={
+            module: str(schemes[module].ggml_type) if module in schemes else ""
+            for module in plan.gguf_tables
+        },
     )
 
 
@@ -151,7 +155,7 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
     schemes = mixed if is_mixed else uniform
     sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in pair]
     counts = Counter(scheme.label for scheme in schemes.values())
-    counts["16 bits"] = len(plan.modules) - len(schemes)
+    counts["16 bits"] = len(search.sizes[0]) - len(schemes)
     shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()) if count)
     label = search.label(search.uniform)
     notes = (

@@ -195,7 +195,8 @@ def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
             data_bytes(str(plan.schemes[module].ggml_type), shape)
             for module, shape in plan.modules.items()
         )
-        return planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, "").tensors - blocks
+        planned = planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, "", plan.gguf_tables)
+        return planned.tensors - blocks
     return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
 
 
@@ -218,7 +219,9 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
     if weight_format.name == "gguf":
         name = gguf_name(request.model_name or request.model.resolve().name, plan.gguf_type)
         stem = name.removesuffix(GGUF_SUFFIX)
-        return planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, stem).whole
+        return planned_file(
+            plan.checkpoint, plan.schemes, plan.gguf_type, stem, plan.gguf_tables
+        ).whole
     tensors = {
         module + suffix: entry
         for module, entries in packed.items()

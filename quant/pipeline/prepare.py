@@ -86,6 +86,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "stored_statistics": begun.statistics is not None,
         "formats": [weight_format.name for weight_format in plan.formats],
         "gguf_type": plan.gguf_type,
+        "gguf_tables": dict(plan.gguf_tables),
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "imatrix": sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None,
         "rotations": list(plan.rotations),

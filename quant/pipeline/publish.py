@@ -67,6 +67,7 @@ def _write_format(journal: Journal, session: Session, number: int) -> None:
             folder / gguf_name(name, plan.gguf_type),
             plan.schemes,
             plan.gguf_type,
+            plan.gguf_tables,
         )
     else:
         _write_index(folder, plan, shards)

@@ -37,7 +37,9 @@ from .divergence import LOGITS, plain_logits, scaled_logits
 from .quantized_layer import HEAD_FAMILY
 
 _TOKENS = 8192
-_ENTERING, _HEAD = "entering", "sensitivity-head"
+_ROWS = 4096  # of an embedding or output head by which the errors of all are told
+_ENTERING, _HEAD, _EMBEDDING = "entering", "sensitivity-head", "sensitivity-embedding"
+_TABLE = "model.embed_tokens"
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -69,6 +71,46 @@ class LayerSensitivity:
             known = [weights.mean() for weights in self.outputs.values()]
             weights = torch.stack(known).mean().to(errors) if known else torch.ones(()).to(errors)
         return 0.5 * float((errors * weights).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TableSensitivity:
+    """Weights of errors in the rows of an embedding, where tokens are looked up, and of an output projection.
+
+    Attributes:
+        tokens: share of a row in what is felt, float32 `[vocabulary]`; None: it is not known.
+        channels: mean square of the gradient of each channel of the embedding, float32 `[hidden]`.
+        outputs, inputs: of the projection, as in `LayerSensitivity`.
+    """
+
+    tokens: torch.Tensor | None
+    channels: torch.Tensor | None
+    outputs: torch.Tensor
+    inputs: torch.Tensor
+
+    def felt(self, *, embedding: bool, head: bool) -> torch.Tensor:
+        """The rows of a table that are felt most, by which its errors are told."""
+        weights = torch.zeros_like(self.outputs)
+        if embedding and self.tokens is not None:
+            weights += self.tokens / self.tokens.sum()
+        if head:
+            weights += self.outputs / self.outputs.sum()
+        return weights.topk(min(_ROWS, len(weights))).indices
+
+    def expected(
+        self, rows: torch.Tensor, delta: torch.Tensor, *, embedding: bool, head: bool
+    ) -> float:
+        """Expected KL divergence in nats a token of a change `[rows, hidden]` of some rows; the others change
+        alike."""
+        cost = 0.0
+        if embedding and self.tokens is not None and self.channels is not None:
+            weights = self.tokens[rows] / self.tokens[rows].sum()
+            cost += 0.5 * float(weights @ (delta.square() @ self.channels))
+        if head:
+            errors = quadratic_form(delta, self.inputs)
+            weights = self.outputs[rows].to(errors)
+            cost += 0.5 * float(weights @ errors * self.outputs.sum() / weights.sum())
+        return cost
 
 
 class Sensitivities:
@@ -103,6 +145,8 @@ class Sensitivities:
             stream.load(index, stream.tensors(index))
             backward.through(index, States.restored(_ENTERING, samples, load_file(path)))
             self._write(f"sensitivity-{index:05d}", backward.stored(stream.family(index)))
+            if not index:
+                self._write(_EMBEDDING, backward.stored_embedding(load_file(path)))
             path.unlink()
             _leave(stream, index, progress)
         progress.finish()
@@ -124,6 +168,16 @@ class Sensitivities:
                 if f"inputs.{group[0]}" in tensors
                 for linear in group
             },
+        )
+
+    def read_tables(self) -> TableSensitivity:
+        """The sensitivity of the embedding and of the output projection."""
+        embedding, head = (load_file(self._path(name)) for name in (_EMBEDDING, _HEAD))
+        return TableSensitivity(
+            embedding.get("tokens"),
+            embedding.get("channels"),
+            head[f"outputs.{HEAD}"],
+            head[f"inputs.{HEAD}"],
         )
 
     def _write(self, name: str, tensors: Tensors) -> None:
@@ -148,7 +202,9 @@ class _Backward:
         self._generator = torch.Generator().manual_seed(0)
         self._outputs: dict[str, torch.Tensor] = {}
         self._inputs: dict[str, InputStatistics] = {}
-        self._behind = [self._from_head(batch) for batch in self._batches(states)]
+        batches = self._batches(states)
+        self._token_ids = [batch.token_ids for batch in batches]
+        self._behind = [self._from_head(batch) for batch in batches]
 
     def through(self, index: int, states: States) -> None:
         """Go on through a loaded layer, which these states enter."""
@@ -166,6 +222,25 @@ class _Backward:
                 tensors[f"inputs.{group[0]}"] = self._inputs[group[0]].gram.to(HOST) / (total or 1)
         self._outputs, self._inputs = {}, {}
         return tensors
+
+    def stored_embedding(self, entering: Tensors) -> dict[str, torch.Tensor]:
+        """The sensitivity of the embedding, behind the first layer: of its rows by token, and its channels.
+
+        Tokens that were not seen share what those that were seen once leave open (Good and Turing).
+        """
+        table, states = f"{_TABLE}.weight", entering.get(f"{_ENTERING}.hidden")
+        if states is None or table not in self._stream.checkpoint:
+            return {}
+        ids = torch.cat(self._token_ids).flatten()
+        gradients = torch.cat([each["hidden"] for each in self._behind]).to(HOST, torch.float32)
+        squares = gradients.flatten(0, -2).square()
+        rows = self._stream.checkpoint.tensor(table)
+        scale = states.float().square().sum() / rows[ids].float().square().sum()
+        counts = torch.bincount(ids, minlength=len(rows))
+        felt = torch.zeros(len(rows)).index_add_(0, ids, squares.sum(dim=1))
+        once = int((counts == 1).sum())
+        shares = (felt / felt.sum() * len(ids) + once / len(rows)) / (len(ids) + once)
+        return {"tokens": shares, "channels": squares.mean(dim=0) * scale}
 
     def _batches(self, states: States) -> list[States]:
         """The states batch by batch, in tensors of their own that take gradients."""

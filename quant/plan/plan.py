@@ -66,6 +66,8 @@ class QuantizePlan:
         devices: where layers are run (on the first) and solved.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
+        gguf_tables: block types of embedding and output head by module, where they are no rule of the mix;
+            an empty one: the table stays as it is.
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
         kv_cache_strategy: how many scales a layer has, see `QuantizeRequest`.
         notes: choices made for the user, one line each.
@@ -94,6 +96,7 @@ class QuantizePlan:
     notes: tuple[str, ...]
     search: dict[str, Any] | None = None
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    gguf_tables: Mapping[str, str] = field(default_factory=dict)
     vision: Architecture | None = None
 
     @property

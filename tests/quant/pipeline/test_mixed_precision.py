@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import read_scheme
 from llmopt.quant.pipeline import candidates
 from llmopt.quant.pipeline.candidates import Choice
@@ -208,6 +209,24 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     names = [path.name for path in again.output.iterdir()]
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (again.output / name).read_bytes()
+
+
+def test_the_embedding_of_a_gguf_file_is_a_choice(tmp_path: Path) -> None:
+    kinds = ("Q2_K", "Q4_0", "Q8_0")
+    (lane,) = search_fronts([auto(tmp_path, "none", format="gguf", candidates=kinds)])
+    table = lane.choices[-1]
+    assert table.modules == ("model.embed_tokens",)
+    types = [lane.search.schemes[number]["model.embed_tokens"] for number in range(3)]
+    losses = lane.divergences([{"model.embed_tokens": one} for one in types], Silent())
+    assert losses == sorted(losses, reverse=True)
+    for cost, loss in zip(table.costs[:2], losses[:2], strict=True):  # the last is bfloat16's noise
+        assert cost / 2 < loss < 2 * cost
+    target = lane.search.rest_bytes + sum(choice.bytes[1] for choice in lane.choices)
+    result = quantize(auto(tmp_path, "out", format="gguf", candidates=kinds, target_bytes=target))
+    assert 0.98 * target < result.preflight.tensor_bytes["gguf"] <= target
+    file = GgufFile(next(result.output.glob("*.gguf")))
+    assert file.tensors["token_embd.weight"].type in ("Q4_0", "Q8_0")
+    assert verify(result.output).status == PROVEN
 
 
 def test_floats_and_integers_are_mixed_in_one_file(tmp_path: Path) -> None:
