@@ -41,7 +41,7 @@ def quantize(
     chosen: RunOptions,
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
-    from ..engine.base.units import parse_bytes
+    from ..engine.base.units import parse_size
     from ..quant.base.atomic_io import check_output
     from ..quant.model.checkpoint import GGUF_SUFFIX
     from ..quant.models import resolve_model
@@ -52,7 +52,7 @@ def quantize(
     given = keywords_of_words(QuantizeRequest, asked | run)
     bpw, size = asked["target_bpw"], asked["target_size"]
     if size is not None:
-        given["target_bytes"] = parse_bytes(size)
+        given["target_bytes"] = parse_size(size)
     request = QuantizeRequest.of(name, output or Path(), **given)
     if output is None:
         kind = request.gguf_type or (f"{bpw:g}bpw" if bpw else size)

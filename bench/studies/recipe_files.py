@@ -226,6 +226,11 @@ class Stages:
     def is_done(self, name: str) -> bool:
         return name in self._done
 
+    @property
+    def num_done(self) -> int:
+        """How many stages are finished."""
+        return len(self._done)
+
     def finish(self, name: str) -> None:
         """Record that a stage's outputs are complete."""
         self._done.append(name)

@@ -23,14 +23,17 @@ from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .weights import WeightRecipe
 
 
-def plan_for(ask: PlanRequest) -> DeploymentPlan:
+def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> DeploymentPlan:
     """Make the requested plan.
+
+    Args:
+        recipe: of the weights, in place of the request's.
 
     Raises:
         BadInput: an invalid option value, or one that contradicts the model.
     """
     model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
-    recipe = _recipe(ask, model)
+    recipe = recipe or _recipe(ask, model)
     runs = _runs(ask, model, recipe)
     devices = _devices(ask, runs)
     on_cpu = all(device.kind == "cpu" for device in devices)
