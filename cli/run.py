@@ -26,7 +26,8 @@ def run(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="A YAML file, or a bundled recipe: quickstart, method-shootout, ci-regression or capacity."
+            help="A YAML file, or a bundled recipe: quickstart, choose, method-shootout, ci-regression or "
+            "capacity."
         ),
     ] = None,
     resume: Annotated[
