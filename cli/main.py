@@ -16,6 +16,7 @@ from .output.help_screen import App
 
 COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
+    "best": "Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
     "convert": "Convert a quantized checkpoint to another format, or to plain weights.",

@@ -147,6 +147,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt quantize ./my-model --method gptq --bits 4 --group-size 128 -o out",
         "llmopt quantize ./my-model --method rtn --format gguf --gguf-type Q4_K_M",
     ),
+    "best": (
+        "llmopt best --max-kl 0.05",
+        "llmopt best ./my-model --size 6GiB --loads-in llama.cpp",
+        "llmopt best ./my-model --gpu h100 --ctx 32k --slo tpot:20 --loads-in vllm",
+    ),
     "verify": (
         "llmopt verify stories3M-awq-4bit",
         "llmopt verify model.Q4_K_M.gguf --json",

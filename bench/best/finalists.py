@@ -1,0 +1,310 @@
+"""Finalists: made, verified and measured by the recipe runner, which resumes them; the way to a decision."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...engine.planner.catalog import find_model
+from ...quant.base.atomic_io import write_atomically
+from ...quant.base.option import words_of
+from ...quant.base.progress import Progress, in_words
+from ...quant.model.checkpoint import gguf_file_of
+from ...quant.models import short_name
+from ...quant.pipeline.preflight import preflight
+from ...quant.pipeline.prepare import prepare
+from ...quant.plan.request import QuantizeRequest
+from ..gate.limits import GateOutcome, Limit
+from ..gate.quality_checks import check_promises
+from ..gate.verdict import LimitVerdict
+from ..load.presets import preset
+from ..quality.summary import DOMAINS, score_of
+from ..record.result import plain
+from ..studies.grid_plan import server_words
+from ..studies.recipe import Recipe
+from ..studies.recipe_files import JOURNAL_NAME, Stages, VariantRun
+from ..studies.recipe_run import run_recipe
+from .best_page import best_page
+from .decision import choose, decide
+from .search import PlanContext, Target, search
+from .target import BestRequest, open_folder
+
+FINALISTS, DECISION_NAME, PAGE_NAME = "finalists", "decision.json", "best.html"
+SCHEMA = "llmopt-decision-1"
+_PORT = 8000
+_DTYPES = {"bf16": "auto", "f16": "auto"}
+_LENGTH_FLAGS = {"llmopt": "--max-model-len", "vllm": "--max-model-len", "llama.cpp": "--ctx-size"}
+
+
+def affordable(
+    target: Target, points: Sequence[Mapping[str, Any]], count: int, progress: Progress
+) -> int:
+    """How many of `count` finalists the budget has time for, by the estimate of quantizing one; at least one.
+
+    Scoring takes about as long again: the original and the finalist compute each token once.
+    """
+    budget = target.asked.budget
+    if budget is None or not points:
+        return count
+    session = prepare(_request(target, points[-1]["quantize"]), progress)
+    seconds = 2 * preflight(session, progress).seconds
+    found = max(1, min(count, int(budget / seconds)))
+    progress.note(
+        f"about {in_words(seconds)} for each finalist: {found} of at most {count} are made"
+    )
+    return found
+
+
+def _request(target: Target, made: Mapping[str, Any]) -> QuantizeRequest:
+    """The quantization that a recipe's step describes."""
+    step = Recipe.model_validate(
+        {"name": "one", "variants": [{"name": "one", "quantize": dict(made)}]}
+    ).variants[0]
+    assert step.quantize is not None
+    return step.quantize.request(target.path, Path(), target.model)
+
+
+def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str) -> Recipe:
+    """The workflow that makes and measures the finalists beside the original."""
+    asked, work = target.asked, PlanContext.of(target.asked)
+    bench: dict[str, Any] = {
+        "quality_tokens": asked.quality_tokens,
+        "quality_full": asked.quality_full,
+        "report": False,
+        "seed": asked.seed,
+    }
+    if target.is_here:
+        bench |= {
+            "num_prompts": max(asked.num_prompts, asked.sequences),
+            "max_concurrency": asked.sequences,
+            "num_runs": 3,
+        }
+        if asked.context is not None:
+            lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
+            bench |= {"dataset": "random", **lengths}
+    else:  # its speed is not that of the target
+        bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
+    if kv_dtype not in _DTYPES:
+        bench["kv_cache_dtype"] = kv_dtype
+    variants = [{"name": one["id"], "quantize": dict(one["quantize"])} for one in points]
+    return Recipe.model_validate(
+        {
+            "name": FINALISTS,
+            "model": target.model,
+            "bench": bench,
+            "variants": variants,
+            "compare": {"gate": False},
+        }
+    )
+
+
+def find_best(
+    asked: BestRequest, model: str, folder: Path, progress: Progress, *, dry_run: bool = False
+) -> dict[str, Any]:
+    """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one.
+
+    Args:
+        dry_run: only search; the finalists that would be made are marked, and no decision is written.
+
+    Raises:
+        BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
+            the folder is of another question.
+        KeyboardInterrupt: interrupted; what was finished is kept.
+    """
+    target = Target.of(asked, model)
+    open_folder(folder, asked.question(model, target.device.name))
+    searched = search(target, folder, progress)
+    question = {
+        "model": model,
+        "hardware": searched["hardware"],
+        "context": searched["context"],
+        "concurrency": asked.sequences,
+        "slo": asked.slo_limits or None,
+        "size_bytes": asked.size,
+        "target_bpw": asked.target_bpw,
+        "loads_in": asked.loads_in,
+        "promises": [
+            {"metric": one.quantity.key, "op": "<=" if one.at_most else ">=", "limit": one.bound,
+             "relative": one.relative}
+            for one in asked.limits
+        ],
+        "is_bounded": asked.is_bounded,
+    }  # fmt: skip
+    head = {"llmopt": version("llmopt"), "schema": SCHEMA, "asked": question}
+    if dry_run:
+        decision = decide(question, searched, [])
+        chosen = choose(question, searched, asked.finalists)
+        front = [one | {"finalist": one["id"] in chosen} for one in decision["front"]]
+        pairs = zip(decision["usual"], searched["usual"], strict=True)
+        usual = [shown for shown, one in pairs if one["id"] not in chosen]
+        return {**head, **decision, "front": front, "usual": usual}
+    stages = begin(target, question, searched, folder / FINALISTS, progress)
+    decision = {**head, **decide(question, searched, results(target, stages, searched, progress))}
+    write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
+    best_page(decision).write(folder / PAGE_NAME)
+    return decision
+
+
+def begin(
+    target: Target,
+    question: Mapping[str, Any],
+    searched: Mapping[str, Any],
+    folder: Path,
+    progress: Progress,
+) -> Stages | None:
+    """The recipe of the finalists, begun or resumed; None: no point may keep the promises."""
+    if (folder / JOURNAL_NAME).is_file():
+        return Stages.resume(folder)
+    chosen = choose(question, searched, target.asked.finalists)
+    points = _points(searched)
+    most = affordable(target, [points[name] for name in chosen], len(chosen), progress)
+    if most < len(chosen):
+        chosen = choose(question, searched, most)
+    if not chosen:
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe = recipe_of(target, [points[name] for name in chosen], searched["kv_dtype"])
+    return Stages.begin(folder, recipe)
+
+
+def results(
+    target: Target, stages: Stages | None, searched: Mapping[str, Any], progress: Progress
+) -> list[dict[str, Any]]:
+    """The results of the finalists, which are made and measured where they were not."""
+    if stages is None:
+        return []
+    run, points = run_recipe(stages, Steps(progress, stages)), _points(searched)
+    return [
+        result_of(target, one, points[one.variant.name], stages.folder, searched["kv_dtype"])
+        for one in run.variants
+    ]
+
+
+class Steps:
+    """The progress of a whole recipe: every task is shown as a step of it, and what `quantize` notes is left
+    to the manifests."""
+
+    def __init__(self, inner: Progress, stages: Stages) -> None:
+        self._inner, self._stages = inner, stages
+        self.advance, self.status, self.finish = inner.advance, inner.status, inner.finish
+
+    def start(self, description: str, total: int, unit: str) -> None:
+        steps = (
+            2 * len(self._stages.recipe.variants) + 1
+        )  # each is made and measured, and the original
+        step = min(self._stages.num_done + 1, steps)
+        self._inner.start(f"step {step} of {steps}, {description}", total, unit)
+
+    def note(self, message: str) -> None:
+        if message.startswith(("quantize", "verify", "warning")):
+            self._inner.note(message)
+
+
+def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {one["id"]: one for one in (*searched["front"], *searched["usual"])}
+
+
+def result_of(
+    target: Target, one: VariantRun, point: Mapping[str, Any], folder: Path, kv_dtype: str
+) -> dict[str, Any]:
+    """A finalist's results for JSON, with the verdicts on the limits on quality; its speed is measured where
+    this machine is the target, else as the point was planned."""
+    name = one.variant.name
+    checkpoint = folder / "checkpoints" / name
+    quality = one.data.result["llmopt"]["quality"]
+    domains = {name: interval(quality, f"domains.{name}.kl_nats") for name in DOMAINS}
+    limits = target.asked.limits
+    verdicts = check_promises(limits, quality)
+    return plain(
+        {
+            "id": name,
+            "folder": str(checkpoint),
+            "rebuild": rebuild_words(target, name, point["quantize"]),
+            "serve": serve_words(target, checkpoint, name, kv_dtype),
+            "kl": interval(quality, "kl_nats"),
+            "top1": interval(quality, "top1_agreement"),
+            "flips": interval(quality, "flips.share"),
+            "kl_by_domain": {name: one for name, one in domains.items() if one is not None},
+            "bytes": find_model(str(checkpoint)).stored_bytes,
+            "speed": measured_speed(one.data.result) if target.is_here else point["speed"],
+            "sound": one.is_sound,
+            "verdicts": [judged(*each) for each in zip(limits, verdicts, strict=True)],
+        }
+    )
+
+
+def interval(quality: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+    """A score with its interval, or the value alone where it has none; None where it was not scored."""
+    if (found := score_of(quality, path)) is None:
+        return None
+    value, edges = found
+    low, high = (value if edge is None else edge for edge in edges or (value, value))
+    return {"value": value, "low": low, "high": high}
+
+
+def measured_speed(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean times of a run in milliseconds, with the intervals of their means."""
+    metrics = result["llmopt"]["metrics"]
+
+    def band(metric: str) -> Any:
+        return ((metrics.get(metric) or {}).get("interval_95") or {}).get("mean")
+
+    times = {f"{name}_ms": result[f"mean_{name}_ms"] for name in ("tpot", "ttft", "e2el")}
+    return {
+        **times,
+        "tokens_per_s": result["output_throughput"],
+        "band": band("tpot"),
+        "ttft_band": band("ttft"),
+        "source": "measured",
+    }
+
+
+def judged(limit: Limit, verdict: LimitVerdict) -> dict[str, Any]:
+    """A verdict for JSON: its outcome, a short sentence, and how far the value is beyond its limit, as a
+    share of it; negative within."""
+    value = verdict.new
+    if value is None:
+        return {"outcome": verdict.outcome.value, "reason": verdict.reason, "excess": 0.0}
+    sign, unit = (1, ">") if limit.at_most else (-1, "<")
+    edges = [value if edge is None else edge for edge in verdict.interval or ()]
+    between = f" ({edges[0]:.3g} to {edges[1]:.3g})" if edges and edges[0] != edges[1] else ""
+    change = "change of " if limit.relative else ""
+    said = f"{change}{limit.quantity.key} {value:.3g}{between}"
+    if verdict.outcome is GateOutcome.NO_VERDICT:  # how much more text or items would tell
+        said += f": {verdict.reason.rpartition(': ')[2]}"
+    else:
+        said += f" {unit} {limit.bound:g}"
+    excess = sign * (value - limit.bound) / (abs(limit.bound) or 1.0)
+    return {"outcome": verdict.outcome.value, "reason": said, "excess": excess}
+
+
+def rebuild_words(target: Target, name: str, made: Mapping[str, Any]) -> str:
+    """The command that makes a finalist again."""
+    step = dict(made)
+    step["target_bytes"] = step.pop("target_size", None)
+    step["candidates"] = ",".join(step.get("candidates", ())) or None
+    words = words_of(QuantizeRequest, step)
+    return shlex.join(["llmopt", "quantize", target.model, *server_words(words), "--output", name])
+
+
+def serve_words(target: Target, checkpoint: Path, name: str, kv_dtype: str) -> str:
+    """The command that serves a finalist by its loader."""
+    asked, found = target.asked, preset(target.asked.loads_in)
+    path = str(gguf_file_of(checkpoint) or checkpoint)
+    words = found.arguments(path, f"{short_name(target.path)}-{name}", _PORT)
+    if asked.loads_in == "llmopt":
+        words = ["llmopt", *words[2:]]
+    else:
+        words = [str(found.program), *words]
+    if kv_dtype == "fp8":
+        words += ["--kv-cache-dtype", kv_dtype]
+    flag = _LENGTH_FLAGS.get(asked.loads_in)
+    if asked.context is not None and flag is not None:
+        tokens = PlanContext.of(asked).context
+        words += [flag, str(tokens * (asked.sequences if asked.loads_in == "llama.cpp" else 1))]
+    return shlex.join(words)

@@ -1,0 +1,450 @@
+"""The search: lanes of file formats that the loader takes, and their fronts with bytes, KL, speed and memory.
+
+A lane is one file format with the kinds of weights that the loader takes on the hardware. Its front is solved
+by `search_fronts` (expected KL divergence under a bound on bytes), and each of its points is planned at the
+wanted load by the planner. Beside the fronts stand the usual quantizations, which the answer is held against.
+
+The result is written as JSON once, so that a resumed run decides from the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine.config.plan_request import PlanRequest
+from ...engine.planner.catalog import find_model
+from ...engine.planner.devices import Device, choose_devices
+from ...engine.planner.engine_rules import engine_rule
+from ...engine.planner.load import dataset_lengths
+from ...engine.planner.plan_request import plan_for
+from ...engine.planner.weights import WeightRecipe
+from ...quant.base.atomic_io import write_atomically
+from ...quant.base.errors import BadInput
+from ...quant.base.option import offer
+from ...quant.base.progress import Progress
+from ...quant.base.scheme import Scheme
+from ...quant.model.checkpoint import read_json
+from ...quant.models import resolve_model
+from ...quant.pipeline.candidates import Search, search_of
+from ...quant.pipeline.mixed_precision import Allocation, Lane
+from ...quant.pipeline.preflight import module_sizes, unquantized_bytes
+from ...quant.pipeline.prepare import search_fronts
+from ...quant.plan.loaders import loaders, stored
+from ...quant.plan.plan import QuantizePlan, make_plan
+from ...quant.plan.request import QuantizeRequest
+from ..options.options import BenchOptions
+from ..session.run_sessions import run_bench, write_run
+from .target import STATISTICS, BestRequest, local_gpu
+
+SEARCH_NAME, MACHINE = "search.json", "machine"
+POINTS = 16
+"""Bounds of the front of each lane."""
+_ROWS = {
+    "llmopt": "llmopt",
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
+}
+_DATASET = "sharegpt"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a lane's mixtures are made.
+
+    Attributes:
+        method: of `quantize`, which searches.
+        base: the method whose plan shows the linears, for the rules of loaders.
+        prefix: of the names of its points.
+        kinds: candidates; none: the method's own.
+        gpu_kinds: those that only GPUs gain from.
+        gpu_only: its solver takes too long on a CPU.
+    """
+
+    method: str
+    base: str
+    prefix: str
+    kinds: tuple[str, ...] = ()
+    gpu_kinds: tuple[str, ...] = ()
+    gpu_only: bool = False
+
+
+FORMATS = {
+    "compressed-tensors": Format(
+        "auto", "gptq", "ct", ("int2", "int3", "int4", "int6", "int8"), ("fp8", "nvfp4", "mxfp4")
+    ),
+    "gguf": Format("auto", "gptq", "gguf"),
+    "exl3": Format("trellis", "trellis", "exl3", gpu_only=True),
+}
+USUAL: Mapping[str, Mapping[str, Any]] = {
+    "awq int4": {"method": "awq", "bits": 4},
+    "Q4_K_M": {"method": "Q4_K_M"},
+    "fp8": {"method": "fp8"},
+}
+"""Quantizations that a user would otherwise run, by the options of `quantize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A question whose model and hardware were found.
+
+    Attributes:
+        model: as it was named.
+        path: where it lies.
+        is_here: whether the hardware is this machine's, so that finalists' speed is measured.
+        measured: the run on this machine that its CPU is planned by; None: there is none.
+    """
+
+    asked: BestRequest
+    model: str
+    path: Path
+    device: Device
+    is_here: bool
+    measured: Path | None = None
+
+    @classmethod
+    def of(cls, asked: BestRequest, model: str) -> Target:
+        """Find the model and the hardware.
+
+        Raises:
+            BadInput: there is no such model, GPU or file format.
+        """
+        path = resolve_model(model)
+        for name in asked.formats:
+            if name not in FORMATS:
+                raise BadInput(f"--format {name}: {offer(name, FORMATS)}")
+        longest, shape = PlanContext.of(asked).context, find_model(str(path)).shape
+        if asked.context is not None and longest > shape.max_context:
+            raise BadInput(
+                f"--ctx {longest}: {model} was trained for {shape.max_context} tokens: give fewer"
+            )
+        here = local_gpu()
+        device, *others = choose_devices([asked.gpu or here or "cpu"], None)
+        if others:
+            raise BadInput(f"--gpu {asked.gpu}: name one, or cpu")
+        if device.kind == "cpu":
+            return cls(asked, model, path, device, True)
+        is_here = here is not None and choose_devices([here], None) == [device]
+        return cls(asked, model, path, device, is_here)
+
+    def planned(self, recipe: WeightRecipe, kv_dtype: str | None) -> dict[str, Any]:
+        """Fit and expected speed of weights at the load: times in milliseconds, with their bands."""
+        asked = self.asked
+        ask = PlanRequest(
+            model=str(self.path),
+            context=asked.context,
+            sequences=asked.sequences,
+            output_tokens=asked.output_tokens,
+            dataset=None if asked.context else _DATASET,
+            gpus=("cpu" if self.device.kind == "cpu" else self.device.name,),
+            tp=1,
+            engine=asked.loads_in,
+            kv_dtype=kv_dtype,
+            measured=self.measured,
+        )
+        plan = plan_for(ask, recipe).devices[0]
+        speed = None
+        if plan.means is not None and plan.fits:
+            ttft, tpot = (1e3 * seconds for seconds in plan.means)
+            bands = [plan.band and [factor * value for factor in getattr(plan.band, name)]
+                     for name, value in (("tpot", tpot), ("ttft", ttft))]  # fmt: skip
+            speed = {
+                "tpot_ms": tpot,
+                "ttft_ms": ttft,
+                "e2el_ms": ttft + tpot * (self.output_tokens - 1),
+                "tokens_per_s": plan.tokens_per_second,
+                "band": bands[0],
+                "ttft_band": bands[1],
+                "source": "planned",
+            }
+        why = None
+        if not plan.fits:
+            why = (
+                f"{plan.max_concurrent_sequences} of {asked.sequences} sequences fit in the memory of "
+                f"{self.device.name}"
+            )
+        return {"speed": speed, "unfit": why}
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return PlanContext.of(self.asked).context
+
+    @property
+    def output_tokens(self) -> int:
+        """Mean tokens of an answer."""
+        return PlanContext.of(self.asked).output
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """Tokens of a request: all of the longest one, and of the mean prompt and answer."""
+
+    context: int
+    prompt: int
+    output: int
+
+    @classmethod
+    def of(cls, asked: BestRequest) -> PlanContext:
+        from ...engine.base.units import parse_tokens
+        from ...engine.planner.setup import PlannedWorkload
+
+        if asked.context is not None:
+            work = PlannedWorkload(parse_tokens(asked.context), output_tokens=asked.output_tokens)
+            return cls(work.context, work.prompt_tokens, work.answer_tokens)
+        lengths = dataset_lengths(_DATASET)
+        prompts, outputs = zip(*lengths, strict=True)
+        count = len(lengths)
+        return cls(max(map(sum, lengths)), sum(prompts) // count, sum(outputs) // count)
+
+
+def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
+    """The target with one user's run of the original on this CPU, whose ceilings the planner takes."""
+    if target.device.kind != "cpu":
+        return target
+    if not (folder / "result.json").is_file():
+        options = BenchOptions(
+            model=target.model,
+            max_concurrency=1,
+            num_prompts=8,
+            num_runs=1,
+            quality=False,
+            name=MACHINE,
+        )
+        run = run_bench(options, progress)
+        if run.interrupted:
+            raise KeyboardInterrupt
+        write_run(run, folder, with_report=False)
+    return replace(target, measured=folder)
+
+
+def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
+    """The fronts of all lanes, planned, and the usual quantizations; read where they were written before.
+
+    Raises:
+        BadInput: the loader takes nothing of this model, or the size is impossible.
+    """
+    path = folder / SEARCH_NAME
+    if path.is_file():
+        return read_json(path)
+    stats = target.asked.stats or folder / STATISTICS
+    kv_dtype = _kv_dtype(target)
+    lanes, requests = _lanes(target, stats, kv_dtype)
+    if not requests:
+        reasons = "; ".join(f"{one['format']}: {one['refused']}" for one in lanes)
+        raise BadInput(
+            f"--loads-in {target.asked.loads_in} takes nothing of {target.model} that was asked for: "
+            f"{reasons}"
+        )
+    fronts = search_fronts(requests, progress)
+    target, points = measure_machine(target, folder / MACHINE, progress), []
+    for request, lane in zip(requests, fronts, strict=True):
+        points += _front(target, lane, request, kv_dtype)
+    found = {
+        "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
+        "is_here": target.is_here,
+        "context": target.longest,
+        "kv_dtype": kv_dtype,
+        "lanes": lanes,
+        "front": sorted(points, key=lambda point: point["bytes"]),
+        "usual": [_usual(target, name, kv_dtype) for name in USUAL],
+    }
+    write_atomically(path, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _kv_dtype(target: Target) -> str:
+    """The engine's default dtype of the KV cache; fp8 where the load does not fit by it, and by fp8 does."""
+    rule = engine_rule(target.asked.loads_in)
+    usual = rule.default_kv_dtype
+    if target.device.kind == "cpu" or "fp8" not in rule.kv_dtypes:
+        return usual
+    model = find_model(str(target.path))
+    lightest = WeightRecipe("int4", 4, scale_bits=0, plain_bytes=model.plain_bytes)
+    fits = {name: target.planned(lightest, name)["unfit"] is None for name in (usual, "fp8")}
+    return "fp8" if fits["fp8"] and not fits[usual] else usual
+
+
+def _lanes(
+    target: Target, stats: Path, kv_dtype: str
+) -> tuple[list[dict[str, Any]], list[QuantizeRequest]]:
+    """A record of every lane, with why it is refused, and the search of each that is not."""
+    asked, on_gpu = target.asked, target.device.kind != "cpu"
+    lanes, requests = [], []
+    for name in asked.formats or FORMATS:
+        one = FORMATS[name]
+        kinds = asked.candidates or (*one.kinds, *(one.gpu_kinds if on_gpu else ()))
+        if one.gpu_only and not on_gpu and name not in asked.formats:
+            kinds, refused = (
+                (),
+                f"its codes take too long to solve on a CPU: ask for --format {name}",
+            )
+        else:
+            kinds, refused = _taken(target, name, one.base, kinds)
+        lanes.append(
+            {
+                "name": name,
+                "format": name,
+                "kinds": list(kinds),
+                "kv_dtype": kv_dtype,
+                "refused": refused,
+            }
+        )
+        if refused is None:
+            given = {"method": one.method, "format": name, "candidates": kinds, "stats": stats}
+            if not one.kinds and not asked.candidates:
+                del given["candidates"]
+            if kv_dtype == "fp8":
+                given["kv_cache"] = "fp8"
+            requests.append(QuantizeRequest.of(target.model, Path(), **asked.shared, **given))
+    return lanes, requests
+
+
+def _taken(
+    target: Target, name: str, base: str, kinds: Sequence[str]
+) -> tuple[tuple[str, ...], str | None]:
+    """The kinds that the loader takes everywhere in the model, and why there is none within the size."""
+    try:
+        plan = make_plan(QuantizeRequest.of(target.model, Path(), method=base, format=name))
+    except BadInput as error:
+        return (), str(error)
+    taken, refused, least = [], None, []
+    for names in [(kind,) for kind in kinds] or [()]:
+        try:
+            found = search_of(plan, None, None, names)
+        except BadInput as error:
+            refused = str(error)
+            continue
+        pairs = zip(found.schemes, found.sizes, strict=True)
+        uniform = [(schemes, sum(sizes.values())) for schemes, sizes in pairs if schemes]
+        reasons = [_refusal(target, replace(plan, schemes=schemes)) for schemes, _ in uniform]
+        refused = next(filter(None, reasons), None)
+        if refused is None:
+            least += [size for _, size in uniform]
+            taken += names or sorted({one.label for kind, _ in uniform for one in kind.values()})
+    if not taken:
+        return (), refused
+    searched = search_of(plan, None, None, taken if kinds else ())
+    bound, smallest = _bound(target.asked, searched), min(least)
+    if bound is None or smallest <= bound:
+        return tuple(taken), None
+    return tuple(taken), (
+        f"its fewest bits are {8 * smallest / searched.num_weights:.3f} per weight, "
+        f"{smallest + searched.rest_bytes:,} bytes of all tensors"
+    )
+
+
+def _refusal(target: Target, plan: QuantizePlan) -> str | None:
+    """Why the loader does not take a plan."""
+    row = _ROWS[target.asked.loads_in]
+    table = loaders(stored(plan), plan.format.name)
+    return next((one.reason for one in table if one.name == row and not one.loads), None)
+
+
+def _front(
+    target: Target, lane: Lane, request: QuantizeRequest, kv_dtype: str
+) -> list[dict[str, Any]]:
+    """The mixtures of a lane under bounds from the fewest bytes to those of its largest kind, or to the bound
+    that is asked for, at equal ratios."""
+    search, asked = lane.search, target.asked
+    least = sum(min(choice.bytes) for choice in lane.choices)
+    pairs = zip(search.schemes, search.sizes, strict=True)
+    most = max(sum(sizes.values()) for schemes, sizes in pairs if schemes)
+    if (bound := _bound(asked, search)) is not None:
+        most = max(least, min(most, bound))
+    bounds = np.geomspace(least, most, POINTS).astype(np.int64)
+    bounds[[0, -1]] = least, most  # which rounding may miss
+    found = {one.bytes: one for one in map(lane.allocate, map(int, bounds))}
+    points = [_point(target, lane, found[size], request, kv_dtype) for size in sorted(found)]
+    return [*{point["id"]: point for point in points}.values()]
+
+
+def _bound(asked: BestRequest, search: Search) -> int | None:
+    """Bytes that the linears may take; None: as many as they like."""
+    if asked.size is not None:
+        return asked.size - search.rest_bytes
+    if asked.target_bpw is not None:
+        return int(asked.target_bpw * search.num_weights / 8)
+    return None
+
+
+def _point(
+    target: Target, lane: Lane, allocation: Allocation, request: QuantizeRequest, kv_dtype: str
+) -> dict[str, Any]:
+    """A mixture for JSON."""
+    schemes, search = lane.schemes_of(allocation), lane.search
+    size = allocation.bytes + search.rest_bytes
+    bits = allocation.bytes * 8 / search.num_weights
+    layers = {
+        name: schemes[name].label if name in schemes else "16 bits" for name in search.plan.modules
+    }
+    made = {
+        "method": request.method,
+        "format": request.format,
+        "target_size": lane.target_bytes(allocation),
+    }
+    if request.candidates:
+        made["candidates"] = list(request.candidates)
+    if request.kv_cache:
+        made["kv_cache"] = request.kv_cache
+    counts = Counter(layers.values()).most_common()
+    return {
+        "id": f"{FORMATS[str(request.format)].prefix}-{bits:.3f}",
+        "lane": request.format,
+        "label": ", ".join(f"{count} {label}" for label, count in counts),
+        "bytes": size,
+        "bits_per_weight": bits,
+        "expected_kl": allocation.cost,
+        "gap": allocation.gap,
+        **target.planned(_weights(schemes, search.plan, size), kv_dtype),
+        "layers": layers,
+        "quantize": {**made, "stats": str(request.stats), **target.asked.shared},
+    }
+
+
+def _weights(schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int) -> WeightRecipe:
+    """Weights as the planner has them: of their exact bytes, and computed as most of them are."""
+    counts: Counter[str] = Counter()
+    held, total = Fraction(0), 0
+    for module, (rows, columns) in plan.modules.items():
+        scheme = schemes.get(module)
+        counts[scheme.label if scheme else "bf16"] += rows * columns
+        bits = 16 if scheme is None else scheme.bits_per_weight(rows, columns)
+        held, total = held + Fraction(bits) * rows * columns, total + rows * columns
+    (label, _), *_ = counts.most_common(1)
+    width = (held / total).limit_denominator(1 << 20)
+    return WeightRecipe(label, width, scale_bits=0, stored_bytes=size)
+
+
+def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
+    """A usual quantization for JSON, with why it is no answer before it is made."""
+    made = dict(USUAL[name])
+    record = {"name": name, "id": name.replace(" ", "-"), "quantize": made | target.asked.shared}
+    try:
+        plan = make_plan(QuantizeRequest.of(target.model, Path(), **made))
+    except BadInput as error:
+        return record | {"refused": str(error)}
+    if reason := _refusal(target, plan):
+        return record | {"refused": f"{target.asked.loads_in} does not load it: {reason}"}
+    linears = sum(module_sizes(plan, plan.format).values())
+    size = linears + unquantized_bytes(plan, plan.format)
+    return record | {
+        "refused": None,
+        "lane": plan.format.name,
+        "label": name,
+        "bytes": size,
+        "bits_per_weight": linears
+        * 8
+        / sum(rows * columns for rows, columns in plan.modules.values()),
+        "expected_kl": None,
+        **target.planned(_weights(plan.schemes, plan, size), kv_dtype),
+        "layers": {module: scheme.label for module, scheme in plan.schemes.items()},
+    }

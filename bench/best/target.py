@@ -1,0 +1,253 @@
+"""The question of `llmopt best`: a model, hardware with its load, promises, and what must load the answer.
+
+The load is a closed loop of `--concurrency` clients. With `--ctx` every request takes that many tokens, with
+`--output-len` of them generated; else the lengths are those of the bundled conversations, which finalists are
+also measured with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...engine.base.slo import required_slo
+from ...engine.base.units import parse_size
+from ...engine.config.plan_request import PlanRequest
+from ...quant.base.atomic_io import make_folder, write_atomically
+from ...quant.base.errors import BadInput
+from ...quant.base.option import check_limits, offer, option, option_like, options_of, within
+from ...quant.model.checkpoint import read_json
+from ...quant.plan.request import QuantizeRequest
+from ..gate.limits import SCORED, Limit, Scored, parse_promises
+from ..options.definitions import QualityOptions
+from ..options.values import parse_duration
+
+DEFAULT_MAX_KL = 0.05
+"""Nats a token that are promised where neither a size nor any promise is given."""
+QUESTION_NAME, STATISTICS = "question.json", "statistics"
+LOADERS = ("llmopt", "vllm", "transformers", "llama.cpp")
+SHARED = ("calibration", "num_samples", "seq_len", "held_out", "evaluation", "seed", "device")
+"""Options that every finalist is quantized with, as `quantize` has them."""
+_LOAD, _PROMISE, _SEARCH, _DATA = "Hardware and load", "Promise", "Search", "Calibration data"
+_calibrated = partial(option_like, QuantizeRequest, panel=_DATA, common=False)
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise BadInput(f"--budget {text}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BestRequest:
+    """The question, as the command line has it; None is not asked."""
+
+    PANEL: ClassVar = _PROMISE
+
+    gpu: str | None = option(
+        None,
+        "A GPU of kv-plan's table (kv-plan --list), or cpu. Default: this machine.",
+        panel=_LOAD,
+        common=True,
+    )
+    context: str | None = option_like(
+        PlanRequest,
+        "context",
+        help="Tokens per sequence: 4096, 32k. Default: bundled conversations.",
+        panel=_LOAD,
+    )
+    sequences: int = option_like(
+        PlanRequest, "sequences", flag="--concurrency", panel=_LOAD, limit=within(ge=1)
+    )
+    output_tokens: int | None = option_like(
+        PlanRequest, "output_tokens", flag="--output-len", panel=_LOAD, common=False
+    )
+    loads_in: str = option(
+        "llmopt", f"What must load it: {', '.join(LOADERS)}.", panel=_LOAD, common=True
+    )
+    size: int | None = option(
+        None,
+        "Maximum size of all tensors: 6GiB.",
+        word=str,
+        parse=parse_size,
+        limit=within(ge=1),
+        common=True,
+    )
+    target_bpw: float | None = option_like(
+        QuantizeRequest,
+        "target_bpw",
+        help="Maximum bits per quantized weight, in place of --size.",
+        panel=None,
+        limit=within(gt=0, finite=True),
+    )
+    slo: str | None = option(
+        None,
+        'Limits on mean latencies under that load, in ms without a unit: "tpot:20 ttft:1s".',
+        common=True,
+    )
+    max_kl: float | None = option(
+        None,
+        "Maximum mean KL divergence from the original, in nats a token. Default: "
+        f"{DEFAULT_MAX_KL:g} where neither a size nor another promise is given.",
+        limit=within(ge=0, finite=True),
+        common=True,
+    )
+    promise: tuple[str, ...] = option(
+        (),
+        "Limits on scores against the original: 'flips<=2%', 'kl.code<=0.02', 'top1>=95%'; repeatable.",
+        word=list[str],
+        parse=tuple,
+        common=True,
+    )
+    finalists: int = option(
+        10,
+        "Checkpoints that are made and measured, at most.",
+        limit=within(ge=1, le=10),
+        common=True,
+    )
+    budget: float | None = option(
+        None,
+        "Time for the finalists by the estimates: 2h. Fewer are made where it is short.",
+        word=str,
+        parse=_duration,
+        panel=_SEARCH,
+        common=True,
+    )
+    formats: tuple[str, ...] = option(
+        (),
+        "File formats to search: compressed-tensors, gguf, exl3. Default: all that the loader takes.",
+        flag="--format",
+        word=list[str],
+        parse=tuple,
+        panel=_SEARCH,
+        common=True,
+    )
+    candidates: tuple[str, ...] = option_like(
+        QuantizeRequest,
+        "candidates",
+        help="Kinds of weights, as quantize --candidates has them. Default: those that the loader takes.",
+        panel=_SEARCH,
+        common=False,
+    )
+    stats: Path | None = option_like(
+        QuantizeRequest,
+        "stats",
+        help="Folder of statistics that other searches share. Default: one in the output.",
+        panel=_SEARCH,
+    )
+    num_prompts: int = option(
+        16,
+        "Requests that each finalist is measured with, where this machine is the target.",
+        limit=within(ge=1),
+        panel=_SEARCH,
+    )
+    quality_tokens: int = option_like(QualityOptions, "quality_tokens", panel=_SEARCH)
+    quality_full: bool = option(
+        True, "Score finalists by domain of text and by answers that change too.", panel=_SEARCH
+    )
+    calibration: str | None = _calibrated("calibration")
+    num_samples: int | None = _calibrated("num_samples")
+    seq_len: int | None = _calibrated("seq_len")
+    held_out: int | None = _calibrated("held_out")
+    evaluation: str | None = _calibrated("evaluation")
+    seed: int = _calibrated("seed")
+    device: str = _calibrated("device")
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
+        if self.size is not None and self.target_bpw is not None:
+            raise BadInput("--size and --target-bpw bound the same bytes: give one")
+        if self.loads_in not in LOADERS:
+            raise BadInput(f"--loads-in {self.loads_in}: {offer(self.loads_in, LOADERS)}")
+        if self.output_tokens is not None and self.context is None:
+            raise BadInput("--output-len is a part of the context: give --ctx too")
+        _ = self.limits, self.slo_limits
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether bytes are bounded: then the least KL divergence within them is sought, else the fewest
+        bytes that keep the promises."""
+        return self.size is not None or self.target_bpw is not None
+
+    @property
+    def slo_limits(self) -> dict[str, float]:
+        """{ttft, tpot or e2el: milliseconds}."""
+        return {} if self.slo is None else required_slo(self.slo)
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Limits on quality.
+
+        Raises:
+            BadInput: a limit that no finalist could be held to.
+        """
+        try:
+            found = parse_promises(" ".join(self.promise)) if self.promise else ()
+        except BadInput as error:
+            said = str(error).removeprefix("gate: ").removeprefix("promise: ")
+            raise BadInput(f"--promise {said}") from error
+        if not self.quality_full:
+            for limit in found:
+                if isinstance(limit.quantity, Scored) and not limit.quantity.is_of_passage:
+                    raise BadInput(
+                        f"--promise {limit.quantity.key}: --no-quality-full leaves it out: give one of them"
+                    )
+        most = self.max_kl
+        if most is None and not (found or self.is_bounded):
+            most = DEFAULT_MAX_KL
+        if most is not None and any(limit.quantity.key == "kl" for limit in found):
+            raise BadInput("--max-kl and --promise kl bound the same: give one")
+        return (*found, *([] if most is None else [Limit(SCORED["kl"], True, most, False)]))
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options that every finalist is quantized with, and that are not the default."""
+        usual = {
+            name: option.default for name, option in QuantizeRequest.__dataclass_fields__.items()
+        }
+        given = {name: getattr(self, name) for name in SHARED}
+        return {name: value for name, value in given.items() if value != usual[name]}
+
+    def question(self, model: str, hardware: str) -> dict[str, Any]:
+        """Everything that the answer depends on, for JSON: a folder holds the answer to one question."""
+        values = {name: getattr(self, name) for name in options_of(BestRequest) if name != "stats"}
+        plain = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+        return {"model": model, **plain, "gpu": hardware}
+
+
+def open_folder(folder: Path, question: dict[str, Any]) -> None:
+    """Make the folder of a question, or resume it.
+
+    Raises:
+        BadInput: the folder holds something else, or the answer to another question.
+    """
+    path = folder / QUESTION_NAME
+    if path.is_file():
+        asked = read_json(path)
+        others = [name for name in question if asked.get(name) != question[name]]
+        if others:
+            name = others[0]
+            raise BadInput(
+                f"--output {folder} is of another question, whose {name.replace('_', '-')} is "
+                f"{asked.get(name)}, not {question[name]}: name another folder, which --stats "
+                f"{folder / STATISTICS} spares the measuring"
+            )
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"--output {folder} holds other files: name another folder")
+    make_folder(folder, "--output")
+    write_atomically(path, json.dumps(question, indent=2) + "\n")
+
+
+def local_gpu() -> str | None:
+    """The name of this machine's first GPU, where torch can use it."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -1,0 +1,184 @@
+"""`llmopt best`: the checkpoint for a model, hardware and promises, and the front it was chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from ..bench.best.target import BestRequest
+from ..quant.base.option import keywords_of_words, option
+from .options.command import From, Words, with_options
+from .options.shared import ModelOptions, json_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Record = Mapping[str, Any]
+MARKS = {True: "yes", False: "no", None: "unsure"}
+
+
+@dataclass(frozen=True, slots=True)
+class BestRunOptions:
+    """Where the answer goes, and whether finalists are made."""
+
+    PANEL: ClassVar = "Output"
+
+    output: Path | None = option(
+        None,
+        "Folder of the search, the finalists and decision.json. Default: ./MODEL-best.",
+        flag="--output -o",
+        writes="folder",
+        common=True,
+    )
+    dry_run: bool = option(
+        False,
+        "Only search: print the front as predicted, make no finalist.",
+        flag="--dry-run",
+        common=True,
+    )
+    as_json: bool = json_option()
+
+
+@with_options
+def best(
+    model: ModelOptions, asked: Annotated[Words, From(BestRequest)], run: BestRunOptions
+) -> None:
+    """Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed."""
+    from ..quant.base.atomic_io import check_output
+    from ..quant.models import resolve_model, short_name
+    from ..recipes import DEFAULT_MODEL
+    from .output.console import TerminalProgress, result_console
+
+    request = BestRequest(**keywords_of_words(BestRequest, asked))
+    name = model.name or DEFAULT_MODEL
+    folder = run.output or Path(f"{short_name(resolve_model(name))}-best")
+    check_output(folder, "--output", folder=True)
+    from ..bench.best.finalists import find_best  # torch
+
+    again = f"interrupted: what was finished is in {folder}; the same command resumes from there"
+    with TerminalProgress(lambda: again) as progress:
+        decision = find_best(request, name, folder, progress, dry_run=run.dry_run)
+    console = result_console(run.as_json, decision)
+    show_front(decision, console) if run.dry_run else show_decision(decision, folder, console)
+    if not run.dry_run and decision["exit_code"]:
+        raise typer.Exit(decision["exit_code"])
+
+
+def show_front(decision: Record, console: Console) -> None:
+    """Print the fronts as predicted, with what each point breaks."""
+    from .output.console import say
+
+    for lane in decision["lanes"]:
+        if lane["refused"] is not None:
+            say(f"{lane['name']}: refused: {lane['refused']}", console)
+    console.print(_front_table(decision))
+    for one in decision["usual"]:
+        if one["breaks"] and one["id"] is None:
+            say(f"not {one['name']}: {one['why']}", console)
+    count = sum(one["finalist"] for one in decision["front"])
+    say(f"{count} points would be made and measured, beside usual quantizations", console)
+
+
+def show_decision(decision: Record, folder: Path, console: Console) -> None:
+    """Print the answer on one screen."""
+    from .output.console import say
+
+    say(decision["sentence"], console)
+    named = {one["id"]: one for one in decision["finalists"]}
+    one = named.get(decision["recommended"] or decision["closest"])
+    if one is not None:
+        say(f"  rebuild: {one['rebuild']}", console)
+        say(f"  serve:   {one['serve']}", console)
+    if named:
+        console.print(_finalists_table(decision, console.width))
+    for line in _neighbours(decision, named):
+        say(line, console)
+    for usual in decision["usual"]:
+        say(f"why not {usual['name']}: {usual['why']}", console)
+    say(f"Report: {folder / 'best.html'}, {folder / 'decision.json'}", console)
+
+
+def _front_table(decision: Record) -> Table:
+    from .output.console import table_of
+
+    rows = [
+        (
+            one["id"],
+            _size(one["bytes"]),
+            f"{one['bits_per_weight']:.2f}",
+            _number(one["expected_kl"]),
+            _speed(one["speed"]),
+            "; ".join(one["breaks"]) or ("finalist" if one["finalist"] else ""),
+        )
+        for one in decision["front"]
+    ]
+    header = ("checkpoint", "size", "bits", "expected KL", "TPOT, ms", "")
+    return table_of(header, rows, left=(0, 5), no_wrap=range(5))
+
+
+def _finalists_table(decision: Record, width: int) -> Table:
+    """Everything measured, with 95 % intervals; a narrow table has no bands of speed."""
+    from .output.console import table_of
+
+    flips = any(one["flips"] for one in decision["finalists"])
+    rows = [
+        [
+            one["id"] + (" *" if one["id"] == decision["recommended"] else ""),
+            _size(one["bytes"]),
+            _interval(one["kl"]),
+            _interval(one["top1"], percent=True),
+            *([_interval(one["flips"], percent=True)] if flips else []),
+            _speed(one["speed"], with_band=width >= (115 if flips else 100)),
+            MARKS[one["keeps"]],
+        ]
+        for one in decision["finalists"]
+    ]
+    shares = ["top-1, %", *(["flips, %"] if flips else [])]
+    header = ["checkpoint", "size", "KL, nats", *shares, "TPOT, ms", "keeps"]
+    tight: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
+    return table_of(header, rows, no_wrap=range(len(header)), **tight)
+
+
+def _neighbours(decision: Record, named: Mapping[str, Record]) -> Iterator[str]:
+    """The costs of the next smaller and the next better checkpoint."""
+    base = named.get(decision["recommended"])
+    for said, key in (("next smaller", "next_smaller"), ("next better", "next_better")):
+        one = named.get(decision[key])
+        if base is not None and one is not None:
+            size, kl = one["bytes"] / base["bytes"] - 1, one["kl"]["value"] - base["kl"]["value"]
+            broken = f"; it breaks {'; '.join(one['breaks'])}" if one["breaks"] else ""
+            yield f"{said}: {one['id']}, {size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
+
+
+def _size(count: int) -> str:
+    from ..engine.base.units import format_gib
+
+    return format_gib(count)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _interval(value: Record | None, *, percent: bool = False) -> str:
+    """A value with its interval."""
+    if value is None:
+        return ""
+    if percent:
+        return f"{100 * value['value']:.1f} ({100 * value['low']:.0f}-{100 * value['high']:.0f})"
+    return f"{value['value']:.3g} ({value['low']:.2g}-{value['high']:.2g})"
+
+
+def _speed(speed: Record | None, *, with_band: bool = True) -> str:
+    """Time per output token, with its band."""
+    if speed is None or speed["tpot_ms"] is None:
+        return "unknown"
+    band = (
+        f" ({speed['band'][0]:.2g}-{speed['band'][1]:.2g})" if with_band and speed["band"] else ""
+    )
+    return f"{speed['tpot_ms']:.3g}{band}"

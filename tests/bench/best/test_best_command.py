@@ -1,0 +1,126 @@
+"""`llmopt best` on bundled models: an answer whose files are proven, its commands, and a kill at any stage."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from llmopt.bench.best import search
+from llmopt.cli.best import best
+from llmopt.cli.main import application, run_guarded
+from llmopt.engine.planner.catalog import find_model
+
+from tests.support import cli_process
+from tests.support.cli_process import ForkedProcess
+
+SMALL = ("--num-samples", "4", "--seq-len", "64", "--quality-tokens", "256", "--num-prompts", "2")
+QUESTION = ("stories3M", "--format", "compressed-tensors", "--candidates", "int4,int8", *SMALL)
+
+
+def llmopt(*words: str | Path) -> int:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(best)
+    return run_guarded(lambda: app(list(map(str, words)), standalone_mode=False), debug=False)
+
+
+def decision(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "decision.json").read_text())
+
+
+def test_an_answer_with_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "measure_machine", lambda target, *_: target)  # it takes its time
+    folder, question = Path("out"), (*QUESTION, "--finalists", "2", "--max-kl", "9", "-o", "out")
+    assert llmopt(*question, "--dry-run") == 0
+    assert "expected KL" in capsys.readouterr().out and not (folder / "decision.json").exists()
+    assert llmopt(*question) == 0
+    said = capsys.readouterr().out
+    found = decision(folder)
+    chosen = {one["id"]: one for one in found["finalists"]}[found["recommended"]]
+    assert chosen["rebuild"] in said and chosen["serve"] in said
+    assert chosen["bytes"] == find_model(chosen["folder"]).stored_bytes
+    assert chosen["kl"]["low"] <= chosen["kl"]["value"] <= chosen["kl"]["high"] <= 9
+    assert chosen["speed"]["source"] == "measured" and chosen["keeps"] is True
+    points = {one["id"]: one for one in found["front"]}
+    assert points[chosen["id"]]["finalist"] and points[chosen["id"]]["bytes"] == chosen["bytes"]
+    assert {one["name"] for one in found["usual"]} == {"awq int4", "Q4_K_M", "fp8"}
+    before = (folder / "decision.json").read_bytes()
+    assert llmopt(*question) == 0  # nothing is left to do
+    assert (folder / "decision.json").read_bytes() == before
+    _rebuilds(chosen, tmp_path)
+
+
+def _rebuilds(chosen: dict[str, Any], folder: Path) -> None:
+    """The command makes the finalist's weights again, to the byte."""
+    _, *words = shlex.split(chosen["rebuild"])
+    assert (
+        run_guarded(lambda: application("quantize")(words, standalone_mode=False), debug=False) == 0
+    )
+    made = {path.name: path for path in (folder / chosen["id"]).glob("*.safetensors")}
+    assert made
+    for name, path in made.items():
+        assert path.read_bytes() == (Path(chosen["folder"]) / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpu", "h1000"), "no GPU 'h1000'"),
+        (("--format", "ggml"), "--format ggml: choose one of"),
+        (("--size", "1KiB"), "its fewest bits are"),
+        (("--target-bpw", "2"), "its fewest bits are"),
+        (("--size", "huge"), "'huge' is no size"),
+        (("--budget", "soon"), "--budget soon"),
+        (("--loads-in", "llama.cpp"), "it reads GGUF files only"),
+    ],
+)
+def test_bad_input_ends_with_two(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(search, "measure_machine", lambda target, *_: target)
+    assert llmopt(*QUESTION, *words, "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+
+
+KILLED_AT = (
+    "question.json",
+    "statistics/costs-*",
+    "search.json",
+    "finalists/journal.json",
+    "finalists/checkpoints/.*",
+    "finalists/checkpoints/*/config.json",
+    "finalists/original/result.json",
+    "finalists/result.json",
+)
+"""Files, in the order in which they appear."""
+
+
+@pytest.mark.whole
+def test_a_kill_at_any_stage_changes_no_byte(tmp_path: Path) -> None:
+    """Quality does not vary between runs, and the speed of other hardware is planned."""
+    words = ("best", *QUESTION, "--gpu", "h100", "--finalists", "2", "--size", "2MB", "-o", "out")
+    decisions = []
+    for name, places in (("whole", ()), ("killed", KILLED_AT)):
+        (tmp_path / name).mkdir()
+        out = tmp_path / name / "out"
+        for place in places:
+            with ForkedProcess(cli_process.llmopt, *words, cwd=tmp_path / name) as process:
+                while process.poll() is None and not any(out.glob(place)):
+                    time.sleep(0.01)
+                assert any(out.glob(place)), place
+                process.kill()
+                process.wait()
+        with ForkedProcess(cli_process.llmopt, *words, cwd=tmp_path / name) as process:
+            assert process.wait(120) == 0
+        decisions.append((out / "decision.json").read_bytes())
+    assert decisions[0] == decisions[1]
+    assert json.loads(decisions[0])["finalists"][0]["speed"]["source"] == "planned"

@@ -1,0 +1,193 @@
+"""Decisions from plain values: which points stay, which finalists are made, what is recommended, and why not others."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from llmopt.bench.best.decision import check_point, choose, decide, slo_breaks
+
+SIZES = (100, 200, 300, 400)
+EXPECTED = (0.4, 0.1, 0.04, 0.01)
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    kl = {"metric": "kl", "op": "<=", "limit": 0.05, "relative": False}
+    plain = {"size_bytes": None, "slo": None, "promises": [kl], "is_bounded": False}
+    return plain | changes
+
+
+def speed(tpot: float, band: tuple[float, float] | None = None) -> dict[str, Any]:
+    return {"tpot_ms": tpot, "ttft_ms": 100.0, "e2el_ms": 500.0, "tokens_per_s": 1e3 / tpot,
+            "band": band and list(band), "ttft_band": None, "source": "planned"}  # fmt: skip
+
+
+def point(name: str, size: int, expected: float | None, **changes: Any) -> dict[str, Any]:
+    plain = {"id": name, "lane": "a", "label": name, "bytes": size, "bits_per_weight": size / 100,
+             "expected_kl": expected, "speed": None, "unfit": None, "layers": {}, "quantize": {}}  # fmt: skip
+    return plain | changes
+
+
+def usual(name: str, size: int = 350, **changes: Any) -> dict[str, Any]:
+    return point(name, size, None) | {"name": name, "refused": None} | changes
+
+
+def searched(usuals: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    pairs = zip(SIZES, EXPECTED, strict=True)
+    return {
+        "lanes": [],
+        "front": [point(f"p{size}", size, kl) for size, kl in pairs],
+        "usual": [*usuals],
+    }
+
+
+def finalist(
+    name: str, size: int, kl: float, outcome: str = "pass", **changes: Any
+) -> dict[str, Any]:
+    found = {"value": kl, "low": 0.9 * kl, "high": 1.1 * kl}
+    verdict = {"outcome": outcome, "reason": f"KL is {kl:g}", "excess": kl / 0.05 - 1}
+    plain = {"id": name, "bytes": size, "kl": found, "top1": found, "flips": None, "kl_by_domain": {},
+             "speed": None, "sound": True, "verdicts": [verdict]}  # fmt: skip
+    return plain | changes
+
+
+MEASURED = (
+    finalist("p200", 200, 0.12, "regression"),
+    finalist("p300", 300, 0.045),
+    finalist("p400", 400, 0.012),
+)
+
+
+def test_the_fewest_bytes_that_keep_the_promises() -> None:
+    found = decide(asked(), searched(), MEASURED)
+    assert (found["recommended"], found["exit_code"], found["closest"]) == ("p300", 0, None)
+    assert (found["next_smaller"], found["next_better"]) == ("p200", "p400")
+    assert found["finalists"][0]["breaks"] == ["KL is 0.12"]
+    kept = {one["id"]: one["keeps"] for one in found["finalists"]}
+    assert kept == {"p200": False, "p300": True, "p400": True}
+
+
+def test_the_least_kl_where_bytes_are_bounded() -> None:
+    question = asked(is_bounded=True, size_bytes=350)
+    found = decide(question, searched(), MEASURED)
+    assert (found["recommended"], found["next_better"]) == ("p300", "p400")
+    assert "400 bytes > 350" in found["finalists"][-1]["breaks"]
+    assert decide(question | {"size_bytes": 400}, searched(), MEASURED)["recommended"] == "p400"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "closest"),
+    [
+        (("regression", "regression", "regression"), 1, "p400"),
+        (("regression", "no verdict", "regression"), 3, "p300"),
+        (("no verdict", "no verdict", "regression"), 3, "p300"),
+    ],
+)
+def test_nothing_and_unsure_name_the_closest(
+    outcomes: Sequence[str], code: int, closest: str
+) -> None:
+    """What may keep the promises is closer than what breaks them, then the one that is least beyond."""
+    measured = [
+        finalist(one["id"], one["bytes"], one["kl"]["value"], outcome)
+        for one, outcome in zip(MEASURED, outcomes, strict=True)
+    ]
+    found = decide(asked(), searched(), measured)
+    assert (found["recommended"], found["exit_code"], found["closest"]) == (None, code, closest)
+    assert closest in found["sentence"]
+
+
+def test_without_a_finalist_the_closest_is_expected() -> None:
+    fronts = searched()
+    for one, tpot in zip(fronts["front"], (30.0, 22.0, 40.0, 50.0), strict=True):
+        one["speed"] = speed(tpot, (0.9 * tpot, 1.1 * tpot))
+    question = asked(slo={"tpot": 15.0})
+    assert choose(question, fronts, 10) == []
+    found = decide(question, fronts, [])
+    assert (found["exit_code"], found["closest"]) == (1, "p200")
+    assert found["front"][1]["breaks"] == ["TPOT 22 ms (19.8 to 24.2) > 15 ms"]
+
+
+def test_a_failed_verification_is_never_recommended() -> None:
+    measured = [finalist("p300", 300, 0.01, sound=False), finalist("p400", 400, 0.012)]
+    assert decide(asked(), searched(), measured)["recommended"] == "p400"
+
+
+@pytest.mark.parametrize(
+    ("limit", "band", "kept"),
+    [
+        (20.0, None, True),
+        (20.0, (10.0, 25.0), None),
+        (9.0, (10.0, 25.0), False),
+        (15.0, None, False),
+    ],
+)
+def test_a_limit_on_a_speed_is_kept_broken_or_unsure(
+    limit: float, band: tuple[float, float] | None, kept: bool | None
+) -> None:
+    ((found, said, _),) = slo_breaks({"tpot": limit}, speed(18.0, band))
+    assert found is kept and f"> {limit:g} ms" in said
+    ((unknown, _, _),) = slo_breaks({"tpot": limit}, None)
+    assert unknown is None
+
+
+def test_expected_kl_is_judged_by_the_ratios_of_the_finalists() -> None:
+    """Measured to expected KL are 1.2, 1.125 and 1.2 here."""
+    front = decide(asked(), searched(), MEASURED)["front"]
+    assert [one["keeps"] for one in front] == [False, False, True, True]
+    assert front[0]["kl_band"] == pytest.approx([0.45, 0.48])
+    assert check_point(asked(), searched()["front"][0], None)["keeps"] is None
+
+
+def test_what_does_not_fit_leaves_the_front() -> None:
+    big = point("p500", 500, 0.001, unfit="1 of 8 sequences fit in the memory of H100")
+    found = check_point(asked(), big, None)
+    assert found["keeps"] is False and "unfit" not in found
+    assert found["breaks"] == ["memory: 1 of 8 sequences fit in the memory of H100"]
+
+
+@pytest.mark.parametrize(
+    ("question", "count", "chosen"),
+    [
+        (asked(), 2, ["p300", "awq"]),
+        (asked(), 3, ["p200", "p300", "awq"]),
+        (asked(), 10, ["p100", "p200", "p300", "p400", "awq"]),
+        (asked(is_bounded=True, size_bytes=400, promises=[]), 3, ["p300", "p400", "awq"]),
+        (asked(is_bounded=True, size_bytes=300, promises=[]), 2, ["p200", "p300"]),
+    ],
+)
+def test_finalists_are_around_the_expected_answer(
+    question: dict[str, Any], count: int, chosen: list[str]
+) -> None:
+    usuals = [usual("awq"), usual("Q4_K_M", refused="vLLM does not load it")]
+    assert choose(question, searched(usuals), count) == chosen
+
+
+def test_points_that_others_beat_are_no_finalists() -> None:
+    fronts = searched()
+    fronts["front"].append(point("worse", 310, 0.05))
+    assert "worse" not in choose(asked(), fronts, 10)
+
+
+def test_the_usual_ones_and_the_promises_that_they_break() -> None:
+    usuals = [
+        usual("awq"), usual("Q4_K_M", refused="vLLM does not load it"), usual("fp8", 900), usual("kept"),
+    ]  # fmt: skip
+    measured = [*MEASURED, finalist("awq", 350, 0.2, "regression"), finalist("kept", 350, 0.04)]
+    found = decide(asked(size_bytes=800), searched(usuals), measured)["usual"]
+    said = {one["name"]: (one["id"], one["why"]) for one in found}
+    assert said["awq"] == ("awq", "KL is 0.2")
+    assert said["Q4_K_M"] == (None, "vLLM does not load it")
+    assert said["fp8"][0] is None and said["fp8"][1].endswith("KiB")
+    assert said["kept"] == ("kept", "keeps the promises, with +16.7% bytes and 0.89 times the KL")
+
+
+def test_the_same_values_give_the_same_bytes() -> None:
+    """In whatever order the finalists were finished."""
+    measured = [*MEASURED, finalist("awq", 350, 0.2, "regression")]
+    fronts = searched([usual("awq")])
+    first = json.dumps(decide(asked(), fronts, measured))
+    random.Random(0).shuffle(measured)
+    assert json.dumps(decide(asked(), fronts, measured)) == first
