@@ -23,12 +23,10 @@ from llmopt.quant.base.atomic_io import write_atomically
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
 from tools.document_part import ROOT, write_part
-from tools.survey.awq_column import AwqColumn
 from tools.survey.engine_column import EngineColumn
 from tools.survey.plan_column import PlanColumn
-from tools.survey.quantized_columns import QuantizedColumn, VerifyColumn
-from tools.survey.reload_column import ReloadColumn
 from tools.survey.stream_column import StreamColumn
+from tools.survey.written_columns import AwqColumn, QuantizedColumn, ReloadColumn, VerifyColumn
 
 DOCUMENT = ROOT / "docs" / "model-survey.md"
 COLUMNS: tuple[Column, ...] = (

@@ -310,9 +310,13 @@ def cache_folder() -> Path:
     return Path(root) / "llmopt" / "probe"
 
 
+ANSWERS = Path(__file__).with_name("bundled.json")
+"""Answers for models of the table, which `tools/probe_table.py` writes."""
+
+
 @cache
 def _bundled() -> Mapping[str, Any]:
-    return json.loads(Path(__file__).with_name("bundled.json").read_text(encoding="utf-8"))
+    return json.loads(ANSWERS.read_text(encoding="utf-8"))
 
 
 def _read(path: Path) -> ProbedModel | None:

@@ -85,6 +85,14 @@ def test_the_errors_of_the_client_are_recorded() -> None:
         ) in text
 
 
+def test_the_cost_of_eight_bit_activations_is_recorded() -> None:
+    found = record("cpu/cpu-activations.json")
+    kls = {row["cpu_activations"]: f"{row['kl_nats']:.4f}" for row in found["rows"]}
+    assert f"from {kls[16]} to {kls[8]} nats" in page("compatibility.md")
+    assert f"{kls[8]} nats in place of {kls[16]}" in page("engine.md")
+    assert all(f"{row['num_tokens']:,} tokens" in page("engine.md") for row in found["rows"])
+
+
 def test_the_soak_did_what_is_written() -> None:
     found, text = record("cpu/soak.json"), " ".join(page("serving.md").split())
     faults = found["faults"]

@@ -15,7 +15,7 @@ from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
-from tools.survey.reload_column import ReloadColumn
+from tools.survey.written_columns import ReloadColumn
 
 from ...support.quant_support import STORIES
 from ...support.survey.case import Case, surveyed_types

@@ -91,7 +91,7 @@ def test_the_engine_computes_with_the_experts_that_were_written(
     assert verify(output).status == PROVEN
     model, got = logits(output)
     assert type(model).__name__ == way
-    plain = loaded(case, dequantized(case, output))
+    plain = loaded(case, dequantized(output))
     with torch.no_grad():
         expected = plain(input_ids=torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
@@ -125,7 +125,7 @@ def test_experts_by_themselves_are_merged_for_modules_that_keep_them_fused(tmp_p
     assert {n.split(".experts.")[1][0] for n in modules if ".experts." in n} == {*"4567"}
     model, got = logits(output)
     assert isinstance(model, TransformersModel)
-    plain = loaded(case, dequantized(case, output))
+    plain = loaded(case, dequantized(output))
     with torch.no_grad():
         expected = plain(input_ids=torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)

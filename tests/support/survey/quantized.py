@@ -112,25 +112,27 @@ def _quantize(case: Case, method: str) -> Quantized:
     return Quantized(output, refused=refused)
 
 
-def dequantized(case: Case, folder: Path) -> Path:
-    """The plain checkpoint with the quantized linears as our reader dequantizes them, the rest as it was."""
+def dequantized(folder: Path) -> Path:
+    """A plain checkpoint with the quantized linears as our reader dequantizes them, the rest as it is."""
     output = folder.with_name(folder.name + "-plain")
     if not output.exists():
-        plain, checkpoint = Checkpoint(source(case)), Checkpoint(folder)
-        if experts_of(f"{module}.weight" for module in quantized_modules(checkpoint)):
-            plain = with_experts_apart(plain)
-        state = dict(plain.tensors())
-        for module in quantized_modules(checkpoint):
-            dtype = state[f"{module}.weight"].dtype
-            state[f"{module}.weight"] = read_quantized(checkpoint, module).dequantize().to(dtype)
-        state = fused_again(checkpoint, state)
-        output.mkdir()
-        save_file(
-            {name: tensor.contiguous() for name, tensor in state.items()},
-            output / "model.safetensors",
-            {"format": "pt"},
-        )
-        (output / "config.json").write_text(json.dumps(plain.config))
+        checkpoint = Checkpoint(folder)
+        modules = quantized_modules(checkpoint)
+        packed = set().union(*(tensor_names(checkpoint, module) for module in modules))
+        state = {name: checkpoint.tensor(name) for name in checkpoint.names if name not in packed}
+        for module in modules:
+            state[f"{module}.weight"] = read_quantized(checkpoint, module).dequantize().float()
+        config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+        write_plain(output, fused_again(checkpoint, state), config)
+    return output
+
+
+def write_plain(output: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
+    """A folder with these tensors and this config."""
+    output.mkdir()
+    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    (output / "config.json").write_text(json.dumps(config))
     return output
 
 
@@ -210,7 +212,7 @@ def written_and_loaded(case: Case, method: str) -> Verdict:
         theirs = decompress(loaded(case, made.folder, made.needs or ""))
     except Exception as error:  # a loader may fail in any way
         return Verdict("wrong", f"transformers does not load it: {type(error).__name__}: {error}")
-    wrong = list(differing(theirs, loaded(case, dequantized(case, made.folder))))
+    wrong = list(differing(theirs, loaded(case, dequantized(made.folder))))
     if wrong:
         return Verdict(
             "wrong", f"{len(wrong)} parameters differ in transformers, such as {wrong[0]}"
