@@ -39,9 +39,9 @@ from llmopt.engine.kernels.common.cpu_measurements import CpuRoofs
 from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.peers_models import KINDS, SHAPES, checkpoint
-from tools.peers_plan import BESIDE, CASES, LONG, Row, ratios_of, rows_of
-from tools.peers_record import COLUMNS, over, rates, seconds, show
+from tools.peers.models import KINDS, SHAPES, checkpoint
+from tools.peers.plan import BESIDE, CASES, LONG, Row, ratios_of, rows_of
+from tools.peers.record import COLUMNS, over, rates, seconds, show
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
 PACKAGES = {

@@ -9,9 +9,9 @@ import pytest
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
 from tools.cpu_peers import measure_loads
-from tools.peers_models import repeat_in_gguf
-from tools.peers_plan import BESIDE, CASES, Row, ratios_of, rows_of
-from tools.peers_record import loads_table, over, roof_share, spread
+from tools.peers.models import repeat_in_gguf
+from tools.peers.plan import BESIDE, CASES, Row, ratios_of, rows_of
+from tools.peers.record import loads_table, over, roof_share, spread
 
 FILE = Path("model.gguf")
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tools import peers_table, quality_table
+from tools import quality_table
 from tools.document_part import part_of
 from tools.model_survey import read_results, row_line
+from tools.peers import record as peers_record
 from tools.quality import real
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def test_every_record_names_its_command_machine_date_and_commit() -> None:
 
 
 def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
-    assert part_of(DOCS / "peers.md", "peers_table.py") == peers_table.made()
+    assert part_of(DOCS / "peers.md", "peers/record.py") == peers_record.made()
 
 
 def test_the_quality_tables_are_those_of_the_records() -> None:

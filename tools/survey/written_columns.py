@@ -1,4 +1,4 @@
-"""Columns `rtn`, `gptq`, `verify`, `reload` and `awq`: what is written is proven, and transformers loads it."""
+"""Columns `rtn`, `gptq`, `verify`, `reload`, `awq`: what is written is proven and loaded by transformers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""The tables of a record of tools/cpu_peers.py, in Markdown: rates, ratios, start-up, memory."""
+"""Write the tables of docs/peers.md from the records of tools/cpu_peers.py: rates, ratios, start-up, memory.
+
+python -m tools.peers.record [--check]
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tools.document_part import ROOT, put_part
 
 MIB = 2**20
 COLUMNS = {
@@ -134,3 +140,16 @@ def memory_table(record: Mapping[str, Any]) -> list[str]:
             shown = " | ".join(f"{size / MIB:,.0f} MiB" for size in sizes)
             lines.append(f"| {row['name']} | {shown} |")
     return lines
+
+
+def made() -> str:
+    """The tables of each record under its name."""
+    parts = []
+    for path in sorted((ROOT / "docs/measured/cpu").glob("cpu-peers-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        parts.append(f"### {path.name}\n\n{show(record)}")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    put_part("docs/peers.md", "peers/record.py", __doc__, made)
