@@ -18,6 +18,7 @@ from llmopt.bench.load.fleet import Fleet
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
 
 from ...support.cli_process import LlmoptProcess
 from ...support.live_server import eventually
@@ -147,9 +148,19 @@ def requests(count: int) -> list[EncodedRequest]:
     return [EncodedRequest(f"r{number}", b"{}") for number in range(count)]
 
 
+class Counted(Silent):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def advance(self, count: int = 1) -> None:
+        self.count += count
+
+
 @pytest.mark.parametrize("script", ["good", "slow-headers", "dribble"])
 def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
-    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/{script}"), requests(6), 4)
+    url, progress = f"http://127.0.0.1:{server.port}/{script}", Counted()
+    found = fleet.run(endpoint(url), requests(6), 4, progress=progress)
+    assert progress.count == 6
     assert [one.answer.error for one in found.exchanges] == [""] * 6
     assert all(one.answer.tokens == [1, 1] and one.answer.text == " x x" for one in found.exchanges)
     assert all(found.origin <= one.sent <= one.answer.times[0] for one in found.exchanges)

@@ -10,7 +10,13 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import build_workload, freeze_workload, locate_dataset
 from llmopt.bench.workloads.freeze import read_frozen, write_frozen
-from llmopt.bench.workloads.workload import Workload, numbered
+from llmopt.bench.workloads.workload import (
+    ConversationTurn,
+    Message,
+    Workload,
+    WorkloadItem,
+    numbered,
+)
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.load_processor import load_tokenizer
@@ -40,6 +46,17 @@ def test_round_trip_keeps_the_hash(tmp_path: Path, options: BenchOptions) -> Non
     head = json.loads(path.read_text().splitlines()[0])
     assert head["sha256"] == written.sha256 and head["num_requests"] == len(written.items)
     assert again.is_timed == any(item.arrival_seconds for item in written.items)
+
+
+def test_the_hash_of_a_conversation_is_that_of_earlier_releases() -> None:
+    """Frozen files and recorded runs name it: it changes only with what is sent."""
+    turn = ConversationTurn((4, 5), 6, (Message("user", "go on"),), think_seconds=0.5)
+    spoken = (Message("user", "hi"),)
+    item = WorkloadItem("r0", (1, 2, 3), 7, 0.25, messages=spoken, turns=(turn,))
+    assert (
+        Workload("sharegpt", "here", (item,)).sha256
+        == "e216d236e3a4767f529ae9b894b9cd515556a8c74d90175047501e15859a59fd"
+    )
 
 
 def test_the_result_names_the_hash(tmp_path: Path) -> None:
