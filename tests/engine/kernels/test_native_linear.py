@@ -441,7 +441,11 @@ def test_the_kernel_follows_the_scheme_and_the_wish(
 
 
 def test_inputs_of_padded_groups_are_quantized_in_the_kernel(path: str) -> None:
-    """In blocks of the padded channels, which a norm does not know."""
+    """In blocks of the padded channels, which a norm does not know; else once, for all that read them."""
+    whole = prepare_quantized_linear(
+        weight_of(IntScheme(4, 32, True), 40, 256), torch.float32, input_bits=8
+    )
+    assert hasattr(whole, "activation_quant")
     weight, x = weight_of(IntScheme(4, 24, True), 40, 240), inputs_of(3, 240)
     kernel = prepare_quantized_linear(weight, torch.float32, input_bits=8)
     assert not hasattr(kernel, "activation_quant")
