@@ -97,21 +97,30 @@ class FullPassage:
 
     Attributes:
         domains: of the first windows, in order; the others belong to options.
-        tasks: whose options have the windows behind, in the order of `ChoiceTask.pairs`.
+        tasks: whose options are scored behind.
+        options: number and length in tokens of each option, in the order of the scored positions.
     """
 
     passage: Passage
     domains: tuple[str, ...]
     tasks: tuple[ChoiceTask, ...]
+    options: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
-        cls, tokenizer: Any, encode_pair: EncodePair, max_model_len: int, *, stories_only: bool
+        cls,
+        tokenizer: Any,
+        encode_pair: EncodePair,
+        max_model_len: int,
+        *,
+        stories_only: bool,
+        share: bool = True,
     ) -> FullPassage:
         """The passage for a tokenizer and a context.
 
         Args:
             stories_only: of the items take those over stories, for a model that read nothing else.
+            share: whether options of one token share the window of their context.
         """
         named = [
             (domain, window)
@@ -120,20 +129,37 @@ class FullPassage:
         ]
         names = [STORY_TASK] if stories_only else list(BUNDLED_TASKS)
         tasks = tuple(bundled_task(name) for name in names)
-        options = []
-        for context, option in (pair for task in tasks for pair in task.pairs):
-            before, targets = encode_pair(context, option)
-            # Truncated on the left to the context's length, as lm-eval does.
-            tokens = [*before, *targets][-max_model_len:]
-            options.append(PassageWindow(tuple(tokens), len(tokens) - len(targets)))
+        windows = [window for _, window in named]
+        options: list[tuple[int, int]] = []
+        pairs = [encode_pair(*pair) for task in tasks for pair in task.pairs]
+        for item in by_item(np.arange(len(pairs)), tasks):
+            alone = list(map(int, item))
+            single = [number for number in alone if len(pairs[number][1]) == 1]
+            if share and len(single) > 1:
+                first, *others = single
+                tokens = tuple(pairs[number][1][0] for number in others)
+                windows.append(_option_window(*pairs[first], max_model_len, tokens))
+                options += [(number, 1) for number in single]
+                alone = [number for number in alone if number not in single]
+            windows += [_option_window(*pairs[number], max_model_len) for number in alone]
+            options += [(number, len(pairs[number][1])) for number in alone]
         passage = Passage(
-            (*(window for _, window in named), *options),
+            tuple(windows),
             DOMAIN_TEXTS.name,
             "domains v1",
             f"at most {TOKENS_PER_DOMAIN:,} tokens of each domain in windows of {DOMAIN_WINDOW}, and "
             "each option behind its context",
         )
-        return cls(passage, tuple(domain for domain, _ in named), tasks)
+        return cls(passage, tuple(domain for domain, _ in named), tasks, tuple(options))
+
+    def log_likelihoods(self, nll: np.ndarray) -> list[np.ndarray]:
+        """Of each option, by item, from a column of the series."""
+        begin = sum(window.num_scored for window in self.passage.windows[: len(self.domains)])
+        numbers, lengths = np.array(self.options).T
+        sums = np.zeros(len(numbers))
+        starts = begin + np.cumsum(lengths) - lengths
+        sums[numbers] = -np.add.reduceat(nll.astype(np.float64), starts)
+        return by_item(sums, self.tasks)
 
     def summary(self, series: QualitySeries, seed: int = 0) -> dict[str, Any]:
         """`domains` and `flips` of the quality record: KL and top-1 agreement by domain, and the answers that
@@ -141,24 +167,27 @@ class FullPassage:
         window = series.needed("window")
         domain = np.array([*self.domains, ""])[np.minimum(window, len(self.domains))]
         by_domain = {name: distance(series, domain == name, seed) for name in DOMAINS}
-        sums = [
-            -np.bincount(window, column.astype(np.float64))[len(self.domains) :]
-            for name in ("reference_nll", "nll")
-            if (column := series.column(name)) is not None
-        ]
-        flips = None
-        if len(sums) == 2:
-            items = [item for task in self.tasks for item in task.items]
-            before, after = (by_item(column, items) for column in sums)
-            flips = flips_between(before, after, [item.answer for item in items])
+        reference, flips = series.column("reference_nll"), None
+        if reference is not None:
+            before, after = map(self.log_likelihoods, (reference, series.needed("nll")))
+            answers = [item.answer for task in self.tasks for item in task.items]
+            flips = flips_between(before, after, answers)
             flips["tasks"] = [task.name for task in self.tasks]
         return {"domains": by_domain, "flips": flips}
 
 
-def by_item(values: np.ndarray, items: Sequence[ChoiceItem]) -> list[np.ndarray]:
+def by_item(values: np.ndarray, tasks: Sequence[ChoiceTask]) -> list[np.ndarray]:
     """One value of each option, split by item."""
-    ends = np.cumsum([len(item.choices) for item in items])
+    ends = np.cumsum([len(item.choices) for task in tasks for item in task.items])
     return np.split(values, ends[:-1])
+
+
+def _option_window(
+    before: Sequence[int], targets: Sequence[int], max_model_len: int, others: tuple[int, ...] = ()
+) -> PassageWindow:
+    """An option behind its context, which is truncated on the left as lm-eval does."""
+    tokens = (*before, *targets)[-max_model_len:]
+    return PassageWindow(tokens, len(tokens) - len(targets), alternatives=others)
 
 
 def _domain_windows(tokenizer: Any, texts: Sequence[Document], window: int) -> list[PassageWindow]:
@@ -219,7 +248,12 @@ def flips_between(
             "share": (0.0, 0.0) if alike else exact_interval(flipped, count),
             "accuracy_change": (0.0, 0.0) if alike else tango_interval(lost, gained, count),
         },
-        "as_many_others": (0.0, 0.0) if alike else predicted_share(flipped, count, count),
+        "as_many_others": {
+            "share": (0.0, 0.0) if alike else predicted_share(flipped, count, count),
+            "accuracy_change": (0.0, 0.0)
+            if alike
+            else predicted_change(lost, gained, count, count),
+        },
         "items_for_loss": {str(loss): items_for_loss(loss, changed) for loss in LOSSES},
         "smallest_loss": smallest_loss(count, changed),
     }
@@ -243,6 +277,18 @@ def predicted_share(count: int, total: int, others: int, confidence: float = 0.9
     tail = (1 - confidence) / 2
     ahead = betabinom(others, count + 0.5, total - count + 0.5)
     return float(ahead.ppf(tail)) / others, float(ahead.ppf(1 - tail)) / others
+
+
+def predicted_change(
+    lost: int, gained: int, total: int, others: int, confidence: float = 0.9
+) -> Interval:
+    """Interval of the change of accuracy that `others` further items would show: normal, with one more item
+    changed, for that none changed does not say that none will."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    change = (gained - lost) / total
+    variance = (lost + gained + 1) / (total + 1) - change**2
+    reach = z * math.sqrt(variance * (1 / total + 1 / others))
+    return max(-1.0, change - reach), min(1.0, change + reach)
 
 
 def items_for_loss(loss: float, changed: float) -> int:

@@ -38,18 +38,20 @@ class PassageWindow:
     Attributes:
         first_scored: index of the first scored token, from 1: nothing predicts the first token.
         document: number of the document that the window is from; 0 where the text is one.
+        alternatives: tokens that are scored in the last one's place too, behind it.
     """
 
     token_ids: tuple[int, ...]
     first_scored: int = 1
     document: int = 0
+    alternatives: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 1 <= self.first_scored < len(self.token_ids), "a window scores at least one token"
 
     @property
     def num_scored(self) -> int:
-        return len(self.token_ids) - self.first_scored
+        return len(self.token_ids) - self.first_scored + len(self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,12 @@ class Passage:
         """Hash of protocol, settings and tokens: scores of equal hashes are of the same positions."""
         digest = hashlib.sha256(f"{self.protocol} {sorted(self.settings.items())}".encode())
         for window in self.windows:
-            numbers = [len(window.token_ids), window.first_scored, *window.token_ids]
+            numbers = [
+                len(window.token_ids),
+                window.first_scored,
+                *window.token_ids,
+                *window.alternatives,
+            ]
             digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
         return digest.hexdigest()
 

@@ -169,11 +169,13 @@ def _score_windows(
 
 @dataclass(slots=True)
 class _Places:
-    """The scored positions of a step: the row of its hidden states, the window, and the token's index."""
+    """The scored positions of a step: the row of its hidden states, the window, the token's index, and the
+    token."""
 
     rows: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 def _places(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _Places:
@@ -185,6 +187,14 @@ def _places(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _Places:
         places.rows += range(offset + scored.start - 1 - begin, offset + scored.stop - 1 - begin)
         places.windows += [prompt] * len(scored)
         places.positions += scored
+        window = windows[prompt]
+        places.token_ids += window.token_ids[scored.start : scored.stop]
+        if window.alternatives and end == len(window.token_ids) - 1:
+            count = len(window.alternatives)
+            places.rows += [offset + end - 1 - begin] * count
+            places.windows += [prompt] * count
+            places.positions += [end] * count
+            places.token_ids += window.alternatives
         offset += end - begin
     return places
 
@@ -196,12 +206,9 @@ def _step_scores(
     passes: Sequence[PromptPass],
     hidden: Sequence[torch.Tensor],
 ) -> PositionScores:
-    token_ids = [
-        windows[window].token_ids[position]
-        for window, position in zip(places.windows, places.positions, strict=True)
-    ]
     device = hidden[0].device
-    rows, ids = torch.tensor(places.rows, device=device), torch.tensor(token_ids, device=device)
+    rows = torch.tensor(places.rows, device=device)
+    ids = torch.tensor(places.token_ids, device=device)
     parts = [
         reduce_slice(
             passes[0].logits(hidden[0].index_select(0, part)),
@@ -222,7 +229,7 @@ def _step_scores(
         document=np.array([windows[window].document for window in places.windows]),
         window=np.array(places.windows) + first,
         position=np.array(places.positions),
-        token_id=np.array(token_ids),
+        token_id=np.array(places.token_ids),
         **columns,
     )
 

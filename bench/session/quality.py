@@ -109,7 +109,10 @@ def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> F
     is_served = options.base_url is not None
     stories = not is_served and is_bundled(resolve_model(options.reference))
     encode = partial(encode_pair, tokenizer)
-    return FullPassage.of(tokenizer, encode, max_model_len, stories_only=stories)
+    # A server scores the tokens of a prompt, and no others in their place.
+    return FullPassage.of(
+        tokenizer, encode, max_model_len, stories_only=stories, share=not is_served
+    )
 
 
 def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine:

@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 from llmopt.bench.quality import domains
+from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import DOMAINS
 from llmopt.bench.session.tasks import encode_pair
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,7 +80,11 @@ def test_answers_are_those_of_transformers() -> None:
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     full = domains.FullPassage.of(
-        tokenizer, lambda *pair: encode_pair(tokenizer, *pair), 512, stories_only=True
+        tokenizer,
+        lambda *pair: encode_pair(tokenizer, *pair),
+        512,
+        stories_only=True,
+        share=False,
     )
     (task,) = full.tasks
     windows = iter(full.passage.windows[len(full.domains) :])
@@ -97,6 +105,25 @@ def test_answers_are_those_of_transformers() -> None:
         right += sums.index(max(sums)) == item.answer
     assert next(windows, None) is None
     assert right > NUM_ITEMS * 0.4
+
+
+@pytest.mark.usefixtures("few")
+def test_options_that_share_a_window_score_as_in_their_own() -> None:
+    """First tokens in place of some of the words: options of one token share, the others do not."""
+    engine = Engine(EngineConfig(FOLDER, dtype="float32", device="cpu"))
+
+    def pair(context: str, option: str) -> tuple[list[int], list[int]]:
+        before, targets = encode_pair(engine.tokenizer, context, option)
+        return before, targets if len(option) % 4 == 0 else targets[:1]
+
+    found = []
+    for share in (True, False):
+        full = domains.FullPassage.of(engine.tokenizer, pair, 512, stories_only=True, share=share)
+        assert any(window.alternatives for window in full.passage.windows) == share
+        series, _ = score_passage(full.passage, engine)
+        assert len(series.needed("nll")) == full.passage.num_scored
+        found.append(np.concatenate(full.log_likelihoods(series.needed("nll"))))
+    np.testing.assert_allclose(*found, atol=2e-4)
 
 
 def test_what_has_no_reference_or_template_is_refused(
