@@ -23,11 +23,16 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
+.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
 	$(VENV)/bin/llmopt run recipes/quickstart.yaml
+
+# The checkpoint of the bundled model for this machine: the search, four finalists, the decision and its page in build/best-demo.
+best-demo: $(INSTALLED)
+	rm -rf build/best-demo
+	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 4 --output build/best-demo
 
 # The models of the tests are too small for a second thread to pay; a second process does.
 test test-rest test-random test-levels test-arm nightly: export OMP_NUM_THREADS = 1

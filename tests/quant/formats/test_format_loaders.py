@@ -207,6 +207,7 @@ EXACT: dict[str, list[Scheme]] = {
     "fp8-channel": [FloatScheme("channel")],
     "fp8-block": [FloatScheme("block")],
     "mixed": [IntScheme(4, 64, True), FloatScheme("channel"), IntScheme(8, -1, True)],
+    "mixed-groups": [IntScheme(4, size, True) for size in (64, 32, 128)],
 }
 ROUNDED_INPUTS: dict[str, list[Scheme]] = {
     "w8a8": [IntScheme(8, -1, True, INT8)],
