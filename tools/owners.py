@@ -29,6 +29,9 @@ from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.owners.check_llama_cpp import as_floats
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "owners"
 TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -90,6 +93,8 @@ class Case:
 INT8_INPUTS = Reading("vllm", "bfloat16", 0.2)
 # It quantizes the inputs of every GEMM to 8 bits.
 LLAMA_CPP = Reading("llamacpp", "float32", 0.1)
+# With the blocks dequantized by the `gguf` package there are no such GEMMs.
+LLAMA_CPP_FLOATS = Reading("llamacpp", "float32", 1e-3, {"as_floats": True})
 MIXED = {"method": "auto", "format": "compressed-tensors"}
 """A kind a linear, each kind a config group of its own."""
 CASES = (
@@ -103,7 +108,11 @@ CASES = (
         {**MIXED, "candidates": ("int4", "fp8"), "target_bpw": 5.5},
         (ROUNDED, INT8_INPUTS),
     ),
-    Case("mixed gguf", {"method": "auto", "format": "gguf", "target_bpw": 4.75}, (LLAMA_CPP,)),
+    Case(
+        "mixed gguf",
+        {"method": "auto", "format": "gguf", "target_bpw": 4.75},
+        (LLAMA_CPP, LLAMA_CPP_FLOATS),
+    ),
     Case("gguf Q4_K_M", {"method": "gguf", "gguf_type": "Q4_K_M"}, (LLAMA_CPP,)),
     Case("compressed-tensors int4 g128", {"method": "rtn"}, (EXACT, VLLM)),
     Case(
@@ -186,6 +195,18 @@ def write(case: Case, folder: Path) -> Path:
     return output
 
 
+def task(folder: Path, reading: Reading, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The task of a reading; see `tests/owners/protocol.py`."""
+    if reading.options.get("as_floats"):
+        floats = folder / "as-F32"
+        floats.mkdir()
+        path = as_floats(next(folder.glob("*.gguf")))
+        path.rename(floats / path.name)
+        folder = floats
+    common = {"prompts": prompts, "max_tokens": NEW_TOKENS, "top": TOP}
+    return {"folder": str(folder), "dtype": reading.dtype, **common, **reading.options}
+
+
 def install(owner: str, folder: Path) -> None:
     """Make the environment of a package. torch comes first, or its CUDA build would."""
     python = folder / "bin" / "python"
@@ -266,15 +287,12 @@ def main() -> int:
             if given.install:
                 install(owner, given.environments / owner)
             pairs = [(c, r) for c in cases for r in c.readings if r.owner == owner]
-            common = {"prompts": prompts, "max_tokens": NEW_TOKENS, "top": TOP}
-            tasks = [
-                {"folder": str(folders[c.name]), "dtype": r.dtype, **common, **r.options}
-                for c, r in pairs
-            ]
+            tasks = [task(folders[c.name], r, prompts) for c, r in pairs]
             for (case, reading), answer in zip(
                 pairs, ask(pythons[owner], owner, tasks), strict=True
             ):
-                row: dict[str, Any] = {"checkpoint": case.name, "owner": owner}
+                name = f"{case.name} as F32" if reading.options.get("as_floats") else case.name
+                row: dict[str, Any] = {"checkpoint": name, "owner": owner}
                 if "error" in answer:
                     row["refused"] = answer["error"]
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -17,7 +18,8 @@ def load_and_answer(task: Task) -> Answer:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], **options).eval()
     found = [f"transformers {transformers.__version__}"]
-    found += [f"{name} {importlib.metadata.version(name)}" for name in READERS]
+    installed = [name for name in READERS if find_spec(name.replace("-", "_"))]
+    found += [f"{name} {importlib.metadata.version(name)}" for name in installed]
     return answer_of(model, task) | {"loader": f"{', '.join(found)}, {task['dtype']}"}
 
 

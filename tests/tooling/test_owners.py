@@ -28,8 +28,7 @@ def test_a_mixed_checkpoint_answers_there_as_here(
     folder = owners.write(case, tmp_path)
     tokenizer = Engine(EngineConfig(owners.resolve_model("stories3M"), device="cpu")).tokenizer
     prompts = [list(tokenizer(text).input_ids) for text in owners.TEXTS]
-    task = {"folder": str(folder), "dtype": reading.dtype, "prompts": prompts, **reading.options}
-    task |= {"max_tokens": owners.NEW_TOKENS, "top": owners.TOP}
+    task = owners.task(folder, reading, prompts)
     (answer,) = owners.ask(Path(sys.executable), reading.owner, [task])
     assert "error" not in answer, answer
     _, mean, same = owners.compare(owners.ours(folder, prompts), answer)
