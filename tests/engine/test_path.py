@@ -39,9 +39,9 @@ OPTIONAL = {
 @pytest.fixture(scope="module")
 def paths() -> Paths:
     """Traced in a process of its own: other tests warm caches, and leave threads that enter files too."""
-    command = [sys.executable, "-m", "tools.path_trace", "--json"]
+    command = [sys.executable, "-m", "tools.path_trace"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout)
 
 
 def test_a_first_token_enters_few_files(paths: Paths) -> None:
