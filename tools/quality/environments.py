@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmopt.quant.base.processor import without_openmp_spins
 
 WORKER = Path(__file__).with_name("worker.py")
-TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel==7.6.0",),
     "llmcompressor": ("llmcompressor==0.14.0.1",),
@@ -29,19 +28,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
 }
-
-
-def install(environments: Path, names: Sequence[str] = tuple(PACKAGES)) -> None:
-    """An environment for each of these packages that has none yet."""
-    for name in names:
-        python = environments / name / "bin" / "python"
-        if python.exists():
-            continue
-        subprocess.run([sys.executable, "-m", "venv", str(environments / name)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", TORCH, *PACKAGES[name]]
-        # Modules of this checkout are none of that environment's.
-        own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        subprocess.run(pip, check=True, env=own)
 
 
 def interpreter(environments: Path | None, package: str) -> Path | None:

@@ -31,9 +31,10 @@ from llmopt.quant.stream.calibration import Calibration, load_calibration
 
 from tools.continuous_model import make
 from tools.document_part import write_part
+from tools.environments import install
 from tools.quality.cells import GROUP_SIZE, Cell, cells
 from tools.quality.dequantized import StoredSize, dequantize_checkpoint, quantized_folder
-from tools.quality.environments import install, interpreter, run
+from tools.quality.environments import PACKAGES, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
 from tools.quality.scoring import Scorer, key_of
 from tools.real_model import fetch_gguf
@@ -301,7 +302,8 @@ def main(words: Sequence[str]) -> int:
     given = parse(words)
     torch.set_num_threads(given.threads)
     if given.install:
-        install(given.environments)
+        for name, packages in PACKAGES.items():
+            install(given.environments / name, packages)
     session = prepare(given)
     rows = fill(session)
     if given.docs:
