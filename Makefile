@@ -39,7 +39,7 @@ test test-rest test-random test-levels test-arm nightly: export OMP_NUM_THREADS 
 PYTEST := $(VENV)/bin/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
-# Every feature once, in about ten minutes on two cores; what measures the machine comes first, alone.
+# Every feature once, in about eight minutes on two cores; what measures the machine comes first, alone.
 test: $(INSTALLED)
 	$(PYTEST) -m alone $(ALONE)
 	$(PYTEST) -m "not alone and not whole" -n 2 --dist worksteal --durations 20
