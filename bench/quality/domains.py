@@ -153,7 +153,7 @@ class FullPassage:
         return cls(passage, tuple(domain for domain, _ in named), tasks, tuple(options))
 
     def log_likelihoods(self, nll: np.ndarray) -> list[np.ndarray]:
-        """Of each option, by item, from a column of the series."""
+        """Sum each option's column of the series, by item."""
         begin = sum(window.num_scored for window in self.passage.windows[: len(self.domains)])
         numbers, lengths = np.array(self.options).T
         sums = np.zeros(len(numbers))
