@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/installed
-OMP_NUM_THREADS ?= 2
-export OMP_NUM_THREADS
 
 # The source folders under their installed name, for a Python into which nothing is installed.
 LINKS := $(CURDIR)/build/links
@@ -35,7 +33,7 @@ best-demo: $(INSTALLED)
 	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 4 --output build/best-demo
 
 # The models of the tests are too small for a second thread to pay; a second process does.
-test test-rest test-random test-levels test-arm nightly: export OMP_NUM_THREADS = 1
+test test-rest test-random test-levels test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
 PYTEST := $(VENV)/bin/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
@@ -78,7 +76,7 @@ gpu-matrix: $(INSTALLED)
 	$(VENV)/bin/python -m tools.gpu_matrix --out docs/measured/gpu-matrix.json
 
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
-gpu-check gpu-first gpu-bench: export PYTHONPATH = $(LINKS)
+gpu-check gpu-first gpu-bench: export PYTHONPATH := $(LINKS)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check gpu-first gpu-bench: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..quant.base.errors import DoesNotFit
 from ..quant.load_processor import load_tokenizer
 from ..quant.model.checkpoint import read_json
 from ..quant.models import open_checkpoint, resolve_model
-from .base.device import choose_device, choose_dtype, enter_device
+from .base.device import choose_device, choose_dtype, enter_device, say_on_cpu
 from .cache.compaction import Evictor, check_eviction
 from .cache.kv_cache import (
     KvCache,
@@ -138,9 +140,23 @@ class EngineParts:
 def build_engine(config: EngineConfig) -> EngineParts:
     """Load the model, size and allocate the KV cache, and capture the decode steps.
 
+    On the CPU where a GPU that nobody asked for by name is too small for the model, or full.
+
     Raises:
         BadInput: as `Engine`.
     """
+    try:
+        return _build_on(config)
+    except DoesNotFit as problem:
+        if config.device != "auto" or choose_device("auto").type == "cpu":
+            raise
+        say_on_cpu(str(problem))
+    gc.collect()  # what the exception's frames held of the GPU
+    return _build_on(replace(config, device="cpu"))
+
+
+def _build_on(config: EngineConfig) -> EngineParts:
+    """The engine on the device of its config."""
     loaded = load_model(config)
     limits = scheduler_limits(config, loaded)
     layout = cache_layout(config, loaded, limits.block_size)
@@ -349,7 +365,8 @@ def _graph_setting(
     max_blocks = limits.max_blocks(loaded.max_model_len)
     cached = loaded.model, cache.layers, limits.block_size, max_blocks
     if workers is None or not sizes or not loaded.model.is_capturable:
-        return GraphSetting(*cached, device, dtype, capture_on(device))
+        states = () if cache.states is None else cache.states.tensors
+        return GraphSetting(*cached, device, dtype, capture_on(device), states=states)
     workers.open_graphs(GraphSizes(tuple(sizes), tuple(token_sizes), max_blocks), dtype)
     capture = capture_on(device, workers.group.silent)
     return GraphSetting(*cached, device, dtype, capture, workers)

@@ -97,10 +97,11 @@ def rows() -> None:
 def sampling() -> None:
     """Launch the sampling kernels on logits of a large vocabulary."""
     from llmopt.engine.sampling import triton_sampling as kernels
+    from llmopt.engine.sampling.triton_thresholds import thresholds
 
     scores, rows = torch.zeros(4, 128256), torch.arange(4)
     floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
-    stays = kernels.thresholds(scores, floats, integers)
+    stays = thresholds(scores, floats, integers)
     kernels.draw(scores, floats, integers, *stays)
     kernels.exponential(integers[:, :2].contiguous(), 128256, 0)
     counts, words = (torch.zeros(4, width, dtype=torch.int32) for width in (128256, 4008))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...engine.base.device import choose_device
 from ...engine.doctor.self_test import self_test
 from ...engine.kernels.common.cpu_measurements import CpuRoofs, NoRoofs
 from ...engine.planner.speed import (
@@ -144,7 +145,7 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def check_health() -> dict[str, Any]:
     """Every device with its tests and ceilings, as plain JSON values; `passed` covers all tests."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    kinds = ["cpu", *(["cuda"] if choose_device("auto").type == "cuda" else [])]
     devices = []
     for device in map(torch.device, kinds):
         dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)

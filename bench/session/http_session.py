@@ -226,6 +226,6 @@ def server_address(options: BenchOptions) -> Address:
 
 def local_gpu() -> str:
     """The device whose counters and clocks are read for a server on this machine."""
-    import torch
+    from ...engine.base.device import choose_device
 
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if choose_device("auto").type == "cuda" else "cpu"

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 
+from ...quant.base.device import cuda_problem, has_nvidia_gpu
 from ...quant.base.errors import BadInput
+
+_log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one.
+    """The device of that name; "auto" is CUDA where a GPU computes, and says why where one does not.
 
     Raises:
-        BadInput: a CUDA device without CUDA, or an Apple GPU without MPS.
+        BadInput: a CUDA device that cannot be used, or an Apple GPU without MPS.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        problem = cuda_problem() if has_nvidia_gpu() else ""
+        if problem:
+            say_on_cpu(problem)
+        return torch.device("cuda" if problem is None else "cpu")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise BadInput(
-            f"device {name!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}"
-        )
+    if device.type == "cuda" and (problem := cuda_problem(device.index or 0)) is not None:
+        raise BadInput(f"device {name!r}: {problem}")
     if device.type == "mps" and not torch.backends.mps.is_available():
         built = "is built without MPS" if not torch.backends.mps.is_built() else "sees no Apple GPU"
         raise BadInput(f"device {name!r}: this torch ({torch.__version__}) {built}; take cpu")
     return device
+
+
+@cache
+def say_on_cpu(reason: str) -> None:
+    """Warn once that a machine with a GPU computes on its CPU."""
+    _log.warning("on the CPU, as its GPU cannot be used: %s", reason)
 
 
 def enter_device(device: torch.device) -> None:

@@ -174,12 +174,13 @@ class StepGraphs:
         if not self._setting.in_parallel:  # only rank 0 knows how many tokens sequences have
             self._plans[kind] = StepPlans(self._static.num_held(kind.size))
         inputs = partial(self._inputs, kind)
-        graph = self._setting.graph(GraphName("decode", kind), self._static, inputs)
+        with self._static.null_states():
+            graph = self._setting.graph(GraphName("decode", kind), self._static, inputs)
         self._graphs[kind] = graph
         return graph
 
     def _inputs(self, kind: DecodeKind) -> StepInputs:
-        inputs = self._static.step(*kind[:3], self._plans.get(kind))
+        inputs = self._static.step(*kind[:3], self._plans.get(kind), self._setting.states)
         if not kind.adapters:
             return inputs
         slots = self._static.adapter_slots[: kind.size]

@@ -10,7 +10,8 @@ entries and tokens that only the host knows is copied to a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ from ..kernels.attention.batch import AttentionBatch, DecodeGroup, StepPlans
 from ..kernels.elementwise.native_rows import AdvanceCall
 from ..model.layers.attention import StepInputs
 from ..model.layers.projection import NO_SLOT
+from ..model.layers.state import NO_STATES, StateBatch
 from ..scheduling.block_pool import NULL_BLOCK
+from ..scheduling.request import NULL_SLOT
 from ..scheduling.step_plan import DecodeBatch, DecodeRows
 
 
 class DecodeInputs:
-    """Token ids, positions, slots, lengths, adapters and block tables of up to `rows` sequences.
+    """Token ids, positions, slots, lengths, state slots, adapters and block tables of up to `rows` sequences.
 
     Rows of padding see one token, of the null block. On a CPU NumPy arrays share the tensors' memory.
     """
@@ -35,10 +38,10 @@ class DecodeInputs:
     ) -> None:
         self._block_size, self._dtype, self._device = block_size, dtype, device
         # Rows of whole cache lines: each column is aligned, as Triton's kernels specialize for.
-        self._columns = torch.zeros(6, -(-rows // 8) * 8, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(7, -(-rows // 8) * 8, dtype=torch.int64, device=device)
         columns = self._columns[:, :rows]
         self._token_ids, self._positions, self._slots, self._lengths = columns[:4]
-        self._evicted_spans, self.adapter_slots = columns[4:]
+        self._evicted_spans, self.state_slots, self.adapter_slots = columns[4:]
         self._lengths.fill_(1)
         self._rows = torch.arange(rows, device=device)
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
@@ -79,8 +82,9 @@ class DecodeInputs:
         sink_length: int,
         aux_hidden_state_layers: tuple[int, ...],
         plans: StepPlans | None = None,
+        states: Sequence[torch.Tensor] = (),
     ) -> StepInputs:
-        """The inputs of a step of `size` rows, on these tensors."""
+        """The inputs of a step of `size` rows, on these tensors; `states` are those of the state cache."""
         group = DecodeGroup(
             self._rows[:size],
             self._tables[:size].view(-1),
@@ -90,7 +94,10 @@ class DecodeInputs:
         )
         batch = AttentionBatch([], group, self._block_size, self._dtype, plans=plans)
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
-        return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
+        held = StateBatch(tuple(states), self.state_slots[:size]) if states else NO_STATES
+        return StepInputs(
+            *rows, batch, aux_hidden_state_layers=aux_hidden_state_layers, states=held
+        )
 
     def clear(self) -> None:
         """Make every row padding, whose tables stay."""
@@ -99,6 +106,16 @@ class DecodeInputs:
         self._columns[2].fill_(NULL_BLOCK * self._block_size)
         self._columns[3].fill_(1)
         self.adapter_slots.fill_(NO_SLOT)
+
+    @contextmanager
+    def null_states(self) -> Iterator[None]:
+        """Within the block, every row has the null slot: a capture runs steps, which change their states."""
+        kept = self.state_slots.clone()
+        self.state_slots.fill_(NULL_SLOT)
+        try:
+            yield
+        finally:
+            self.state_slots.copy_(kept)
 
     def take_unshared(self) -> tuple[int, ...]:
         """Rows, and how wide the part of their tables is in which some changed; see `StaticInputs`."""
@@ -130,6 +147,9 @@ class DecodeInputs:
         self._slots[:rows] = inputs.slots
         self._lengths[:rows] = group.lengths
         self._evicted_spans[:rows] = group.evicted_spans
+        if inputs.states.tensors:
+            assert inputs.states.slots is not None
+            self.state_slots[:rows] = inputs.states.slots
         if adapter_slots:
             self.adapter_slots[:rows] = packed([adapter_slots], self._device)[0]
         tables = group.block_ids.view(rows, -1)
@@ -183,9 +203,9 @@ class DecodeInputs:
     def _begin_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int]) -> None:
         """Write all but the tokens; of the tables what the batch before did not have in them."""
         batch, count, block_size = rows.batch, len(rows), self._block_size
-        values = np.zeros((5, count), np.int64)
+        values = np.zeros((6, count), np.int64)
         positions, slots, lengths = values[:3]
-        values[-1] = adapter_slots or NO_SLOT
+        values[-2:] = [row.state_slot for row in batch.rows], adapter_slots or [NO_SLOT] * count
         positions[:] = batch.starts
         positions += rows.step
         np.add(positions, 1, out=lengths)
@@ -253,6 +273,7 @@ class DecodeInputs:
         self._slots[rows:size] = NULL_BLOCK * self._block_size
         self._lengths[rows:size] = 1
         self._evicted_spans[rows:size] = 0
+        self.state_slots[rows:size] = NULL_SLOT
         self.adapter_slots[rows:size] = NO_SLOT
         self._tables[rows:size, 0] = NULL_BLOCK
 

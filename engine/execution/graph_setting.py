@@ -187,6 +187,7 @@ class GraphSetting:
         ranks: the other tensor-parallel ranks, which capture and replay the same steps; None: there are none,
             or this is one of them.
         follows: whether this is one of them.
+        states: the tensors of the state cache.
     """
 
     model: SteppedModel
@@ -198,6 +199,7 @@ class GraphSetting:
     capture: Capture
     ranks: Ranks | None = None
     follows: bool = False
+    states: Sequence[torch.Tensor] = ()
 
     @property
     def in_parallel(self) -> bool:

@@ -160,6 +160,8 @@ class ModelRunner:
             result = StepResult(replayed=True)
             with timer("forward"):
                 logits = forward.run()
+            if self.cache.states is not None and (checkpoints := plan.checkpoints):
+                self._save_states(checkpoints)
             if forward.tokens is not None:
                 with timer("fetch_tokens"):
                     result.tokens = _by_name(rows, forward.tokens)

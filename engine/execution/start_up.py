@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, DoesNotFit
 from ..base.host import available_memory_bytes
 from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib
@@ -172,14 +172,14 @@ def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
     """Converts an out-of-memory error into a message with the sizes.
 
     Raises:
-        BadInput: `what` does not fit.
+        DoesNotFit: `what` does not fit.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         memory = memory_of(device)
         free, total = (available_memory_bytes(),) * 2 if memory is None else memory.free_and_total()
-        raise BadInput(
+        raise DoesNotFit(
             f"{what} does not fit on {device}: {format_gib(free)} of its {format_gib(total)} is free now; "
             "take a smaller or quantized model, lower max_num_batched_tokens, or share the model between "
             "devices (tensor_parallel_size)"

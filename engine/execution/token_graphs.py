@@ -272,6 +272,6 @@ def replay_drafts(
         rows = max((*sizes, *token_sizes), default=0)
         before = torch.zeros(rows, model.hidden_size, dtype=setting.dtype, device=setting.device)
         model = _HeadSteps(model, setting.model.vocab_size, before)
-    own = replace(setting, model=model, caches=cache.layers, ranks=None)
+    own = replace(setting, model=model, caches=cache.layers, ranks=None, states=())
     graphs = DraftGraphs(own, proposer.forward, sizes, token_sizes, before)
     proposer.forward, proposer.capture_all = graphs, graphs.capture_all

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, DoesNotFit
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .probed_shape import ElementBytes, ProbedShape
@@ -322,7 +322,8 @@ def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget)
     affordable = num_blocks_for(budget.num_bytes, shape, size, element)
     if affordable < per_sequence:
         shorter = f" to {affordable * size} or less" if affordable else ""
-        raise BadInput(
+        # Where a shorter context fits, that is the caller's choice, and no other device's.
+        raise (BadInput if affordable > 0 else DoesNotFit)(
             f"a sequence of {request.max_model_len} tokens needs "
             f"{format_gib(per_sequence * block_bytes)} of KV cache, but {budget}: "
             f"lower max_model_len{shorter}{budget.advice}"

@@ -14,6 +14,7 @@ from ..base.logits import packed_mask
 from ..scheduling.request import TokenView
 from . import triton_sampling as kernels
 from .rowwise import SamplingRow, adjust, allowed
+from .triton_thresholds import thresholds
 
 
 class BatchedSampling:
@@ -27,7 +28,7 @@ class BatchedSampling:
         if all(row.params.is_greedy for row in rows):
             return scores.argmax(dim=-1)
         floats, integers = _settings(rows, scores.device)
-        return kernels.draw(scores, floats, integers, *kernels.thresholds(scores, floats, integers))
+        return kernels.draw(scores, floats, integers, *thresholds(scores, floats, integers))
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = self._adjusted(logits.contiguous(), rows)
@@ -54,7 +55,7 @@ class BatchedSampling:
     ) -> torch.Tensor:
         """Sampling probabilities of the rows, those of greedy rows from `greedy` [rows, vocab]."""
         floats, integers = _settings(rows, scores.device)
-        threshold, last = kernels.thresholds(scores, floats, integers)
+        threshold, last = thresholds(scores, floats, integers)
         is_greedy = _greedy(rows, scores.device)
         scaled = scores / floats[:, :1].masked_fill(is_greedy, 1.0)
         tokens = torch.arange(scores.shape[1], device=scores.device)

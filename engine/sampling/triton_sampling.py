@@ -1,7 +1,7 @@
-"""Sampling in Triton without a sort: min-p / top-k / top-p by threshold search, then the Gumbel-max trick.
+"""Sampling in Triton: the Gumbel-max trick on what the thresholds leave, penalties, and token masks.
 
-A threshold is found by multi-way bisection on the count or probability mass above it. All kernels take
-float32 scores (logits) [rows, vocab] and are batch-invariant: a row depends on that row alone.
+All kernels take float32 scores (logits) [rows, vocab] and are batch-invariant: a row depends on that row
+alone.
 """
 
 from __future__ import annotations
@@ -10,165 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_thresholds import scaled_scores
+
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 
 BLOCK = 2048
-PIVOTS = 8
-"""Candidate thresholds per pass over a row."""
 PART = 16384
 """Tokens of a row that one program samples from; the row's token is the best over its parts."""
 LEAST_STOP_IDS = 32
 """Stop ids that a program holds, or more: few requests have more, which compile a kernel of their own."""
-_ALL = tl.constexpr(1 << 30)
-_LOWEST = tl.constexpr(-2139095041)
-"""The key of minus infinity."""
-
-
-@triton.jit
-def _key(x):
-    """Order-preserving map from float32 to int32."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    """The inverse of `_key`."""
-    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scores(row_ptr, lanes, size, temperature):
-    """Scores of a row's `lanes`, scaled by the temperature; unscaled if it is 0 (greedy)."""
-    x = tl.load(row_ptr + lanes, mask=lanes < size, other=float("-inf"))
-    if temperature > 0.0:
-        x = tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
-    return x
-
-
-@triton.jit
-def _above(
-    row_ptr,
-    size,
-    temperature,
-    top,
-    pivots,
-    BY_MASS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The number of tokens with keys above each pivot, or their mass exp(score - top); float32 [PIVOTS]."""
-    sums = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
-    for begin in range(0, size, BLOCK):
-        x = _scores(row_ptr, begin + tl.arange(0, BLOCK), size, temperature)
-        weight = tl.full([BLOCK], 1.0, tl.float32)
-        if BY_MASS:
-            weight = tl.exp(x - top)
-        is_above = _key(x)[None, :].to(tl.int64) > pivots[:, None]
-        sums += tl.where(is_above, weight[None, :], 0.0)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def _search(
-    row_ptr,
-    size,
-    temperature,
-    top,
-    lowest,
-    target,
-    BY_MASS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The least key >= `lowest` with less than `target` (count or mass) above it, and what is above it."""
-    low = lowest
-    high = _key(top).to(tl.int64)
-    above = top * 0.0
-    ways = tl.arange(0, PIVOTS)
-    while low < high:
-        step = (high - low + PIVOTS) // PIVOTS
-        pivots = tl.minimum(low + (ways + 1) * step - 1, high)
-        sums = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
-        # Nothing is above the highest pivot, so at least one pivot is under the target.
-        passed = tl.sum((sums >= target).to(tl.int32), 0)
-        above = tl.sum(tl.where(ways == passed, sums, 0.0), 0)
-        high = tl.minimum(low + (passed + 1) * step - 1, high)
-        low = low + passed * step
-    return high, above
-
-
-@triton.jit
-def _narrow(
-    score_ptr,
-    float_ptr,
-    integer_ptr,
-    threshold_ptr,
-    last_ptr,
-    size,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Apply min-p, then top-k, then top-p to a row: writes `threshold` and `last`. Grid: rows.
-
-    A token is kept if its scaled score is above the threshold, or equals it and the token id is at most
-    `last`: ties are broken by token id, as in a stable sort.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = score_ptr + row * size
-    temperature = tl.load(float_ptr + row * 3)
-    min_p = tl.load(float_ptr + row * 3 + 1)
-    top_p = tl.load(float_ptr + row * 3 + 2)
-    top_k = tl.load(integer_ptr + row * 3 + 2)
-    at = row * 0 + _LOWEST
-    quota = top_p * 0.0 + _ALL
-    last = row * 0 - 1
-    if (temperature > 0.0) & ((min_p > 0.0) | (top_p < 1.0) | (top_k > 0)):
-        highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for begin in range(0, size, BLOCK):
-            lanes = begin + tl.arange(0, BLOCK)
-            highest = tl.maximum(highest, _scores(row_ptr, lanes, size, temperature))
-        top = tl.max(highest, 0)
-        if top > float("-inf"):
-            if min_p > 0.0:
-                at = _key(top + tl.log(min_p)).to(tl.int64)
-            if top_k > 0:
-                target = top_k.to(tl.float32)
-                key, above = _search(
-                    row_ptr, size, temperature, top, at, target, False, PIVOTS, BLOCK
-                )
-                quota = tl.where(key > at, target - above, tl.minimum(quota, target - above))
-                at = key
-            if top_p < 1.0:
-                # The mass above the threshold, and the mass at or above it.
-                ways = tl.arange(0, PIVOTS)
-                both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
-                above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
-                with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
-                mass = tl.exp(_value(at.to(tl.int32)) - top)
-                target = top_p * tl.minimum(above + quota * mass, with_it)
-                key, above = _search(
-                    row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK
-                )
-                mass = tl.exp(_value(key.to(tl.int32)) - top)
-                left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
-                left = tl.maximum(left, 1.0)
-                quota = tl.where(key > at, left, tl.minimum(quota, left))
-                at = key
-            last = row * 0 + size
-            seen = row * 0
-            for begin in range(0, size, BLOCK):
-                lanes = begin + tl.arange(0, BLOCK)
-                x = _scores(row_ptr, lanes, size, temperature)
-                is_equal = (_key(x).to(tl.int64) == at) & (lanes < size)
-                rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-                is_last = is_equal & (rank.to(tl.float32) == quota)
-                last = tl.minimum(last, tl.min(tl.where(is_last, lanes, size), 0))
-                seen += tl.sum(is_equal.to(tl.int32), 0)
-    tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
-    tl.store(last_ptr + row, last)
 
 
 @triton.jit
@@ -227,7 +78,7 @@ def _draw(
     token = first
     for begin in range(first, tl.minimum(first + PART, size), BLOCK):
         lanes = begin + tl.arange(0, BLOCK)
-        x = _scores(score_ptr + row * size, lanes, size, temperature)
+        x = scaled_scores(score_ptr + row * size, lanes, size, temperature)
         if temperature > 0.0:
             stays = (x > threshold) | ((x == threshold) & (lanes <= last))
             x = tl.where(stays, x - tl.log(_noise(seed, position, 0, lanes)), float("-inf"))
@@ -302,36 +153,6 @@ def _constrain(
         is_token = token >= 0
         x = tl.load(logit_ptr + row * size + token, mask=is_token, other=0.0)
         tl.store(score_ptr + row * size + token, x, mask=is_token)
-
-
-def thresholds(
-    scores: torch.Tensor, floats: torch.Tensor, integers: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Min-p, top-k and top-p thresholds of each row, without a sort.
-
-    Returns:
-        Threshold, float32 [rows]: scaled scores above it are kept; and last token id, int64 [rows]: of
-        the tokens at the threshold, those up to it are kept.
-
-    Args:
-        scores: float32 [rows, vocab], contiguous.
-        floats: float32 [rows, 3]: temperature (0: greedy), min-p, top-p.
-        integers: int64 [rows, 3]: seed, position, top-k (0: off).
-    """
-    rows, size = scores.shape
-    threshold, last = floats.new_empty(rows), integers.new_empty(rows)
-    _narrow[(rows,)](
-        scores,
-        floats,
-        integers,
-        threshold,
-        last,
-        size,
-        PIVOTS=PIVOTS,
-        BLOCK=BLOCK,
-        num_warps=16,
-    )
-    return threshold, last
 
 
 def draw(

@@ -12,6 +12,7 @@ import ctypes
 import resource
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .errors import BadInput
+from .errors import BadInput, first_line
 from .option import device_names
 
 HOST = torch.device("cpu")
@@ -31,6 +32,10 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
 _OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
 _OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+LEAST_CAPABILITY = (8, 0)
+"""Older GPUs have no bfloat16, and Triton compiles for none of them."""
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 def device_of(asked: str) -> torch.device:
@@ -42,11 +47,49 @@ def device_of(asked: str) -> torch.device:
     device_names(asked)
     device = torch.device(asked)
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            built = "is built without CUDA" if torch.version.cuda is None else f"sees {count} GPUs"
-            raise BadInput(f"--device {asked}: torch {torch.__version__} {built}: take cpu")
+        problem = cuda_problem(device.index or 0)
+        if problem is not None:
+            raise BadInput(f"--device {asked}: {problem}: take cpu")
     return device
+
+
+def cuda_problem(index: int = 0) -> str | None:
+    """Why this process cannot compute on a CUDA device, in one line; None: it can.
+
+    A missing or old driver, too old a GPU, one that another process has for itself, and one that this torch
+    has no kernels for are told before anything is loaded.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        why = "it is built without CUDA" if torch.version.cuda is None else ""
+        why = str(said[0].message).split(". ")[0].splitlines()[0] if said else why
+        return f"this torch ({torch.__version__}) sees no CUDA device{why and f': {why}'}"
+    if index >= count:
+        return f"there are {count} CUDA devices, cuda:0 to cuda:{count - 1}"
+    try:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < LEAST_CAPABILITY:
+            name, have = torch.cuda.get_device_name(index), "{}.{}".format(*capability)
+            least = "{}.{}".format(*LEAST_CAPABILITY)
+            return f"{name} has compute capability {have}, and {least} is needed"
+        torch.zeros(1, device=f"cuda:{index}")
+    except torch.OutOfMemoryError:
+        return "its memory is full"
+    except RuntimeError as problem:
+        return f"cuda:{index} does not compute: {first_line(problem)}"
+    return None
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether Linux, or else torch, sees a GPU of NVIDIA's, whatever of driver and libraries is missing."""
+    for vendor in PCI_DEVICES.glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            kind = vendor.with_name("class").read_text()
+            if vendor.read_text().strip() == _NVIDIA and kind.startswith(_DISPLAY):
+                return True
+    return torch.cuda.is_available()
 
 
 def devices_of(asked: str) -> tuple[torch.device, ...]:

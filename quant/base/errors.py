@@ -1,4 +1,4 @@
-"""The two exceptions that the command line and the server report without a traceback."""
+"""The exceptions that the command line and the server report without a traceback."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ class BadInput(ValueError):
     The message is one line: what is wrong, where, and what to do about it. The command line prints it
     without a traceback and exits with 2; the server answers with status 400.
     """
+
+
+class DoesNotFit(BadInput):
+    """Invalid input on this device alone: its memory is too small, or others hold it."""
 
 
 class Failure(RuntimeError):

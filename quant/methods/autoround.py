@@ -12,7 +12,7 @@ from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, ModuleReport
+from .base import LayerProblem, LayerResult, ModuleReport, solving
 from .rounding import linear_grid, round_weight
 from .sign_descent import TunableBlock, tune
 from .tuned_roundings import GridRounding, IntRounding
@@ -50,10 +50,8 @@ def _tuned(
     roundings = {name: _rounding(problem, name, plain[name]) for name in names}
     if not roundings:
         return {}, str(refusals.pop())
-    try:
+    with solving(problem, roundings):
         _descend(problem, problem.block, roundings)
-    except RuntimeError as error:
-        return {}, f"its layer gives no gradients: {str(error).splitlines()[0]}"
     tuned = {name: rounding.tensor() for name, rounding in roundings.items()}
     return tuned, str(refusals.pop()) if refusals else _NO_BLOCK
 

@@ -26,7 +26,7 @@ from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
 from . import gptq
 from .awq_search import clip_groups, scale_candidates
-from .base import LayerProblem, LayerResult, ModuleReport
+from .base import LayerProblem, LayerResult, ModuleReport, solving
 from .folding import (
     can_fold,
     column_scales,
@@ -115,12 +115,14 @@ class _Work:
             self.linears[name] = _Linear(*ones, plain, errors, errors)
         for fold in problem.family.folds:
             if can_fold(fold, problem):
-                self._search(fold)
+                with solving(problem, [name for name in fold.targets if name in problem.weights]):
+                    self._search(fold)
         finish = self._solved() if problem.options.solver == "gptq" else self._finish
         weights: dict[str, QuantizedTensor] = {}
         reports: list[ModuleReport] = []
         for name in problem.weights:
-            weights[name], report = finish(name)
+            with solving(problem, [name]):
+                weights[name], report = finish(name)
             reports.append(report)
         return LayerResult(weights, self.norms, reports, self.routers, self.norm_biases)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..base.errors import BadInput, first_line
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.tensor import QuantizedTensor
@@ -167,6 +169,32 @@ class LayerProblem:
             damp=damp,
             fallback=fallback,
         )
+
+
+class Unsolved(RuntimeError):
+    """A solver raised; the message names the linears that it was about, `reason` is what it raised."""
+
+    def __init__(self, modules: Collection[str], error: BaseException) -> None:
+        first, *others = modules
+        more = f" (and {len(others)} with it)" if others else ""
+        self.reason = f"{type(error).__name__}: {first_line(error)}"
+        super().__init__(f"{first}{more}: {self.reason}")
+
+
+@contextmanager
+def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
+    """A context in which these linears are solved together.
+
+    Raises:
+        Unsolved: anything but bad input was raised in it.
+    """
+    try:
+        yield
+    except (BadInput, Unsolved):
+        raise
+    except Exception as error:
+        names = [f"{problem.prefix}.{name}".lstrip(".") for name in linears]
+        raise Unsolved(names, error) from error
 
 
 @dataclass(frozen=True, slots=True)

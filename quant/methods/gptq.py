@@ -20,7 +20,7 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
-from .base import LayerProblem, LayerResult, ModuleReport
+from .base import LayerProblem, LayerResult, ModuleReport, solving
 from .error_feedback import Feedback, asymmetric_shift, feedback, rounding_order, solve
 from .rounding import (
     WORSE_EXPERT,
@@ -104,7 +104,8 @@ class StageWork:
         devices = self.problem.devices
         if len(devices) < 2 or len(groups) < 2:
             for linears in groups:
-                self.quantize(linears)
+                with solving(self.problem, linears):
+                    self.quantize(linears)
             return
         for work in spread(groups, devices, self._apart):
             self.codes |= {name: codes.to(devices[0]) for name, codes in work.codes.items()}
@@ -113,7 +114,8 @@ class StageWork:
     def _apart(self, linears: tuple[str, ...], device: torch.device) -> Self:
         """The work of one group on a device."""
         work = type(self)(self.problem.part(linears, device))
-        work.quantize(linears)
+        with solving(work.problem, linears):
+            work.quantize(linears)
         return work
 
     def quantize(self, linears: tuple[str, ...]) -> None:

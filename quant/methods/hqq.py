@@ -21,7 +21,7 @@ from ..kinds.base.grid import where
 from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult
+from .base import LayerProblem, LayerResult, solving
 from .rounding import module_name, round_plain
 
 ITERATIONS = 20
@@ -40,7 +40,8 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
         assert isinstance(scheme, IntScheme)
         module = module_name(problem, linear)
         require_finite(weight, module)
-        codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
+        with solving(problem, [linear]):
+            codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
         weights[linear] = codes
         rounded = round_plain(problem, linear, weight).dequantize()
         reports.append(problem.report(linear, codes.dequantize(), rounded))

@@ -21,7 +21,7 @@ from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, require_scales
 from ..kinds.fp4.kind import global_scale_of
 from ..kinds.fp8.kind import E4M3_MAX
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, solving
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
 LEAST_SHARE = 0.005
@@ -241,7 +241,8 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
     weights: dict[str, QuantizedTensor] = {}
     reports = []
     for linear, weight in problem.weights.items():
-        weights[linear] = round_weight(problem, linear, weight)
+        with solving(problem, [linear]):
+            weights[linear] = round_weight(problem, linear, weight)
         effective = rounded = weights[linear].dequantize()
         if linear not in problem.statistics or problem.options.ranges != "weighted":
             reports.append(problem.report(linear, effective, rounded))

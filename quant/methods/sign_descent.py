@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..base.device import HOST
+
 _STATUS_SECONDS = 1.0
 
 
@@ -104,7 +106,7 @@ def tune(
         for name, shape in shapes.items()
     }
     _write(roundings, weights)
-    generator = torch.Generator().manual_seed(block.seed)
+    generator = torch.Generator(HOST).manual_seed(block.seed)
     best, said, began = 1.0, time.monotonic(), time.monotonic()
     with _deterministic(), block.tuned(weights):
         plain = _plain_losses(block)
@@ -132,21 +134,24 @@ def tune(
 def _batches(
     num_samples: int, batch_size: int, generator: torch.Generator
 ) -> Iterator[torch.Tensor]:
-    """Batches of sample numbers without end; each sample is drawn once before any is drawn again."""
+    """Batches of sample numbers without end; each sample is drawn once before any is drawn again.
+
+    They are on the host, as the states are that they choose from, whatever device computes.
+    """
     size = min(batch_size, num_samples)
-    left = torch.empty(0, dtype=torch.int64)
+    left = torch.empty(0, dtype=torch.int64, device=HOST)
     while True:
         if len(left) < size:
-            left = torch.randperm(num_samples, generator=generator)
+            left = torch.randperm(num_samples, generator=generator, device=HOST)
         batch, left = left[:size], left[size:]
         yield batch.sort().values
 
 
 @torch.no_grad()
 def _plain_losses(block: TunableBlock) -> torch.Tensor:
-    """The loss of each sample at the beginning `[samples]`."""
-    samples = torch.arange(block.num_samples)
-    return torch.cat([block.losses(part) for part in block.batches(samples)])
+    """The loss of each sample at the beginning `[samples]`, on the host."""
+    samples = torch.arange(block.num_samples, device=HOST)
+    return torch.cat([block.losses(part).to(HOST) for part in block.batches(samples)])
 
 
 def _backward(block: TunableBlock, samples: torch.Tensor, plain: float) -> float:

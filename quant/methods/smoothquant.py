@@ -23,7 +23,7 @@ from ..base.errors import BadInput
 from ..families.layer_map import Fold
 from ..kinds.base.tensor import QuantizedTensor
 from . import gptq
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, relative
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, relative, solving
 from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
 from .rounding import module_name, round_weight
 
@@ -96,7 +96,8 @@ def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
 
 
 def _round(problem: LayerProblem, name: str, columns: torch.Tensor, *, smoothed: bool) -> _Rounded:
-    codes = round_weight(problem, name, problem.weights[name] * columns, columns)
+    with solving(problem, [name]):
+        codes = round_weight(problem, name, problem.weights[name] * columns, columns)
     return _judged(problem, name, codes, columns, smoothed=smoothed)
 
 

@@ -28,7 +28,7 @@ from ..kinds.lookup.kind import (
     uniform_tables,
 )
 from ..kinds.lookup.scheme import LookupScheme
-from .base import InputStatistics, LayerProblem, LayerResult
+from .base import InputStatistics, LayerProblem, LayerResult, solving
 from .rounding import module_name
 
 _SENSITIVE_SHARE = 1 / 9
@@ -46,7 +46,8 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
         module = module_name(problem, linear)
         require_finite(weight, module)
         statistics = problem.statistics[linear]
-        codes, rounded = fit_lookup(weight, statistics, scheme, name=module)
+        with solving(problem, [linear]):
+            codes, rounded = fit_lookup(weight, statistics, scheme, name=module)
         weights[linear] = codes
         reports.append(problem.report(linear, codes.dequantize(), rounded.dequantize()))
     return LayerResult(weights=weights, norms={}, reports=reports)

@@ -287,10 +287,10 @@ class StreamedBlock:
         yield from samples.split(self._stream.rows(self._inputs.token_ids))
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(len(samples))
+        total = torch.zeros(len(samples), device=self._stream.device)
         for name, output in self._stream.outputs(self._index, self._inputs, samples).items():
             if output.is_floating_point():
-                target = self._targets.tensors[name][samples]
+                target = self._targets.tensors[name][samples].to(output.device)
                 error = (output.to(torch.float32) - target).square().flatten(1).sum(dim=1)
                 total = total + error * self._weight(name)
         return total

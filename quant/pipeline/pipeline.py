@@ -234,6 +234,7 @@ def _quantize_layer(session: Session, source: CalibrationSource, number: int) ->
         source.weights(index, family.linears),
         measured,
         revert_worse=session.request.revert_worse,
+        allow_fallback=session.request.allow_fallback,
     )
     ranges = source.finish(index, work)
     if plan.kv_cache is not None and not stage.vision:
@@ -250,9 +251,15 @@ def _quantize_head(session: Session, source: CalibrationSource) -> QuantizedLaye
         if f"{HEAD}.{part}" in checkpoint
     }
     measured = source.measure_head()
-    revert = session.request.revert_worse
     return quantize_tensors(
-        session.plan, HEAD_FAMILY, "", tensors, None, measured, revert_worse=revert
+        session.plan,
+        HEAD_FAMILY,
+        "",
+        tensors,
+        None,
+        measured,
+        revert_worse=session.request.revert_worse,
+        allow_fallback=session.request.allow_fallback,
     )
 
 

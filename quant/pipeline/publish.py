@@ -171,6 +171,7 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
         "asymmetric": plan.options.asymmetric,
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
+        "allow_fallback": request.allow_fallback,
         "stored_statistics": request.stats is not None,
         "target_bpw": request.target_bpw,
         "target_bytes": request.target_bytes,

@@ -18,8 +18,15 @@ from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.fp8.kind import Fp8Tensor
 from ..kinds.integer.kind import IntTensor
-from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
-from ..methods.rounding import round_plain
+from ..methods import rounding
+from ..methods.base import (
+    InputStatistics,
+    LayerProblem,
+    LayerResult,
+    Remeasure,
+    Unsolved,
+    solving,
+)
 from ..methods.sign_descent import TunableBlock
 from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
@@ -120,8 +127,12 @@ def quantize_tensors(
     measured: LayerStatistics,
     *,
     revert_worse: bool,
+    allow_fallback: bool = False,
 ) -> QuantizedLayer:
     """Quantize the linears of a layer.
+
+    Raises:
+        BadInput: the method failed on a linear, and `allow_fallback` is not given.
 
     Args:
         tensors: of the layer in the checkpoint's dtype, by relative name.
@@ -169,7 +180,7 @@ def quantize_tensors(
         },
     )
     with torch.no_grad(), creating_on(device):
-        result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])
+        result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)
     result = _on_host(result)
@@ -183,6 +194,23 @@ def quantize_tensors(
         others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
     others |= {f"{name}.bias": tensor for name, tensor in result.norm_biases.items()}
     return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
+
+
+def _solved(plan: QuantizePlan, problem: LayerProblem, allow_fallback: bool) -> LayerResult:
+    """The layer by the method; where it fails and may fall back, rounded to nearest as a whole."""
+    try:
+        with solving(problem, problem.weights):
+            return plan.method.quantize_layer(problem)
+    except Unsolved as failed:
+        if not allow_fallback:
+            raise BadInput(
+                f"method {plan.method.name} fails on {failed}: --allow-fallback rounds the linears of "
+                "its layer to nearest instead"
+            ) from failed
+        reason = f"{plan.method.name} failed: {failed.reason}"
+    rounded = rounding.quantize_layer(problem)
+    reports = [replace(report, fallback=reason) for report in rounded.reports]
+    return replace(rounded, reports=reports)
 
 
 def _on_host(result: LayerResult) -> LayerResult:
@@ -216,7 +244,7 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
         if not back:
             reports.append(report)
             continue
-        plain = round_plain(problem, name, problem.weights[name])
+        plain = rounding.round_plain(problem, name, problem.weights[name])
         rounded = plain.dequantize()
         again = problem.report(name, rounded, rounded, fallback=WORSE)
         # Of trellis codes RTN is on integers, and the nearest path may have more error than the method.

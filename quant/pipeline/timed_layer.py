@@ -92,6 +92,7 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
         source.weights(0, stream.family(0).linears),
         watch.watched(measured),
         revert_worse=session.request.revert_worse,
+        allow_fallback=session.request.allow_fallback,
     )
     watch.timed(source.finish)(0, work)
     for weight_format in plan.formats:

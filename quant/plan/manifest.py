@@ -61,6 +61,7 @@ class Summary:
 
     Attributes:
         num_worse: how many ended worse than RTN, on held-out tokens where there are any.
+        num_fallbacks: how many were rounded to nearest in place of the method.
         error, rtn_error: means of the relative output errors over the quantized linears; None: not measured.
         source_bytes, checkpoint_bytes: all weight files before and after.
         bits_per_weight: of the quantized linears with their scales and zeros.
@@ -68,6 +69,7 @@ class Summary:
 
     num_modules: int
     num_worse: int
+    num_fallbacks: int
     error: float | None
     rtn_error: float | None
     source_bytes: int
@@ -87,6 +89,7 @@ def summarise(
     return Summary(
         num_modules=len(modules),
         num_worse=sum(module["worse_than_rounding"] for module in modules),
+        num_fallbacks=sum(module["fallback"] is not None for module in modules),
         error=_mean(modules, "error"),
         rtn_error=_mean(modules, "rtn_error"),
         source_bytes=plan.checkpoint.weight_bytes,

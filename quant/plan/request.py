@@ -161,6 +161,12 @@ class QuantizeRequest:
         flag="--revert-worse",
         panel=_METHOD,
     )
+    allow_fallback: bool = option(
+        False,
+        "Round a layer to nearest where the method raises an error on it, which else ends the run.",
+        flag="--allow-fallback",
+        panel=_METHOD,
+    )
     calibration: str | None = option(
         None,
         "A .txt, .jsonl or .json file or a hub dataset id; conversations get the chat template; "

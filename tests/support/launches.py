@@ -8,7 +8,7 @@ are none). Counted is what a layer takes; what a step takes once is left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,15 @@ def launches_per_layer(config_class: str, overrides: dict[str, Any], folder: Pat
     try:
         cache, decoder = engine.runner.cache, engine.runner.decoder
         inputs = DecodeInputs(ROWS, 4, cache.block_size, engine.device, engine.dtype)
-        return _of_last_layer(decoder, inputs, cache.layers)
+        states = () if cache.states is None else cache.states.tensors
+        return _of_last_layer(decoder, inputs, cache.layers, states)
     finally:
         engine.close()
 
 
-def _of_last_layer(decoder: Any, inputs: Any, caches: Any) -> Counter[str]:
+def _of_last_layer(
+    decoder: Any, inputs: Any, caches: Any, states: Sequence[torch.Tensor]
+) -> Counter[str]:
     """A forward pass with the last layer twice, less one as it is: what layers share is made once a step."""
     counts: list[Counter[str]] = []
     layers = decoder.weights.layers
@@ -102,7 +105,7 @@ def _of_last_layer(decoder: Any, inputs: Any, caches: Any) -> Counter[str]:
     decoder._layouts = [*decoder._layouts, decoder._layouts[-1]]
     for chosen in ([*layers, layers[-1]], layers):
         object.__setattr__(decoder.weights, "layers", chosen)
-        step = inputs.step(ROWS, 0, ())
+        step = inputs.step(ROWS, 0, (), None, states)
         with counting() as counted:
             decoder.forward(step, caches)
         counts.append(counted)

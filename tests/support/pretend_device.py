@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "pretend"
-_REGISTERED: list[torch.device] = []
+_INDEXING = ("aten.index.", "aten.index_put", "aten._index_put_impl", "aten._unsafe_index")
 
 
 def pretended() -> torch.device:
-    """The device, registered once in a process."""
-    if not _REGISTERED:
-        from torch.utils import backend_registration
+    """The device."""
+    return torch.device(NAME)
 
-        backend_registration._setup_privateuseone_for_python_backend(NAME)
-        _REGISTERED.append(torch.device(NAME))
-    return _REGISTERED[0]
+
+# When tests are collected: autograd makes a queue for each device at the first backward pass of a process.
+backend_registration._setup_privateuseone_for_python_backend(NAME)
 
 
 class _There(torch.Tensor):
@@ -41,7 +41,7 @@ class _There(torch.Tensor):
             strides=host.stride(),
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
-            device=pretended(),
+            device=torch.device(NAME, 0),  # autograd has a queue for each number
         )
         made.host = host
         return made
@@ -73,9 +73,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     there = [isinstance(leaf, _There) for leaf in leaves]
     name, is_there = str(func), any(there)
     if is_there and not all(there) and not name.startswith(("aten._to_copy", "aten.copy_")):
-        # As on CUDA: only tensors of one element without dimensions mix, and index tensors of the host.
+        # As on CUDA: only tensors of one element without dimensions mix, and indices on the host.
+        allowed: list[Any] = []
+        if name.startswith(_INDEXING) and isinstance(args[0], _There):
+            allowed = [id(leaf) for leaf in tree_leaves(args[1])]
         stray = [leaf for leaf, at in zip(leaves, there, strict=True) if not at and leaf.dim()]
-        if stray and not (name.startswith("aten.index") and not there[1:].count(True)):
+        if any(id(leaf) not in allowed for leaf in stray):
             raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
     inner_args, inner = tree_map(
         lambda leaf: leaf.host if isinstance(leaf, _There) else leaf, (args, kwargs)
@@ -85,6 +88,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inner["device"] = torch.device("cpu")
     elif name.startswith("aten.copy_"):
         is_there = there[0]
+    generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    if is_there and any(each.device.type == "cpu" for each in generators):
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu': {name}")
     result = func(*inner_args, **inner)
     if func._schema.is_mutable and args and result is inner_args[0]:
         return args[0]
@@ -95,6 +101,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def pretended_device() -> Iterator[_Mode]:
     """A context in which the device can be used; its `operations` counts what was computed there."""
-    pretended()
     with _Mode() as mode:
-        yield mode
+        # So that `torch.tensor(...)` asks the mode for the copy.
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            yield mode
+        finally:
+            torch._C._set_only_lift_cpu_tensors(False)

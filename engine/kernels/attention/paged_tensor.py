@@ -16,6 +16,7 @@ import torch
 from ...base.device import packed
 from ..common.devices import refuses_triton, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
+from ..common.verdicts import RandomInputs, Trial, tolerance
 
 if TYPE_CHECKING:
     from .triton_block_copies import TritonBlockCopies
@@ -194,6 +195,21 @@ def _refuses_triton(kernel_query: BlockCopiesKernelQuery) -> str | None:
     return refuses_triton(kernel_query.device)
 
 
+def copies_trial(query: BlockCopiesKernelQuery) -> Trial[Any]:
+    """Copies within a cache, to the host, and back; nothing is timed."""
+    values = RandomInputs(query.device, torch.float32)(4, query.divisor)
+
+    def compute(make: Callable[..., TorchBlockCopies | TritonBlockCopies]) -> list[torch.Tensor]:
+        part, host = values.clone(), torch.zeros(values.shape, pin_memory=True)
+        copies = make([part], [host])
+        copies.within([(0, 1)])
+        copies.to_host([(1, 2)])
+        copies.from_host([(2, 3)])
+        return [part]
+
+    return Trial(compute, tolerance(torch.float32))
+
+
 BLOCK_COPIES: Operation[
     BlockCopiesKernelQuery,
     Callable[
@@ -207,4 +223,5 @@ BLOCK_COPIES: Operation[
         ),
         Candidate("torch", serves_all, TorchBlockCopies),
     ],
+    copies_trial,
 )

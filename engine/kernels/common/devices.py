@@ -6,20 +6,26 @@ or builds of the hub's `kernels`.
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ....quant.base.build import Native
 from ....quant.base.errors import first_line
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 CPU_DTYPES = (torch.bfloat16, torch.float32)
 """Activations of the C kernels."""
@@ -68,6 +74,8 @@ def refuses_triton(device: str) -> str | None:
         return "it is a GPU kernel"
     if not _is_installed():
         return "Triton is not installed"
+    if device == "cuda" and torch.cuda.is_available() and (reason := _launch_problem()) is not None:
+        return reason
     if wanted == "interpret" and not interpret():
         return "Triton was imported before it was told to interpret: set TRITON_INTERPRET=1"
     return None
@@ -95,6 +103,71 @@ def interpret() -> bool:
 @cache
 def _is_installed() -> bool:
     return find_spec("triton") is not None
+
+
+COMPILE_SECONDS = 180.0
+"""The longest that a kernel may compile, many times what any takes: what hangs would hang the start."""
+
+
+def within(seconds: float, what: str, call: Callable[[], Result]) -> Result:
+    """The result of a call on a thread of its own, which is left behind where it takes longer.
+
+    Raises:
+        TimeoutError: it took longer.
+        BaseException: what the call raised.
+    """
+    ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            ended.put((call(), None))
+        except BaseException as problem:
+            ended.put((None, problem))
+
+    threading.Thread(target=work, name=what, daemon=True).start()
+    try:
+        result, problem = ended.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"{what} took more than {seconds:.0f} s") from None
+    if problem is not None:
+        raise problem
+    return result
+
+
+def limit_compilation() -> None:
+    """Have Triton give up a kernel after `COMPILE_SECONDS`; before launches, which bind the compiler."""
+    import triton.compiler as compiler
+
+    compile_kernel: Any = compiler.compile
+    if hasattr(compile_kernel, "__wrapped__"):
+        return
+
+    @wraps(compile_kernel)
+    def limited(source: Any, *given: Any, **named: Any) -> Any:
+        name = f"compiling {getattr(source, 'name', 'a kernel')}"
+        return within(COMPILE_SECONDS, name, lambda: compile_kernel(source, *given, **named))
+
+    compiler.compile = limited
+
+
+@cache
+def _launch_problem() -> str | None:
+    """Why Triton cannot launch on this machine's GPU, which is told once; None: it can.
+
+    Its driver is C code that it compiles at first use.
+    """
+    try:
+        from triton.runtime import driver
+
+        limit_compilation()
+        active: Any = driver.active
+        active.utils  # noqa: B018
+    except Exception as problem:
+        # No C compiler, no headers of Python, a libcuda that it does not find.
+        reason = f"Triton's driver does not load: {first_line(problem)}"
+        _log.warning("kernels of torch serve the GPU, as %s", reason)
+        return reason
+    return None
 
 
 def refuses_fp8(device: str) -> str | None:

@@ -3,17 +3,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
+from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ..attention.paged_tensor import PagedTensor
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .native_layer import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
+from .recurrence import (
+    DeltaPlaces,
+    DeltaWeights,
+    MambaWeights,
+    RecurrentKernel,
+    StateRows,
+    TorchRecurrence,
+)
 from .reference import (
     TORCH_GATES,
     GatedActivation,
@@ -24,6 +35,8 @@ from .reference import (
     RopeCall,
     TorchNorm,
     TorchRopeAndCache,
+    apply_rotary_emb,
+    expand_cos_sin,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +58,7 @@ class RowKernelQuery:
 COMPARED_ROWS = 33
 TIMED_ROWS = (1, 32, 2048)
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
+LATENT_ROPE, RECURRENT_ROWS = 64, 5
 
 CACHE_WRITE = "elementwise.triton_cache_write"
 TRITON_GATE = lazily("elementwise.triton_rows", "TritonGate")
@@ -164,7 +178,9 @@ GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
 )
 """The candidates take whether to use the tanh approximation."""
 CLAMPED_SWIGLU_GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
-    "clamped swiglu gate", _gate_candidates(lambda: "clamped_swiglu")
+    "clamped swiglu gate",
+    _gate_candidates(lambda: "clamped_swiglu"),
+    lambda query: gate_trial(query, ()),
 )
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
@@ -175,10 +191,101 @@ ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Op
     ],
     rope_trial,
 )
+
+
+def latent_trial(query: RowKernelQuery) -> Trial[Any]:
+    """Norms, rotation and cache write of a latent of `size` beside its key, and the queries that read it.
+
+    Nothing is timed: what composes them is no kernel.
+    """
+    random, rank, rope = RandomInputs(query.device, query.dtype), query.size, LATENT_ROPE
+    both = random(COMPARED_ROWS, 2 * rank + rope)
+    queries, latent = both.split([rank, rank + rope], dim=1)
+    weights = random(rank), random(rank)
+    angle = 3 * random(COMPARED_ROWS, 1, rope // 2)
+    cos_sin = expand_cos_sin(angle.cos(), angle.sin())
+    absorbed, turned = random(HEADS, COMPARED_ROWS, rank), random(COMPARED_ROWS, HEADS, rope)
+    slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + COMPARED_ROWS, device=random.device)
+    blocks = torch.arange(2 + COMPARED_ROWS // BLOCK_SIZE, device=random.device)
+
+    def compute(make: Callable[[], TritonLatent | None]) -> list[torch.Tensor]:
+        cache = PagedTensor.zeros(
+            len(blocks), BLOCK_SIZE, 1, rank + rope, random.device, query.dtype
+        )
+        kernel, eps = make(), 1e-6
+        if kernel is not None:
+            norms = (weights[0], eps), queries, (weights[1], eps)
+            normed = kernel.write(latent, *norms, cos_sin, False, cache, slots)
+            joined = kernel.queries(absorbed, turned, cos_sin, False)
+        else:
+            normed = functional.rms_norm(queries, (rank,), weights[1], eps)
+            key = apply_rotary_emb(latent[:, None, rank:], *cos_sin)
+            own = functional.rms_norm(latent[:, :rank], (rank,), weights[0], eps)
+            cache.write(torch.cat([own[:, None], key], dim=-1), slots)
+            joined = [absorbed.transpose(0, 1), apply_rotary_emb(turned, *cos_sin)]
+            joined = torch.cat(joined, dim=-1)
+        assert normed is not None  # queries were given
+        return [normed, joined, cache.read(blocks, query.dtype)]
+
+    return Trial(compute, tolerance(query.dtype))
+
+
+def recurrence_trial(query: RowKernelQuery) -> Trial[Any]:
+    """A step of each recurrence, of sequences with a state and without one; nothing is timed."""
+    random = RandomInputs(query.device, query.dtype)
+    floats = RandomInputs(query.device, torch.float32)
+    delta = DeltaNetSpec(2, 4, 32, 32, 4, False)
+    mamba = Mamba2Spec(4, 16, 2, 32, 4, True, False, (0.0, math.inf))
+    channels = 2 * delta.keys_width + delta.values_width
+    width = channels + delta.values_width + 2 * delta.num_value_heads
+    columns = torch.arange(width, dtype=torch.int32, device=random.device)
+    parts = [channels, delta.values_width, delta.num_value_heads, delta.num_value_heads]
+    places = DeltaPlaces(*columns.split(parts))
+    of_delta = DeltaWeights(floats(4), floats(4), random(32), 1e-6)
+    of_mamba = MambaWeights(-floats(4).exp(), floats(4), floats(4), random(2, 32), 1e-6)
+    projected, spaced = random(RECURRENT_ROWS, width), random(RECURRENT_ROWS, 64 + 192 + 4)
+    weight, bias, kernel_of_mamba = random(channels, 4), random(192), random(192, 4)
+    gated, short = random(RECURRENT_ROWS, 3 * 64), random(64, 3)
+    slots = torch.arange(RECURRENT_ROWS, device=random.device) + 1
+    rows = StateRows(slots, slots % 2 == 0)
+    kept = [
+        random(RECURRENT_ROWS + 1, channels, 4),
+        floats(RECURRENT_ROWS + 1, 4, 32, 32),
+        random(RECURRENT_ROWS + 1, 192, 4),
+        floats(RECURRENT_ROWS + 1, 4, 16, 32),
+        random(RECURRENT_ROWS + 1, 64, 3),
+    ]
+
+    def compute(make: Callable[[], RecurrentKernel]) -> list[torch.Tensor]:
+        states, kernel = [each.clone() for each in kept], make()
+        mixed = kernel.conv(
+            projected, states[0], rows, weight, None, places=places.mixed, activated=True
+        )
+        of_heads = kernel.delta(mixed, projected, places, states[1], rows, of_delta, delta)
+        gate, mixed, length = spaced.split([64, 192, 4], dim=1)
+        mixed = kernel.conv(mixed, states[2], rows, kernel_of_mamba, bias, activated=True)
+        scanned = kernel.state_space(mixed, (gate, length), states[3], rows, of_mamba, mamba)
+        convolved = kernel.conv(gated, states[4], rows, short, None, gated=True)
+        return [of_heads, scanned, convolved, *states]
+
+    return Trial(compute, tolerance(query.dtype))
+
+
+RECURRENT_STEP: Operation[RowKernelQuery, Callable[[], RecurrentKernel]] = Operation(
+    "recurrent step",
+    [
+        Candidate(
+            "triton", refuses_rows, lazily("elementwise.triton_recurrence", "TritonRecurrence")
+        ),
+        Candidate("torch", serves_all, TorchRecurrence),
+    ],
+    recurrence_trial,
+)
 LATENT: Operation[RowKernelQuery, Callable[[], TritonLatent | None]] = Operation(
     "latent attention's rotation and cache write",
     [
         Candidate("triton", refuses_rows, lazily(CACHE_WRITE, "TritonLatent")),
         Candidate("composed", serves_all, lambda: None),
     ],
+    latent_trial,
 )

@@ -23,8 +23,52 @@ shared by the heads of a group. A chunk is masked attention of C to B (state spa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
 import torch
 from torch.nn import functional
+
+from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
+
+LEAST_SQUARES = 1e-6
+"""Added to the squared length of queries and keys before the division."""
+
+
+class StateRows(NamedTuple):
+    """Sequences of a step: slots of their states, int64, and whether these count as nothing yet, bool."""
+
+    slots: torch.Tensor
+    fresh: torch.Tensor
+
+
+class DeltaPlaces(NamedTuple):
+    """Columns, int32, of a gated delta net's projection: queries with keys and values, gate, rate, decay."""
+
+    mixed: torch.Tensor
+    gate: torch.Tensor
+    rate: torch.Tensor
+    decay: torch.Tensor
+
+
+class DeltaWeights(NamedTuple):
+    """Weights of a gated delta net beside its GEMMs and convolution; see `GatedDeltaNet`."""
+
+    log_rate: torch.Tensor
+    step_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+
+class MambaWeights(NamedTuple):
+    """Weights of Mamba 2 beside its GEMMs and convolution; see `Mamba2`."""
+
+    rate: torch.Tensor
+    step_bias: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor
+    eps: float
 
 
 def causal_conv(
@@ -79,6 +123,36 @@ def decay_between(decay: torch.Tensor) -> torch.Tensor:
     later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
     between = decay[..., :, None] - decay[..., None, :]
     return between.masked_fill(later, float("-inf")).exp()
+
+
+DeltaInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Arguments of the gated delta rule: query, key, value, log decay, rate."""
+
+
+def delta_inputs(
+    mixed: torch.Tensor,
+    rate: torch.Tensor,
+    decay: torch.Tensor,
+    weights: DeltaWeights,
+    spec: DeltaNetSpec,
+) -> DeltaInputs:
+    """What the rule takes of `mixed` [tokens, channels], behind the convolution, rates and decays."""
+    sizes = [spec.keys_width, spec.keys_width, spec.values_width]
+    query, key, value = mixed.float().split(sizes, dim=-1)
+    shared = spec.num_value_heads // spec.num_key_heads
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (spec.num_key_heads, spec.key_dim))
+        heads = heads * torch.rsqrt(heads.square().sum(dim=-1, keepdim=True) + LEAST_SQUARES)
+        return heads.repeat_interleave(shared, dim=1)
+
+    return (
+        unit(query) * spec.key_dim**-0.5,
+        unit(key),
+        value.unflatten(-1, (spec.num_value_heads, spec.value_dim)),
+        -weights.log_rate.exp() * functional.softplus(decay.float() + weights.step_bias),
+        rate.float().sigmoid(),
+    )
 
 
 def delta_rule(
@@ -137,6 +211,19 @@ def delta_rule_step(
     correction = (value - predicted) * rate[..., None]
     states = states + key[..., None] * correction[..., None, :]
     return (query[..., None] * states).sum(dim=-2), states
+
+
+def state_space_inputs(
+    mixed: torch.Tensor, length: torch.Tensor, weights: MambaWeights, spec: Mamba2Spec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs by head, step lengths, B and C of `mixed` [tokens, channels], behind the convolution."""
+    shared = spec.num_groups * spec.state_size
+    inputs, into, out_of = mixed.float().split([spec.width, shared, shared], dim=-1)
+    into, out_of = (
+        part.unflatten(-1, (spec.num_groups, spec.state_size)) for part in (into, out_of)
+    )
+    length = functional.softplus(length.float() + weights.step_bias).clamp(*spec.step_limit)
+    return inputs.unflatten(-1, (spec.num_heads, spec.head_dim)), length, into, out_of
 
 
 def ssd_scan(
@@ -214,3 +301,141 @@ def gate_then_norm(
     gated = (x.float() * functional.silu(gate.float())).unflatten(-1, weight.shape)
     normed = functional.rms_norm(gated, weight.shape[-1:], None, eps) * weight.float()
     return normed.flatten(-2).to(gate.dtype)
+
+
+def stepped(
+    states: torch.Tensor,
+    rows: StateRows,
+    inputs: Sequence[torch.Tensor],
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Outputs of `step` for a token of each sequence; writes their states in `states` [slots, ...]."""
+    before = states.index_select(0, rows.slots)
+    fresh = rows.fresh.view(-1, *[1] * (before.dim() - 1))
+    out, after = step(*inputs, before.masked_fill(fresh, 0))
+    states.index_copy_(0, rows.slots, after.to(states.dtype))
+    return out
+
+
+class RecurrentKernel(Protocol):
+    """Recurrent mixers between their GEMMs, for one token of each of several sequences.
+
+    `states` [slots, ...] are changed in the slots of `rows`.
+    """
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        places: torch.Tensor | None = None,
+        activated: bool = False,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """Causal convolution of columns of `x`, [rows, channels].
+
+        Args:
+            states: [slots, channels, kernel].
+            places: int32 [channels], the column of each; None: they are all of them, in order.
+            activated: apply SiLU to the result.
+            gated: x is three parts of [rows, channels]: `second * conv(first * third)`.
+        """
+        ...
+
+    def delta(
+        self,
+        mixed: torch.Tensor,
+        projected: torch.Tensor,
+        places: DeltaPlaces,
+        states: torch.Tensor,
+        rows: StateRows,
+        weights: DeltaWeights,
+        spec: DeltaNetSpec,
+    ) -> torch.Tensor:
+        """Gated delta rule with its norm and gate, [rows, values_width].
+
+        Args:
+            mixed: queries, keys and values behind convolution and activation.
+            projected: whose columns gate, rate and decay are.
+            states: float32 [slots, heads, key_dim, value_dim].
+        """
+        ...
+
+    def state_space(
+        self,
+        mixed: torch.Tensor,
+        parts: tuple[torch.Tensor, torch.Tensor],
+        states: torch.Tensor,
+        rows: StateRows,
+        weights: MambaWeights,
+        spec: Mamba2Spec,
+    ) -> torch.Tensor:
+        """State space step with skip, gate and norm of each group, [rows, width].
+
+        Args:
+            mixed: inputs, B and C behind convolution and activation.
+            parts: gate [rows, width] and step lengths [rows, heads], columns of one projection.
+            states: float32 [slots, heads, head_dim, state_size].
+        """
+        ...
+
+
+class TorchRecurrence:
+    """`RecurrentKernel` in torch: the reference."""
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        places: torch.Tensor | None = None,
+        activated: bool = False,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        after = None
+        if gated:
+            before, after, x = x.chunk(3, dim=-1)
+            x = before * x
+        elif places is not None:
+            x = x.index_select(1, places)
+        out = stepped(states, rows, (x,), partial(causal_conv_step, weight=weight, bias=bias))
+        out = functional.silu(out) if activated else out
+        return out if after is None else after * out
+
+    def delta(
+        self,
+        mixed: torch.Tensor,
+        projected: torch.Tensor,
+        places: DeltaPlaces,
+        states: torch.Tensor,
+        rows: StateRows,
+        weights: DeltaWeights,
+        spec: DeltaNetSpec,
+    ) -> torch.Tensor:
+        gate, rate, decay = (projected.index_select(1, columns) for columns in places[1:])
+        inputs = delta_inputs(mixed, rate, decay, weights, spec)
+        out = stepped(states, rows, inputs, delta_rule_step)
+        gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
+        return norm_then_gate(out, gate, weights.norm, weights.eps).flatten(1)
+
+    def state_space(
+        self,
+        mixed: torch.Tensor,
+        parts: tuple[torch.Tensor, torch.Tensor],
+        states: torch.Tensor,
+        rows: StateRows,
+        weights: MambaWeights,
+        spec: Mamba2Spec,
+    ) -> torch.Tensor:
+        gate, length = parts
+        inputs, *others = state_space_inputs(mixed, length, weights, spec)
+        step = partial(ssd_step, rate=weights.rate)
+        out = stepped(states, rows, (inputs, *others), step)
+        out = (out + inputs * weights.skip[:, None]).flatten(1)
+        return gate_then_norm(out, gate, weights.norm, weights.eps)

@@ -30,6 +30,8 @@ from .experts import (
     RouterLogits,
     route_torch,
     router_logits_torch,
+    router_logits_trial,
+    routing_trial,
 )
 
 
@@ -190,6 +192,7 @@ ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
         Candidate("triton", refuses_rows, lazily("moe.triton_routing", "route_triton")),
         Candidate("torch", serves_all, route_torch),
     ],
+    lambda query: routing_trial(query.device, query.count),
 )
 
 
@@ -199,6 +202,7 @@ ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
         Candidate("triton", refuses_rows, lazily("moe.triton_routing", "router_logits")),
         Candidate("torch", serves_all, router_logits_torch),
     ],
+    lambda query: router_logits_trial(query.device, query.count),
 )
 
 

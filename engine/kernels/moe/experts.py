@@ -208,6 +208,26 @@ class LoopedExperts:
 
 
 TOKENS = 20
+ROUTER_INPUTS = 512
+
+
+def routing_trial(device: str, count: int) -> Trial[Any]:
+    """Expert weights by id, so that the order of equal ones does not matter."""
+    random = RandomInputs(device, torch.float32)
+    logits, top_k = random(TOKENS, count), min(4, count)
+
+    def compute(route: Route) -> list[torch.Tensor]:
+        weights, ids = route(logits, RoutingRule(top_k), None, None)
+        return [torch.zeros_like(logits).scatter_(1, ids, weights)]
+
+    return Trial(compute, tolerance(torch.float32))
+
+
+def router_logits_trial(device: str, count: int) -> Trial[Any]:
+    """16-bit rows with a float32 weight and bias."""
+    random, rows = RandomInputs(device, torch.float32), RandomInputs(device, torch.bfloat16)
+    given = rows(TOKENS, ROUTER_INPUTS), random(count, ROUTER_INPUTS), random(count)
+    return Trial(lambda logits_of: [logits_of(*given)], tolerance(torch.float32))
 
 
 def experts_trial(

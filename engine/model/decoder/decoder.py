@@ -297,18 +297,20 @@ class Decoder:
     def is_capturable(self) -> bool:
         """Whether steps can be captured into a graph: static shapes, no data-dependent control flow.
 
-        Requires no MoE kernel that counts tokens per expert on the host, paged attention that reads the
-        blocks in place, and no constant state.
+        Requires no MoE kernel that counts tokens per expert on the host, and paged attention that reads the
+        blocks in place.
         """
         same = all(layer.is_capturable for layer in self.weights.layers)
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
-        return same and in_place and not self.state_layouts
+        return same and in_place
 
     @property
     def captures_any_step(self) -> bool:
-        """Whether a captured step serves others of as many tokens, however they are spread over sequences."""
+        """Whether a captured step serves others of as many tokens, however they are spread over sequences;
+        a recurrence runs over those of each."""
         kernels = (kernels.attend.causal for kernels in self._kernels.values())
-        return self.is_capturable and all(map(takes_static_metadata, kernels))
+        static = self.is_capturable and all(map(takes_static_metadata, kernels))
+        return static and not self.state_layouts
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:

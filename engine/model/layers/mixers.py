@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,19 +10,31 @@ from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ...kernels.elementwise.activations import ActivationQuant, Rows
+from ...kernels.elementwise.dispatch import RECURRENT_STEP, RowKernelQuery
 from ...kernels.elementwise.recurrence import (
+    DeltaPlaces,
+    DeltaWeights,
+    MambaWeights,
+    RecurrentKernel,
     causal_conv,
     causal_conv_step,
+    delta_inputs,
     delta_rule,
     delta_rule_step,
     gate_then_norm,
     norm_then_gate,
     ssd_scan,
     ssd_step,
+    state_space_inputs,
 )
 from .attention import LayerCache, Step
 from .projection import Projection, Weights
 from .state import StateLayout
+
+
+def _kernel_of(conv: torch.Tensor) -> RecurrentKernel:
+    """The kernel for steps of one token of each sequence."""
+    return RECURRENT_STEP.select(RowKernelQuery(conv.device.type, conv.dtype, len(conv))).run()
 
 
 class _Mixer(Weights):
@@ -72,6 +84,10 @@ class Mamba2(_Mixer):
     norm: torch.Tensor
     eps: float
     state: int
+    _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kernel", _kernel_of(self.conv))
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
@@ -85,26 +101,27 @@ class Mamba2(_Mixer):
         spec, adapters = self.spec, step.inputs.adapters
         sizes = [spec.width, spec.conv_width, spec.num_heads]
         gate, mixed, length = self.input(x, adapters).split(sizes, dim=-1)
-        mixed = self._convolved(mixed, step, self.conv, self.conv_bias)
-        shared = spec.num_groups * spec.state_size
-        mixed = functional.silu(mixed).float()
-        inputs, into, out_of = mixed.split([spec.width, shared, shared], dim=-1)
-        inputs = inputs.unflatten(-1, (spec.num_heads, spec.head_dim))
-        into, out_of = (
-            part.unflatten(-1, (spec.num_groups, spec.state_size)) for part in (into, out_of)
-        )
-        length = functional.softplus(length.float() + self.step_bias).clamp(*spec.step_limit)
+        weights = MambaWeights(self.rate, self.step_bias, self.skip, self.norm, self.eps)
+        rows = step.states.decoded
+        if rows is not None:
+            window, state = step.states.tensors[self.state : self.state + 2]
+            mixed = self._kernel.conv(
+                mixed, window, rows, self.conv, self.conv_bias, activated=True
+            )
+            parts = gate, length
+            return self.output(
+                self._kernel.state_space(mixed, parts, state, rows, weights, spec), adapters
+            )
+        mixed = functional.silu(self._convolved(mixed, step, self.conv, self.conv_bias))
+        inputs, *others = state_space_inputs(mixed, length, weights, spec)
         scanned = step.states.advance(
             self.state + 1,
-            (inputs, length, into, out_of),
+            (inputs, *others),
             partial(ssd_scan, rate=self.rate),
             partial(ssd_step, rate=self.rate),
         )
         scanned = (scanned + inputs * self.skip[:, None]).flatten(1)
         return self.output(gate_then_norm(scanned, gate, self.norm, self.eps), adapters)
-
-
-_LEAST_SQUARES = 1e-6  # added to the squared length of queries and keys before the division
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +145,16 @@ class GatedDeltaNet(_Mixer):
     norm: torch.Tensor
     eps: float
     state: int
+    _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
+    _places: DeltaPlaces = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kernel", _kernel_of(self.conv))
+        spec, device = self.spec, self.conv.device
+        width = 2 * (spec.keys_width + spec.values_width + spec.num_value_heads)
+        columns = torch.arange(width, dtype=torch.int32)[None]
+        places = (each[0].to(device) for each in self._parted(columns))
+        object.__setattr__(self, "_places", DeltaPlaces(*places))
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
@@ -140,19 +167,27 @@ class GatedDeltaNet(_Mixer):
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         spec, adapters = self.spec, step.inputs.adapters
         projected = self.input(x, adapters)
-        qkv, gate, rate, decay = (
-            self._by_head(projected) if spec.by_head else self._split(projected)
-        )
-        qkv = self._convolved(qkv, step, self.conv)
-        sizes = [spec.keys_width, spec.keys_width, spec.values_width]
-        query, key, value = functional.silu(qkv).float().split(sizes, dim=-1)
-        query = self._unit(query) * spec.key_dim**-0.5
-        decay = -self.log_rate.exp() * functional.softplus(decay.float() + self.step_bias)
-        values = value.unflatten(-1, (spec.num_value_heads, spec.value_dim))
-        inputs = (query, self._unit(key), values, decay, rate.float().sigmoid())
+        weights = DeltaWeights(self.log_rate, self.step_bias, self.norm, self.eps)
+        rows = step.states.decoded
+        if rows is not None:
+            window, state = step.states.tensors[self.state : self.state + 2]
+            places = self._places
+            qkv = self._kernel.conv(
+                projected, window, rows, self.conv, None, places=places.mixed, activated=True
+            )
+            return self.output(
+                self._kernel.delta(qkv, projected, places, state, rows, weights, spec), adapters
+            )
+        qkv, gate, rate, decay = self._parted(projected)
+        qkv = functional.silu(self._convolved(qkv, step, self.conv))
+        inputs = delta_inputs(qkv, rate, decay, weights, spec)
         mixed = step.states.advance(self.state + 1, inputs, delta_rule, delta_rule_step)
         gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
         return self.output(norm_then_gate(mixed, gate, self.norm, self.eps).flatten(1), adapters)
+
+    def _parted(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries with keys and values, the gate, rates and decays, [tokens, width] each."""
+        return self._by_head(projected) if self.spec.by_head else self._split(projected)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries with keys and values, the gate, rates and decays, [tokens, width] each."""
@@ -175,13 +210,6 @@ class GatedDeltaNet(_Mixer):
         qkv = torch.cat([part.flatten(1) for part in qkv], dim=-1)
         return qkv, gate.flatten(1), rate.flatten(1), decay.flatten(1)
 
-    def _unit(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries or keys of unit length, one for each value head: [tokens, value heads, key_dim]."""
-        spec = self.spec
-        heads = x.unflatten(-1, (spec.num_key_heads, spec.key_dim))
-        heads = heads * torch.rsqrt(heads.square().sum(dim=-1, keepdim=True) + _LEAST_SQUARES)
-        return heads.repeat_interleave(spec.num_value_heads // spec.num_key_heads, dim=1)
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution(_Mixer):
@@ -199,6 +227,10 @@ class ShortConvolution(_Mixer):
     weight: torch.Tensor
     bias: torch.Tensor | None
     state: int
+    _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kernel", _kernel_of(self.weight))
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
@@ -206,6 +238,11 @@ class ShortConvolution(_Mixer):
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
-        before, after, x = self.input(x, adapters).chunk(3, dim=-1)
+        projected, rows = self.input(x, adapters), step.states.decoded
+        if rows is not None:
+            window = step.states.tensors[self.state]
+            mixed = self._kernel.conv(projected, window, rows, self.weight, self.bias, gated=True)
+            return self.output(mixed, adapters)
+        before, after, x = projected.chunk(3, dim=-1)
         mixed = self._convolved(before * x, step, self.weight, self.bias)
         return self.output(after * mixed, adapters)

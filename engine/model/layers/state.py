@@ -10,6 +10,7 @@ import torch
 
 from ...base.device import packed
 from ...kernels.attention.batch import AttentionBatch
+from ...kernels.elementwise.recurrence import StateRows, stepped
 from ...scheduling.request import NULL_SLOT
 from ...scheduling.step_plan import Copies
 
@@ -73,14 +74,14 @@ class StepStates:
         runs: sequences with several tokens.
         rows: int64 [decodes], the rows of the sequences with one token; None: there are none.
         slots: int64 [decodes], their state slots.
-        has_state: bool [decodes]: tokens of the sequence came before this one.
+        fresh: bool [decodes]: no tokens of the sequence came before this one.
     """
 
     tensors: tuple[torch.Tensor, ...]
     runs: tuple[RunOfTokens, ...]
     rows: torch.Tensor | None
     slots: torch.Tensor
-    has_state: torch.Tensor
+    fresh: torch.Tensor
 
     @classmethod
     def of(cls, states: StateBatch, batch: AttentionBatch) -> StepStates:
@@ -99,7 +100,14 @@ class StepStates:
         if runs:
             single += range(len(runs) + len(single), len(slots))
             slots = slots[packed([single], slots.device)[0]]
-        return cls(states.tensors, tuple(runs), decode.rows, slots, decode.lengths > 1)
+        return cls(states.tensors, tuple(runs), decode.rows, slots, decode.lengths <= 1)
+
+    @property
+    def decoded(self) -> StateRows | None:
+        """The sequences of a step that brings one token of each; None: some bring several."""
+        if self.rows is None or self.runs:
+            return None
+        return StateRows(self.slots, self.fresh)
 
     def advance(
         self, index: int, inputs: Sequence[torch.Tensor], run: Recurrence, step: Recurrence
@@ -113,8 +121,8 @@ class StepStates:
             step: takes a token of each of several sequences, and their states.
         """
         states = self.tensors[index]
-        if self.rows is not None and not self.runs:
-            return self._decoded(states, inputs, step)
+        if (rows := self.decoded) is not None:
+            return stepped(states, rows, inputs, step)
         outputs: torch.Tensor | None = None
         for part in self.runs:
             rows = slice(part.begin, part.end)
@@ -128,18 +136,9 @@ class StepStates:
         assert outputs is not None, "a step without tokens"
         if self.rows is not None:
             chosen = [x.index_select(0, self.rows) for x in inputs]
-            outputs.index_copy_(0, self.rows, self._decoded(states, chosen, step))
+            rows = StateRows(self.slots, self.fresh)
+            outputs.index_copy_(0, self.rows, stepped(states, rows, chosen, step))
         return outputs
-
-    def _decoded(
-        self, states: torch.Tensor, inputs: Sequence[torch.Tensor], step: Recurrence
-    ) -> torch.Tensor:
-        """One step of each sequence with one token; writes their states."""
-        before = states.index_select(0, self.slots)
-        fresh = ~self.has_state.view(-1, *[1] * (before.dim() - 1))
-        out, after = step(*inputs, before.masked_fill(fresh, 0))
-        states.index_copy_(0, self.slots, after.to(states.dtype))
-        return out
 
 
 NO_STEP_STATES = StepStates((), (), None, torch.empty(0, dtype=torch.int64), torch.empty(0) > 0)

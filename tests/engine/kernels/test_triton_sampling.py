@@ -60,17 +60,26 @@ FILTERS = st.tuples(
 
 @settings(max_examples=14, deadline=None)
 @given(
-    vocab=st.sampled_from([1, 2, 5, 33, 300, 2048, 2500]),
+    vocab=st.sampled_from([1, 2, 5, 33, 300, 2048, 2500, 5000]),
+    most=st.sampled_from([16, 16384]),
     steps=st.sampled_from([None, 1.0, 0.0]),
     suppressed_ids=st.sampled_from([0.0, 0.4, 0.99]),
     filters=st.lists(FILTERS, min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
 def test_what_stays_of_a_row(
-    vocab: int, steps: float | None, suppressed_ids: float, filters: list[Any], seed: int
+    vocab: int,
+    most: int,
+    steps: float | None,
+    suppressed_ids: float,
+    filters: list[Any],
+    seed: int,
 ) -> None:
-    """The tokens that a stable sort leaves, ties included; where rounding decides, either."""
-    from llmopt.engine.sampling.triton_sampling import thresholds
+    """The tokens that a stable sort leaves, ties included; where rounding decides, either.
+
+    Among the candidates, and in a row that has more of them than there is memory for.
+    """
+    from llmopt.engine.sampling import triton_thresholds
 
     logits = scores(len(filters), vocab, seed)
     if steps is not None:
@@ -79,7 +88,9 @@ def test_what_stays_of_a_row(
     logits = logits.masked_fill(noise.to(ON) < suppressed_ids, LOWEST)
     floats = torch.tensor([one[:3] for one in filters], device=ON)
     integers = torch.tensor([[0, 0, one[3]] for one in filters], device=ON)
-    threshold, last = thresholds(logits, floats, integers)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(triton_thresholds, "MOST_CANDIDATES", most)
+        threshold, last = triton_thresholds.thresholds(logits, floats, integers)
     for index, (temperature, min_p, top_p, top_k) in enumerate(filters):
         heated = logits[index] / temperature
         tokens = torch.arange(vocab, device=ON)
@@ -189,11 +200,12 @@ def test_samples_follow_the_distribution(
 ) -> None:
     """Chi-squared over 200 draws at different positions; 29.6 is the 99.9 % point for ten degrees."""
     from llmopt.engine.sampling import triton_sampling as kernels
+    from llmopt.engine.sampling.triton_thresholds import thresholds
 
     logits, count = scores(1, 11, seed=4) / 4, 200
     floats = torch.tensor([filters[:3]], device=ON)
     integers = torch.tensor([[11, i, filters[3]] for i in range(count)], device=ON)
-    stays = kernels.thresholds(logits, floats, integers[:1])
+    stays = thresholds(logits, floats, integers[:1])
     drawn = kernels.draw(
         logits.repeat(count, 1),
         floats.repeat(count, 1),

@@ -139,17 +139,21 @@ def test_layers_of_any_form_are_tuned(tmp_path: Path, name: str) -> None:
     assert any(module.get("fallback") is None for module in modules)
 
 
-def test_a_layer_without_gradients_is_rounded_and_says_so(
+def test_a_layer_without_gradients_is_rounded_where_that_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> float:
         raise RuntimeError("derivative for aten::odd is not implemented\nmore")
 
     monkeypatch.setattr("llmopt.quant.methods.autoround.tune", broken)
-    result = quantize(request(tmp_path / "out"))
+    with pytest.raises(BadInput, match="odd is not implemented: --allow-fallback"):
+        quantize(request(tmp_path / "out"))
+    result = quantize(request(tmp_path / "out", allow_fallback=True))
     rounded = quantize(request(tmp_path / "rtn", method="rtn", options=MethodOptions()))
     reasons = {module["fallback"] for module in result.manifest["modules"]}
-    assert reasons == {"its layer gives no gradients: derivative for aten::odd is not implemented"}
+    assert reasons == {
+        "autoround failed: RuntimeError: derivative for aten::odd is not implemented"
+    }
     assert {
         name: data
         for name, data in contents(result.output).items()

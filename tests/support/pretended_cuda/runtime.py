@@ -78,7 +78,7 @@ def _driver(card: Card) -> Iterator[None]:
         utils=SimpleNamespace(get_device_properties=lambda _: properties),
         get_current_device=lambda: card.current,
     )
-    remembered = [verdicts._table, devices._limits_of]
+    remembered = [verdicts._table, devices._limits_of, devices._launch_problem]
     for each in remembered:
         each.cache_clear()
     before, driver._active = driver._active, fake
