@@ -64,8 +64,10 @@ SMOKE = (
     "  and its inputs",
     "experts",
     "sampling",
+    "recurrent steps",
 )
-"""Launches that CI compiles: attention of decode and prefill, GEMMs of 4 bits, e4m3 and experts, sampling."""
+"""Launches that CI compiles: attention of decode and prefill, GEMMs of 4 bits, e4m3 and experts, sampling,
+and the steps of recurrent layers."""
 
 
 GEMMS = ("_gemm", "_code_gemm")

@@ -90,6 +90,13 @@ class Compiled:
     pipeline: Pipeline = Pipeline((), (), 0, 0, 0)
     error: str = ""
 
+    def issue_seconds(self, turns: int, multiprocessors: int = 132, hertz: float = 1.83e9) -> float:
+        """Time in which an H100's schedulers, four a multiprocessor, issue the launch's instructions, its
+        largest loop run so many times: a lower bound, which memory and latency only add to."""
+        each = self.instructions + (turns - 1) * self.loop_instructions
+        programs = -(-prod(self.grid) // multiprocessors)
+        return programs * each * self.warps / 4 / hertz
+
 
 @contextmanager
 def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[Compiled]]:

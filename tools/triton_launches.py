@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,12 @@ from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.devices import gpu_limits
 from llmopt.engine.kernels.elementwise.activations import ActivationQuant
+from llmopt.engine.kernels.elementwise.recurrence import (
+    DeltaPlaces,
+    DeltaWeights,
+    MambaWeights,
+    StateRows,
+)
 from llmopt.engine.kernels.elementwise.reference import HeadNorms, RopeCall
 from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_float_weight,
@@ -18,6 +25,7 @@ from llmopt.engine.kernels.linear.triton_packed_weight import (
 )
 from llmopt.engine.kernels.moe.experts import RoutingRule
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from llmopt.quant.kinds.base.incoherence import cosine_factor
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.kind import round_to_codebook
@@ -94,17 +102,17 @@ def rows() -> None:
         )
 
 
-def sampling() -> None:
-    """Launch the sampling kernels on logits of a large vocabulary."""
+def sampling(count: int = 4) -> None:
+    """Launch the sampling kernels on `count` rows of logits of a large vocabulary."""
     from llmopt.engine.sampling import triton_sampling as kernels
     from llmopt.engine.sampling.triton_thresholds import thresholds
 
-    scores, rows = torch.zeros(4, 128256), torch.arange(4)
-    floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
+    scores, rows = torch.zeros(count, 128256), torch.arange(count)
+    floats, integers = torch.ones(count, 3), torch.ones(count, 3, dtype=torch.int64)
     stays = thresholds(scores, floats, integers)
     kernels.draw(scores, floats, integers, *stays)
     kernels.exponential(integers[:, :2].contiguous(), 128256, 0)
-    counts, words = (torch.zeros(4, width, dtype=torch.int32) for width in (128256, 4008))
+    counts, words = (torch.zeros(count, width, dtype=torch.int32) for width in (128256, 4008))
     kernels.penalize(scores, rows, counts, rows, floats)
     kernels.constrain(scores, scores, rows, words, rows[:, None].contiguous())
 
@@ -257,7 +265,40 @@ def block_copies() -> None:
     copies.from_host([(0, 1)])
 
 
+def recurrent_steps() -> None:
+    """Launch the steps of Qwen3-Next's delta rule, Granite 4's Mamba 2 and LFM2's short convolution."""
+    from llmopt.engine.kernels.elementwise.triton_recurrence import TritonRecurrence
+
+    kernel, delta = TritonRecurrence(), DeltaNetSpec(16, 32, 128, 128, 4, True)
+    mamba = Mamba2Spec(128, 64, 1, 128, 4, True, False, (0.0, math.inf))
+    channels, heads = 2 * delta.keys_width + delta.values_width, delta.num_value_heads
+    columns = torch.arange(channels + delta.values_width + 2 * heads, dtype=torch.int32)
+    parts = [channels, delta.values_width, heads, heads]
+    projected, places = torch.zeros(4, len(columns), dtype=BF16), DeltaPlaces(*columns.split(parts))
+    rows = StateRows(torch.arange(4), torch.zeros(4, dtype=torch.bool))
+    window, weight = torch.zeros(5, channels, 4, dtype=BF16), torch.zeros(channels, 4, dtype=BF16)
+    given = {"places": places.mixed, "activated": True}
+    mixed = kernel.conv(projected, window, rows, weight, None, **given)
+    floats = torch.zeros(heads)
+    of_delta = DeltaWeights(floats, floats, torch.zeros(128, dtype=BF16), 1e-6)
+    states = torch.zeros(5, heads, 128, 128)
+    kernel.delta(mixed, projected, places, states, rows, of_delta, delta)
+    floats, norm = torch.zeros(128), torch.zeros(1, mamba.width, dtype=BF16)
+    wide = torch.zeros(4, mamba.width + mamba.conv_width + 128, dtype=BF16)
+    gate, mixed, length = wide.split([mamba.width, mamba.conv_width, 128], dim=1)
+    weight, bias = torch.zeros(mamba.conv_width, 4, dtype=BF16), mixed[0].contiguous()
+    window = torch.zeros(5, mamba.conv_width, 4, dtype=BF16)
+    mixed = kernel.conv(mixed, window, rows, weight, bias, activated=True)
+    of_mamba = MambaWeights(floats, floats, floats, norm, 1e-6)
+    states = torch.zeros(5, 128, 64, 128)
+    kernel.state_space(mixed, (gate, length), states, rows, of_mamba, mamba)
+    short = torch.zeros(2048, 3, dtype=BF16)
+    window = torch.zeros(5, 2048, 3, dtype=BF16)
+    kernel.conv(torch.zeros(4, 3 * 2048, dtype=BF16), window, rows, short, None, gated=True)
+
+
 LAUNCHES |= {
+    "recurrent steps": recurrent_steps,
     "block copies": block_copies,
     "wide norms": wide_norms,
     "around experts": around_experts,

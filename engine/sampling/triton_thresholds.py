@@ -21,10 +21,10 @@ from ..kernels.common.devices import power_of_two
 
 PIVOTS = 8
 """Candidate thresholds per pass."""
-PART, COARSE_BLOCK, BLOCK = 2048, 256, 512
+PART, COARSE_BLOCK, BLOCK = 4096, 256, 512
 """Tokens of a row that a program picks candidates from, of its loop, and of the loop over candidates."""
-STEPS, STEP = 32, 0.75
-"""Coarse pivots below the highest score, and their distance: the last but one is at exp(-23) of its mass."""
+STEPS, STEP = 16, 1.25
+"""Coarse pivots below the highest score, and their distance: the last but one is at exp(-19) of its mass."""
 MOST_CANDIDATES = 16384
 """Candidates that a row has memory for; a flatter one is searched whole, by one program."""
 _ALL = tl.constexpr(1 << 30)
@@ -362,7 +362,7 @@ def thresholds(
     _part_tops[grid](scores, floats, tops, size, PART=PART, num_warps=8)
     _coarse_sums[grid](*asked, counts, masses, size, **coarse, BLOCK=COARSE_BLOCK, num_warps=8)
     _compact[grid](
-        *asked, counts, masses, *found, size, **coarse, BLOCK=PART, MOST=most, num_warps=8
+        *asked, counts, masses, *found, size, **coarse, BLOCK=PART // 2, MOST=most, num_warps=8
     )
     _narrow[(rows,)](
         *asked,

@@ -125,6 +125,39 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability:
     assert sorted(decoding) == [False, True]
 
 
+THRESHOLDS = """
+import json
+from llmopt.engine.sampling import triton_thresholds as at
+from tools.triton_code import compiling
+from tools.triton_launches import sampling
+took = {}
+for rows in (1, 32):
+    with compiling(90) as kernels:
+        sampling(rows)
+    # Turns of each loop; the two searches of `_narrow` take 11 passes each, each of less than a quarter of its code.
+    turns = {"_part_tops": 1, "_coarse_sums": at.PART // at.COARSE_BLOCK, "_compact": 2, "_narrow": 1}
+    found = {each.name: each for each in kernels}
+    seconds = {name: found[name].issue_seconds(count) for name, count in turns.items()}
+    took[rows] = {**seconds, "_narrow": (1 + 22 / 4) * seconds["_narrow"]}
+    assert not [name for name in turns if found[name].spills]
+print(json.dumps(took))
+"""
+
+
+@pytest.mark.whole
+def test_thresholds_of_a_large_vocabulary_are_issued_by_all_multiprocessors(tmp_path: Path) -> None:
+    """60 µs for top-k and top-p of 128,256 tokens, alone and in a batch: one program a row took 800."""
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("TRITON_INTERPRET", "LLMOPT_TRITON"):
+        environment.pop(name, None)
+    run = [sys.executable, "-c", THRESHOLDS]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for rows, took in json.loads(done.stdout).items():
+        assert 0 < sum(took.values()) < 60e-6, (rows, took)
+
+
 @pytest.mark.parametrize(
     ("tiles", "runs", "slots", "each"),
     [(64, 16, 528, 2), (448, 16, 528, 16), (448, 16, 384, 8), (64, 56, 528, 7), (1, 1, 528, 1)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_what_stays_of_a_row(
         wanted = torch.zeros_like(stays).index_copy_(0, order, filter_mask(ordered, params))
         differs = ((stays != wanted) & possible)[order]
         if differs.any():
-            chances = ordered.masked_fill(~(stays | wanted)[order], LOWEST).softmax(-1)
+            # Of what min-p and top-k leave.
+            left = filter_mask(ordered, replace(params, top_p=1.0))
+            chances = ordered.masked_fill(~left, LOWEST).double().softmax(-1)
             before = chances.cumsum(-1) - chances
             assert (before[differs] - top_p).abs().max() < 1e-5 and differs.sum() <= 2
 
