@@ -16,7 +16,7 @@ from ..attention.paged_tensor import PagedTensor
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
-from .native_layer import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
+from .native_rows import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
 from .recurrence import (
     DeltaPlaces,
     DeltaWeights,

@@ -1,16 +1,235 @@
-"""Row kernels on CPU: token embeddings and cos/sin (`rows.c`), argmax of logits (`argmax.c`), and
-`advance_step`, the first launch of a captured decode step (`advance_step.c`)."""
+"""Row kernels on CPU, ctypes bindings of C: RMSNorm, gated activations, RoPE + KV-cache write (`layer.c`),
+token embeddings and cos/sin (`rows.c`), argmax of logits (`argmax.c`), and `advance_step`, the first launch of
+a captured decode step (`advance_step.c`)."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ....quant.base.build import beside, fields
 from ..common.graphs import launch
-from .reference import expand_cos_sin
+from .activations import ActivationQuant, QuantizedActivations
+from .reference import GatedActivation, RopeCall, expand_cos_sin
+
+CHANNELS = 16
+"""Supported row sizes are multiples of this."""
+_GRAIN = 32768
+"""Elements below which a second thread does not pay off."""
+
+
+class _Quantized(ctypes.Structure):
+    """`Quantized` of `layer.c`."""
+
+    _fields_ = [
+        *fields("codes scales", "block"),
+        ("levels", ctypes.c_float),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """Base of the call structs of `layer.c`: pointers, then numbers, then the work counter."""
+
+
+def _struct(
+    name: str, pointers: str, numbers: str, *others: tuple[str, type], is_quantized: bool = False
+) -> type[_Call]:
+    of_call = [
+        *([("quantized", _Quantized)] if is_quantized else []),
+        *fields(pointers, numbers),
+        *others,
+        ("next", ctypes.c_long),
+        ("failed", ctypes.c_int),
+    ]
+    return type(name, (_Call,), {"_fields_": of_call})
+
+
+_Norm = _struct(
+    "_Norm",
+    "x added sum out weight",
+    "rows size x_stride is_bf16 threads",
+    ("eps", ctypes.c_float),
+    is_quantized=True,
+)
+_Gate = _struct(
+    "_Gate", "gate up out", "rows size stride is_bf16 activation threads", is_quantized=True
+)
+_RopeAndCache = _struct(
+    "_RopeAndCache",
+    "heads cos sin slots keys values key_scales value_scales",
+    "rows stride queries kv_heads dim width key_stride value_stride is_bf16 cache_is_bf16 threads",
+)
+
+
+native_layer = beside(__file__, "layer.c")
+"""The compiled kernels, or the reason why there are none."""
+
+
+def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
+    rows, size = like.shape
+    codes = torch.empty(rows, size, dtype=torch.int8)
+    blocks = -(-size // block) if block else 1
+    return QuantizedActivations(codes, torch.empty(rows, blocks, dtype=torch.float32))
+
+
+def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
+    return _Quantized(
+        rows.codes.data_ptr(),
+        rows.scales.data_ptr(),
+        activation_quant.block,
+        activation_quant.int8_levels,
+    )
+
+
+def _run(function: Any, call: _Call) -> None:
+    if launch(function, call):
+        raise MemoryError("no memory for a quantized row")
+
+
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements > _GRAIN else 1
+
+
+class NativeNorm:
+    """RMSNorm over the last axis, of `x` or of `x + added`."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._function = native_layer().function("llmopt_norm")
+        self._weight, self._eps = weight.contiguous(), eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        out = x.new_empty(x.shape)
+        return self._sum(x, added, _Quantized(), out.data_ptr()), out
+
+    def quantized(
+        self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
+    ) -> tuple[torch.Tensor, QuantizedActivations]:
+        """The same, with an int8 norm: one scale per row or block."""
+        rows = _empty_quantized(x, activation_quant.block)
+        return self._sum(x, added, _quantized(rows, activation_quant), None), rows
+
+    def _sum(
+        self, x: torch.Tensor, added: torch.Tensor | None, quantized: _Quantized, out: int | None
+    ) -> torch.Tensor:
+        """Write the norm to `quantized` or to `out`; returns the sum."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows, size = x.shape
+        total = x
+        if added is not None:
+            added, total = added.contiguous(), x.new_empty(rows, size)
+        call = _Norm(
+            quantized,
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            total.data_ptr(),
+            out,
+            self._weight.data_ptr(),
+            rows,
+            size,
+            x.stride(0),
+            x.dtype is torch.bfloat16,
+            _threads(rows * size),
+            self._eps,
+        )
+        _run(self._function, call)
+        return total
+
+
+ACTIVATIONS: tuple[GatedActivation, ...] = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
+"""In the order of their numbers in `layer.c`."""
+
+
+class NativeGate:
+    """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
+
+    def __init__(self, activation: GatedActivation) -> None:
+        self._function = native_layer().function("llmopt_gate")
+        self.activation = ACTIVATIONS.index(activation)
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out = gate.new_empty(gate.shape)
+        self._fill(gate, up, _Quantized(), out.data_ptr())
+        return out
+
+    def quantized(
+        self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
+    ) -> QuantizedActivations:
+        """The same in int8: one scale per row or block."""
+        rows = _empty_quantized(gate, activation_quant.block)
+        self._fill(gate, up, _quantized(rows, activation_quant), None)
+        return rows
+
+    def _fill(
+        self, gate: torch.Tensor, up: torch.Tensor, quantized: _Quantized, out: int | None
+    ) -> None:
+        if gate.stride() != up.stride() or gate.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        rows, size = gate.shape
+        call = _Gate(
+            quantized,
+            gate.data_ptr(),
+            up.data_ptr(),
+            out,
+            rows,
+            size,
+            gate.stride(0),
+            gate.dtype is torch.bfloat16,
+            self.activation,
+            _threads(rows * size),
+        )
+        _run(self._function, call)
+
+
+class NativeRopeAndCache:
+    """RoPE of queries and keys in place, and the KV-cache write: fused unless in fp8 or wider."""
+
+    def __init__(self) -> None:
+        self._function = native_layer().function("llmopt_rope_and_cache")
+
+    def __call__(self, call: RopeCall) -> torch.Tensor:
+        stacked, num_heads, cos, sin, keys, values, slots, norms = call
+        if norms is not None:
+            norms.apply(stacked, num_heads)
+        rows, heads, dim = stacked.shape
+        kv_heads = (heads - num_heads) // 2
+        converted = () if dim % CHANNELS else (torch.int8, torch.bfloat16)
+        written = {stacked.dtype, *converted}
+        is_fused = all(
+            p.codes.dtype in written and p.codes[0, 0].is_contiguous() for p in (keys, values)
+        )
+        launched = _RopeAndCache(
+            stacked.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            keys.codes.data_ptr() if is_fused else None,
+            values.codes.data_ptr() if is_fused else None,
+            None if keys.scales is None else keys.scales.data_ptr(),
+            None if values.scales is None else values.scales.data_ptr(),
+            rows,
+            stacked.stride(0),
+            num_heads,
+            kv_heads,
+            dim,
+            cos.shape[-1],
+            keys.codes.stride(1),
+            values.codes.stride(1),
+            stacked.dtype is torch.bfloat16,
+            keys.codes.dtype is torch.bfloat16,
+            _threads(stacked.numel()),
+        )
+        _run(self._function, launched)
+        if not is_fused:
+            keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
+            values.write(stacked[:, num_heads + kv_heads :], slots)
+        return stacked[:, :num_heads]
 
 
 class _EmbeddingCall(ctypes.Structure):

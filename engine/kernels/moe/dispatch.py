@@ -16,7 +16,7 @@ from ....quant.base.build import beside, fields
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import launch
-from ..elementwise.native_layer import CHANNELS, NativeGate
+from ..elementwise.native_rows import CHANNELS, NativeGate
 from ..linear.library_linear import NAME as DEEP_GEMM
 from ..linear.library_linear import refuses_dtype
 from ..linear.native_linear import CallStruct, PackedLinear, packed_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.elementwise.activations import ActivationQuant, TakesQuantizedInput
 from llmopt.engine.kernels.elementwise.dispatch import GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
-from llmopt.engine.kernels.elementwise.native_layer import (
+from llmopt.engine.kernels.elementwise.native_rows import (
     NativeGate,
     NativeNorm,
     NativeRopeAndCache,

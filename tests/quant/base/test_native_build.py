@@ -105,8 +105,12 @@ def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -
 
 KERNELS = {
     "engine.kernels.attention.dispatch": ["native_attention"],
-    "engine.kernels.elementwise.native_layer": ["native_layer"],
-    "engine.kernels.elementwise.native_rows": ["native_rows", "native_advance", "native_argmax"],
+    "engine.kernels.elementwise.native_rows": [
+        "native_layer",
+        "native_rows",
+        "native_advance",
+        "native_argmax",
+    ],
     "engine.kernels.linear.hadamard_linear": [
         "native_e8p",
         "native_trellis",
