@@ -1,6 +1,6 @@
 """Row kernels on CPU, ctypes bindings of C: RMSNorm, gated activations, RoPE + KV-cache write (`layer.c`),
-token embeddings and cos/sin (`rows.c`), argmax of logits (`argmax.c`), and `advance_step`, the first launch of
-a captured decode step (`advance_step.c`)."""
+token embeddings and cos/sin (`rows.c`), argmax of logits (`argmax.c`), and `advance_step`, the first launch
+of a captured decode step (`advance_step.c`)."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def delta_inputs(
     weights: DeltaWeights,
     spec: DeltaNetSpec,
 ) -> DeltaInputs:
-    """What the rule takes of `mixed` [tokens, channels], behind the convolution, rates and decays."""
+    """Arguments of the rule: of `mixed` [tokens, channels], behind the convolution, rates and decays."""
     sizes = [spec.keys_width, spec.keys_width, spec.values_width]
     query, key, value = mixed.float().split(sizes, dim=-1)
     shared = spec.num_value_heads // spec.num_key_heads

@@ -27,7 +27,7 @@ def _silu(x):
 
 @triton.jit
 def _softplus(x):
-    """As torch's: the argument itself above 20, where the difference is below its last bit."""
+    """Softplus as torch computes it: the argument itself above 20, where the rest is below its last bit."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
