@@ -34,7 +34,7 @@ from ...quant.base.scheme import Scheme
 from ...quant.model.checkpoint import read_json
 from ...quant.models import resolve_model
 from ...quant.pipeline.candidates import Search, search_of
-from ...quant.pipeline.mixed_precision import Allocation, Lane
+from ...quant.pipeline.mixed_precision import Allocation, Lane, with_schemes
 from ...quant.pipeline.preflight import module_sizes, unquantized_bytes
 from ...quant.pipeline.prepare import search_fronts
 from ...quant.plan.loaders import loaders, stored
@@ -325,7 +325,7 @@ def _taken(
             continue
         pairs = zip(found.schemes, found.sizes, strict=True)
         uniform = [(schemes, sum(sizes.values())) for schemes, sizes in pairs if schemes]
-        reasons = [_refusal(target, replace(plan, schemes=schemes)) for schemes, _ in uniform]
+        reasons = [_refusal(target, with_schemes(found.plan, schemes)) for schemes, _ in uniform]
         refused = next(filter(None, reasons), None)
         if refused is None:
             least += [size for _, size in uniform]
@@ -384,7 +384,7 @@ def _point(
     size = allocation.bytes + search.rest_bytes
     bits = allocation.bytes * 8 / search.num_weights
     layers = {
-        name: schemes[name].label if name in schemes else "16 bits" for name in search.plan.modules
+        name: schemes[name].label if name in schemes else "16 bits" for name in search.sizes[0]
     }
     made = {
         "method": request.method,
