@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from ...engine.planner.catalog import find_model
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.option import words_of
-from ...quant.base.progress import Progress, in_words
+from ...quant.base.progress import Progress, ProgressUpdate, as_progress, in_words
 from ...quant.model.checkpoint import gguf_file_of
 from ...quant.models import short_name
 from ...quant.pipeline.preflight import preflight
@@ -104,11 +104,17 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
 
 
 def find_best(
-    asked: BestRequest, model: str, folder: Path, progress: Progress, *, dry_run: bool = False
+    asked: BestRequest,
+    model: str,
+    folder: Path,
+    progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+    *,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one.
 
     Args:
+        progress: a sink, or a function that is called with each update.
         dry_run: only search; the finalists that would be made are marked, and no decision is written.
 
     Raises:
@@ -116,6 +122,7 @@ def find_best(
             the folder is of another question.
         KeyboardInterrupt: interrupted; what was finished is kept.
     """
+    progress = as_progress(progress)
     target = Target.of(asked, model)
     open_folder(folder, asked.question(model, target.device.name))
     searched = search(target, folder, progress)
