@@ -325,7 +325,7 @@ def _taken(
             continue
         pairs = zip(found.schemes, found.sizes, strict=True)
         uniform = [(schemes, sum(sizes.values())) for schemes, sizes in pairs if schemes]
-        reasons = [_refusal(target, with_schemes(found.plan, schemes)) for schemes, _ in uniform]
+        reasons = [_refusal(target, with_schemes(plan, schemes)) for schemes, _ in uniform]
         refused = next(filter(None, reasons), None)
         if refused is None:
             least += [size for _, size in uniform]
@@ -384,7 +384,7 @@ def _point(
     size = allocation.bytes + search.rest_bytes
     bits = allocation.bytes * 8 / search.num_weights
     layers = {
-        name: schemes[name].label if name in schemes else "16 bits" for name in search.sizes[0]
+        name: schemes[name].label if name in schemes else "16 bits" for name in search.plan.modules
     }
     made = {
         "method": request.method,
