@@ -153,9 +153,10 @@ def our_answer(path: Path) -> dict[str, Any]:
     from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
 
-    engine = Engine(EngineConfig(model=path, dtype="float32", device="cpu"))
+    options: Any = {"dtype": "float32", "device": "cpu", "cpu_activations": 16}
+    engine = Engine(EngineConfig(model=path, **options))
     ids = list(engine.tokenizer(PROMPT).input_ids)
-    generated = LLM(path, dtype="float32", device="cpu").generate(
+    generated = LLM(path, **options).generate(
         [ids], SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     )
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def test_an_answer_with_its_commands(
     points = {one["id"]: one for one in found["front"]}
     assert points[chosen["id"]]["finalist"] and points[chosen["id"]]["bytes"] == chosen["bytes"]
     assert {one["name"] for one in found["usual"]} == {"awq int4", "Q4_K_M", "fp8"}
+    page = unescape((folder / "best.html").read_text())
+    assert chosen["rebuild"] in page and found["sentence"] in page and page.count("<svg ") >= 5
     before = (folder / "decision.json").read_bytes()
     assert llmopt(*question) == 0  # nothing is left to do
     assert (folder / "decision.json").read_bytes() == before
