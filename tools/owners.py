@@ -117,7 +117,7 @@ CASES = (
         {"method": "auto", "format": "gguf", "target_bpw": 4.75},
         (LLAMA_CPP, LLAMA_CPP_FLOATS),
     ),
-    Case("gguf Q4_K_M", {"method": "gguf", "gguf_type": "Q4_K_M"}, (LLAMA_CPP,)),
+    Case("gguf Q4_K_M", {"method": "Q4_K_M"}, (LLAMA_CPP,)),
     Case("compressed-tensors int4 g128", {"method": "rtn"}, (EXACT, VLLM)),
     Case(
         "compressed-tensors int4 g128 asymmetric",

@@ -200,7 +200,7 @@ def neighbours_table(
         speed = speed_words((one or point)["speed"])
         rows.append([said, name, point["label"], f"{size(point['bytes'])}{more}", kl, speed])
     header = ["", "checkpoint", "bits", "size", "KL, nats", "TPOT, ms"]
-    return ReportTable(header, rows) if rows else None
+    return ReportTable(header, rows, is_prose=True) if rows else None
 
 
 def finalists_table(decision: Decision) -> ReportTable:
