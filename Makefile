@@ -34,6 +34,8 @@ best-demo: $(INSTALLED)
 
 # The models of the tests are too small for a second thread to pay; a second process does.
 test test-rest test-random test-levels test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
+# Workers and commands in fresh interpreters read compiled modules, which some environments keep them from writing.
+test test-rest test-random test-levels: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(VENV)/bin/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
