@@ -102,7 +102,7 @@ def scores_of(model: Path, full: FullPassage) -> list[float]:
     """The log-likelihood of every option."""
     engine = Engine(EngineConfig(model, dtype="float32", device="cpu"))
     series, _ = score_passage(full.passage, engine, what=model.name)
-    return (-np.bincount(series.needed("window"), series.needed("nll").astype(np.float64))).tolist()
+    return np.concatenate(full.log_likelihoods(series.needed("nll"))).tolist()
 
 
 def kept_scores(keep: Path, name: str, make: Callable[[], list[float]]) -> np.ndarray:
