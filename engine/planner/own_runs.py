@@ -15,7 +15,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
 from .catalog import PlannedModel, find_model
-from .devices import Device
+from .devices import Device, find_device
 from .expected import Expectation
 from .load import SteadyState
 from .memory import Deployment
@@ -25,6 +25,9 @@ from .step_parameters import OwnRows, level, shared_value
 
 Deployable = tuple[str, str]
 """Names of a model and of its weights."""
+CONTACT_SCHEMA = "llmopt-contact/1"
+RECORDS = Path(__file__).resolve().parents[2] / "docs" / "measured"
+"""Records of `llmopt contact` that were sent in, in a folder for each GPU; a wheel has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,11 @@ class MeasuredRun:
     efficiency: Efficiency
     is_cpu: bool
     row: OwnRow | None = None
+    gpu: str | None = None
 
     def device(self, host: Device) -> Device:
-        """`host` with the measured ceilings; one peak is used for every dtype."""
-        peaks = {"bf16": self.flops, "float32": self.flops}
+        """`host` with the measured ceilings; one peak is used for every dtype that it has none of."""
+        peaks = {**(host.peaks or {}), "bf16": self.flops, "float32": self.flops}
         source = f"measured on {self.machine}"
         return replace(host, bandwidth=self.bandwidth, peaks=peaks, source=source)
 
@@ -99,7 +103,7 @@ def read_runs(path: Path, planned: Deployable, *, on_cpu: bool) -> tuple[Measure
             several machines.
     """
     if not path.is_dir() or (path / "result.json").exists():
-        return (read_run(path),)
+        return (read_run(path, planned[1]),)
     with_rows = [file for file in sorted(path.glob("*/result.json")) if _row(_parts(file))]
     runs = [run for run in map(read_run, with_rows) if run.is_cpu == on_cpu]
     if not runs:
@@ -206,13 +210,62 @@ def _own_row(file: Path, row: Mapping[str, Any]) -> OwnRow:
     return OwnRow(**values)
 
 
-def read_run(path: Path) -> MeasuredRun:
-    """Read a run folder or its `result.json`.
+def sent_in(gpu: Device) -> Path | None:
+    """The record of a contact with a GPU, among those that come with the source; None: there is none."""
+    for path in sorted(RECORDS.glob("*/contact.json")):
+        name = str(read_json(path)["environment"]["gpu"]["name"])
+        if _table_name(name) == gpu.name:
+            return path
+    return None
+
+
+def _table_name(gpu: str) -> str:
+    """The planner's name of a GPU; its own where the table does not have it."""
+    try:
+        return find_device(gpu).name
+    except BadInput:
+        return gpu
+
+
+def read_contact(file: Path, record: Mapping[str, Any], weights: str) -> MeasuredRun:
+    """A record of `llmopt contact`: its roofs, and the shares of them that these weights reached; those of
+    others of so many bits, or else of bf16, where they were not measured."""
+    shares, roofs = record["shares"], record["roofs"]
+    alike = (name for name in shares if name.split(" ")[0] == weights.split(" ")[0])
+    chosen = weights if weights in shares else next(alike, "bf16")
+    if chosen not in shares:
+        raise BadInput(
+            f"{file} measured no model: run llmopt contact again, which goes on where it ended"
+        )
+    environment = record["environment"]
+    efficiency = Efficiency(
+        bandwidth=_number(file, shares[chosen], "decode"),
+        compute=_number(file, shares[chosen], "prefill"),
+        seconds_per_layer=0.0,
+        seconds_per_all_reduce=shared_value("all_reduce.latency"),
+        source=f"measured in {chosen} in {file}",
+    )
+    gpu = environment.get("gpu")
+    return MeasuredRun(
+        machine=str(environment["machine"]),
+        bandwidth=_number(file, roofs, "bandwidth"),
+        flops=_number(file, roofs, "flops"),
+        efficiency=efficiency,
+        is_cpu=gpu is None,
+        gpu=None if gpu is None else _table_name(gpu["name"]),
+    )
+
+
+def read_run(path: Path, weights: str = "bf16") -> MeasuredRun:
+    """Read a run folder or its `result.json`; or the record of a contact, for a plan of these weights.
 
     Raises:
         BadInput: there is no such result, or it has no roofline points for both phases.
     """
     file = path / "result.json" if path.is_dir() else path
+    whole = read_json(file)
+    if whole.get("schema") == CONTACT_SCHEMA:
+        return read_contact(file, whole, weights)
     result = _parts(file)
     try:
         roofline = result["roofline"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ..base.host import cpu_has_bf16
@@ -13,11 +14,11 @@ from ..config.config import EngineConfig
 from ..config.plan_request import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
-from .devices import Device, choose_devices
+from .devices import Device, choose_devices, find_device
 from .engine_rules import engine_rule
 from .images import image_load, probed_image_tokens
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
-from .own_runs import MeasuredRun, own_rows, read_runs, together
+from .own_runs import MeasuredRun, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .weights import WeightRecipe
@@ -148,14 +149,26 @@ def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
             )
         return [run.device(host) for host in choose_devices(["cpu"], None)]
     devices = choose_devices(ask.gpus, memory)
-    return [run.device(device) if device.bandwidth is None else device for device in devices]
+    return [
+        run.device(device) if device.bandwidth is None or device.name == run.gpu else device
+        for device in devices
+    ]
 
 
 def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[MeasuredRun, ...]:
     if ask.measured is None:
-        return ()
+        record = _record_of(ask)
+        return () if record is None else read_runs(record, (model.name, recipe.label), on_cpu=False)
     on_cpu = ask.gpu_memory is None and all(name.lower() == "cpu" for name in ask.gpus)
     return read_runs(ask.measured, (model.name, recipe.label), on_cpu=on_cpu)
+
+
+def _record_of(ask: PlanRequest) -> Path | None:
+    """The record of a contact that a plan of our engine on one GPU rests on, where one was sent in."""
+    is_ours = ask.engine == "llmopt" and ask.operators == "fit"
+    if not is_ours or len(ask.gpus) != 1 or ask.gpus[0].lower() in ("all", "cpu"):
+        return None
+    return sent_in(find_device(ask.gpus[0]))
 
 
 def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
