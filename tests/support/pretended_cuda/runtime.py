@@ -61,6 +61,10 @@ def pretended_cuda(card: Card) -> Iterator[Card]:
             stack.enter_context(patch.object(target, name, value, create=True))
         stack.enter_context(dispatch)
         stack.enter_context(_driver(card))
+        # `Module.to` makes parameters of the card's tensors: setting `data` would lose their class.
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         # So that `torch.tensor(..., device="cuda")` asks the mode for the copy.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
