@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,10 @@ def doctor(
             help="Forget which kernels earned their place on the GPU, and try them again.",
         ),
     ] = False,
+    contact: Annotated[
+        Path | None,
+        typer.Option("--contact", help="Show what failed in this record of `llmopt contact` too."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the findings of --all as JSON.")
     ] = False,
@@ -45,7 +50,8 @@ def doctor(
     from .output.console import emit_json, result_console
     from .output.doctor_tables import show_findings
 
-    findings = _findings(asks_torch=everything or as_json, renew=renew)
+    told = {} if contact is None else _of_contact(contact)
+    findings = _findings(asks_torch=everything or as_json, renew=renew) | told
     health = None
     if bool(findings.get("cuda")) if self_test is None else self_test:
         from ..bench.machine.roofline import check_health
@@ -58,6 +64,21 @@ def doctor(
         show_findings(findings, result_console(as_json))
     if health is not None and not health["passed"]:
         raise typer.Exit(1)
+
+
+def _of_contact(path: Path) -> dict[str, Any]:
+    """A record's date, GPU, failures, and how many expectations hold.
+
+    Raises:
+        BadInput: it is none.
+    """
+    from ..bench.contact.record import failures, findings, read_record
+
+    record = read_record(path)
+    held = [each["met"] for each in findings(record) if each["met"] is not None]
+    head = {"file": str(path), "date": record["date"], "gpu": record["environment"].get("gpu")}
+    counts = {"held": sum(held), "expectations": len(held)}
+    return {"contact": head | counts | {"failures": failures(record)}}
 
 
 def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...engine.planner.own_runs import CONTACT_SCHEMA
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
 
 WHOLE = "whole"
 """How a stage ended that looked at all that it has to."""
@@ -76,6 +79,18 @@ def new_record(environment: Mapping[str, Any], date: str, *, small: bool) -> Rec
     """A record without stages."""
     head = {"schema": CONTACT_SCHEMA, "date": date, "small": small}
     return head | {"environment": dict(environment), "roofs": {}, "shares": {}, "stages": []}
+
+
+def read_record(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        BadInput: there is none, or it is something else.
+    """
+    record = read_json(path)
+    if record.get("schema") != CONTACT_SCHEMA:
+        raise BadInput(f"{path} is no record of llmopt contact: give the JSON that it wrote")
+    return record
 
 
 def summarize(record: Record) -> None:

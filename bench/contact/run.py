@@ -38,6 +38,7 @@ from .record import (
     gpu_slug,
     new_record,
     page,
+    read_record,
     summarize,
 )
 
@@ -133,13 +134,14 @@ class ContactRequest:
 
 
 def contact(
-    request: ContactRequest, say: Callable[[str], None], stages: Sequence[Stage] = STAGES
+    request: ContactRequest, say: Callable[[str], None], stages: Sequence[Stage] | None = None
 ) -> tuple[Path, Record]:
     """Run the stages that the record does not have yet; returns its file and it.
 
     Raises:
         BadInput: an unknown stage, no card that serves, or a record of something else.
     """
+    stages = STAGES if stages is None else stages
     if unknown := [name for name in request.stages if name not in {s.name for s in stages}]:
         names = ", ".join(stage.name for stage in stages)
         raise BadInput(f"--stages {unknown[0]}: choose of {names}")
@@ -180,7 +182,7 @@ def _default_output(environment: Mapping[str, Any]) -> Path:
 def _left_out(stage: Stage, environment: Mapping[str, Any]) -> str | None:
     """Why a stage is not run; None: it is."""
     if (cards := environment.get("gpus", 0)) < stage.cards:
-        return f"needs {stage.cards} cards, and {cards} is there"
+        return f"it needs {stage.cards} cards, and the machine has {cards}"
     if stage.package and find_spec(stage.package) is None:
         return f"{stage.package} is not installed here"
     return None
@@ -201,14 +203,10 @@ def _begun(path: Path, environment: Mapping[str, Any], request: ContactRequest) 
     new = new_record(environment, today, small=request.small)
     if request.again or not path.exists():
         return new
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differs = next((key for key in ("schema", "small") if before[key] != new[key]), None)
-        was, now = before["environment"], environment
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path} is no record of a contact: name another --output") from error
-    for key in ("machine", "commit", "libraries"):
-        differs = differs or (key if was.get(key) != now.get(key) else None)
+    before = read_record(path)
+    was, now = (each["environment"] | {"sizes": each["small"]} for each in (before, new))
+    names = ("sizes", "gpu", "machine", "commit", "libraries")
+    differs = next((name for name in names if was.get(name) != now.get(name)), None)
     if differs is not None:
         raise BadInput(f"{path} differs in {differs}: --again begins anew, --output names another")
     return before

@@ -165,7 +165,8 @@ class PlanRequest:
     measured: Path | None = option(
         None,
         "A run of `llmopt bench`: use its measured ceilings, not a data sheet's. Runs of `bench --plan`, one "
-        "or a folder of them, are rows of this machine that correct the plan and narrow its error.",
+        "or a folder of them, are rows of this machine that correct the plan and narrow its error. Or a "
+        "record of `llmopt contact`.",
         panel=_MONEY,
     )
     operators: str = option(
