@@ -5,8 +5,6 @@ INSTALLED := $(VENV)/installed
 
 # The source folders under their installed name, for a Python into which nothing is installed.
 LINKS := $(CURDIR)/build/links
-RESULT ?= runs/gpu-bench.json
-FIRST ?= runs/gpu-first.json
 GPU_JOBS ?= 6
 
 REAL := build/real
@@ -21,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check gpu-first gpu-bench lint lint-deploy resolve lowest install owners clean
+.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -78,21 +76,16 @@ gpu-matrix: $(INSTALLED)
 	$(VENV)/bin/python -m tools.gpu_matrix --out docs/measured/gpu-matrix.json
 
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
-gpu-check gpu-first gpu-bench: export PYTHONPATH := $(LINKS)$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-check gpu-first gpu-bench: export HF_HUB_OFFLINE = 1
+gpu-check contact: export PYTHONPATH := $(LINKS)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check contact: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
 gpu-check: $(LINKS)/llmopt
 	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/kernels/test_triton_*.py
 
-# The first ten minutes on any card: kernels, graphs, tiles, an 8B model, a second card; one file, and one page
-# that says which expectation failed.
-gpu-first: $(LINKS)/llmopt
-	$(PYTHON) -m tools.gpu_first --out $(FIRST) $(if $(COMMIT),--commit $(COMMIT))
-
-# How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
-gpu-bench: $(LINKS)/llmopt
-	$(PYTHON) -m tools.gpu_bench --out $(RESULT) $(if $(COMMIT),--commit $(COMMIT))
+# `llmopt contact` without an install: the first nine minutes on any card, one record and one page.
+contact: $(LINKS)/llmopt
+	$(PYTHON) -m llmopt.bench.contact.run $(CONTACT)
 
 $(LINKS)/llmopt:
 	mkdir -p $@
