@@ -233,7 +233,7 @@ class Watched:
         self._folder = folder
 
     def run(self, stage: Stage, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a stage found, and its environment if it told one.
+        """Run a stage to its end; returns what it found, and its environment.
 
         Raises:
             BadInput: the stage refuses the machine.

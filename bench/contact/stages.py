@@ -56,7 +56,7 @@ from .run import LOST, Case, Refused, lines_of, room, run_cases, told
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels are compiled for in `make gpu-matrix`."""
 FREE = 0.8
-"""Of the card's memory: with less, others use it."""
+"""The least free share of the card's memory: with less, others use it."""
 COPIED, MULTIPLIED = 0.85, 0.65
 """Shares of the data sheet's peaks that a large copy and a large GEMM reach at least."""
 CLOSE = 0.1

@@ -164,6 +164,17 @@ def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> Non
     assert "--port" in run_llmopt(elsewhere, tmp_path, "serve-local", "--help").stdout
 
 
+@pytest.mark.whole
+def test_contact_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    """Its first stages on a CPU, and a plan with what it wrote."""
+    words = "contact --device cpu --small --stages kernels,llama-8b -o contact.json"
+    run_llmopt(elsewhere, tmp_path, *words.split())
+    plan = "kv-plan llama-8b --gpu h100 --measured contact.json --json"
+    values = json.loads(run_llmopt(elsewhere, tmp_path, *plan.split()).stdout)
+    assert values["speed_from"] == "measured"
+    assert (tmp_path / "contact.md").is_file()
+
+
 def ci_scripts(job: str) -> tuple[dict[str, str], list[str]]:
     """(environment, scripts) of a workflow file as its runner has them, one shell for each script."""
     whole: Any = yaml.safe_load((ROOT / "docs" / "ci" / f"serving-{job}.yml").read_text())
