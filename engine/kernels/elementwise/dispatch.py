@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,13 @@ from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ..attention.paged_tensor import PagedTensor
-from ..common.devices import refuses_native, refuses_rows, serves_all
+from ..common.devices import (
+    package,
+    refuses_device,
+    refuses_native,
+    refuses_rows,
+    serves_all,
+)
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .native_rows import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
@@ -21,9 +28,11 @@ from .recurrence import (
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
+    Recurrence,
     RecurrentKernel,
     StateRows,
     TorchRecurrence,
+    delta_rule,
 )
 from .reference import (
     TORCH_GATES,
@@ -271,6 +280,60 @@ def recurrence_trial(query: RowKernelQuery) -> Trial[Any]:
     return Trial(compute, tolerance(query.dtype))
 
 
+FLA = "fla"
+
+
+def delta_rule_fla(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    rate: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`delta_rule` by fla-core's chunked kernels, which take 16 bits and give back a new state.
+
+    Queries are scaled and of unit length already.
+    """
+    rows = (x[None].to(torch.bfloat16) for x in (query, key, value))
+    out, after = import_module(f"{FLA}.ops.gated_delta_rule").chunk_gated_delta_rule(
+        *rows,
+        g=log_decay[None],
+        beta=rate[None],
+        scale=1.0,
+        initial_state=state[None],
+        output_final_state=True,
+    )
+    return out[0].to(value.dtype), after[0]
+
+
+def _refuses_fla(query: RowKernelQuery) -> str | None:
+    return refuses_device(query.device, (8, 9, 10, 12), query.dtype) or package(FLA).reason
+
+
+def delta_rule_trial(query: RowKernelQuery) -> Trial[Any]:
+    """Runs of tokens of one sequence, with keys of `size` elements, as prefill brings them."""
+    random, heads = RandomInputs(query.device, torch.float32), 4
+
+    def run(tokens: int) -> tuple[torch.Tensor, ...]:
+        rows, gates = (tokens, heads, query.size), (tokens, heads)
+        directions = (functional.normalize(random(*rows), dim=-1) for _ in "qk")
+        decay, rate = -random(*gates).abs(), random(*gates).sigmoid()
+        return *directions, random(*rows), decay, rate, random(heads, query.size, query.size)
+
+    compared, timed = run(130), [run(count) for count in (64, 2048)]
+    return Trial(
+        lambda rule: rule(*compared),
+        tolerance(query.dtype, quantizes_inputs=True),
+        lambda rule: [lambda given=given: rule(*given) for given in timed],
+    )
+
+
+DELTA_RULE: Operation[RowKernelQuery, Recurrence] = Operation(
+    "gated delta rule",
+    [Candidate(FLA, _refuses_fla, delta_rule_fla), Candidate("torch", serves_all, delta_rule)],
+    delta_rule_trial,
+)
 RECURRENT_STEP: Operation[RowKernelQuery, Callable[[], RecurrentKernel]] = Operation(
     "recurrent step",
     [

@@ -36,6 +36,10 @@ LEAST_SQUARES = 1e-6
 """Added to the squared length of queries and keys before the division."""
 
 
+Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""From inputs and a state (the last argument) to outputs and the state after them."""
+
+
 class StateRows(NamedTuple):
     """Sequences of a step: slots of their states, int64, and whether these count as nothing yet, bool."""
 

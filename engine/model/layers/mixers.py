@@ -10,16 +10,16 @@ from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ...kernels.elementwise.activations import ActivationQuant, Rows
-from ...kernels.elementwise.dispatch import RECURRENT_STEP, RowKernelQuery
+from ...kernels.elementwise.dispatch import DELTA_RULE, RECURRENT_STEP, RowKernelQuery
 from ...kernels.elementwise.recurrence import (
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
+    Recurrence,
     RecurrentKernel,
     causal_conv,
     causal_conv_step,
     delta_inputs,
-    delta_rule,
     delta_rule_step,
     gate_then_norm,
     norm_then_gate,
@@ -146,11 +146,14 @@ class GatedDeltaNet(_Mixer):
     eps: float
     state: int
     _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
+    _rule: Recurrence = field(init=False, repr=False, compare=False)
     _places: DeltaPlaces = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kernel", _kernel_of(self.conv))
         spec, device = self.spec, self.conv.device
+        query = RowKernelQuery(device.type, self.conv.dtype, spec.key_dim)
+        object.__setattr__(self, "_rule", DELTA_RULE.select(query).run)
         width = 2 * (spec.keys_width + spec.values_width + spec.num_value_heads)
         columns = torch.arange(width, dtype=torch.int32)[None]
         places = (each[0].to(device) for each in self._parted(columns))
@@ -181,7 +184,7 @@ class GatedDeltaNet(_Mixer):
         qkv, gate, rate, decay = self._parted(projected)
         qkv = functional.silu(self._convolved(qkv, step, self.conv))
         inputs = delta_inputs(qkv, rate, decay, weights, spec)
-        mixed = step.states.advance(self.state + 1, inputs, delta_rule, delta_rule_step)
+        mixed = step.states.advance(self.state + 1, inputs, self._rule, delta_rule_step)
         gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
         return self.output(norm_then_gate(mixed, gate, self.norm, self.eps).flatten(1), adapters)
 

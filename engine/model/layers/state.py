@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,12 +10,9 @@ import torch
 
 from ...base.device import packed
 from ...kernels.attention.batch import AttentionBatch
-from ...kernels.elementwise.recurrence import StateRows, stepped
+from ...kernels.elementwise.recurrence import Recurrence, StateRows, stepped
 from ...scheduling.request import NULL_SLOT
 from ...scheduling.step_plan import Copies
-
-Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""From inputs and a state (the last argument) to outputs and the state after them."""
 
 
 @dataclass(frozen=True, slots=True)

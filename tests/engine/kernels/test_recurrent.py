@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
 import torch
 from llmopt.engine.kernels.attention.batch import AttentionBatch, DecodeGroup, SequenceSpan
+from llmopt.engine.kernels.common.verdicts import relative_error
+from llmopt.engine.kernels.elementwise import dispatch
+from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.elementwise.recurrence import (
     causal_conv,
     causal_conv_step,
@@ -127,3 +131,29 @@ def test_a_mixed_step_is_each_sequence_alone(name, lengths, known):
         row += length
     others = sorted({*range(len(tensor))} - {*slots.tolist()})
     assert torch.equal(tensor[others], held[others]), "other sequences' states are as they were"
+
+
+class _StandIn:
+    """fla-core's function as it is documented: [batch, tokens, heads, dim] in 16 bits, a state of each batch."""
+
+    def chunk_gated_delta_rule(
+        self, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False
+    ):
+        assert q.dtype is k.dtype is v.dtype is torch.bfloat16 and q.dim() == v.dim() == 4
+        assert g.dtype is beta.dtype is initial_state.dtype is torch.float32
+        assert g.shape == beta.shape == q.shape[:3] and scale == 1.0 and output_final_state
+        assert initial_state.shape == (1, q.shape[2], q.shape[3], v.shape[3])
+        rows = (x[0].float() for x in (q, k, v))
+        out, state = delta_rule(*rows, g[0], beta[0], initial_state[0])
+        return out[None].to(v.dtype), state[None]
+
+
+def test_fla_is_called_as_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And within the tolerance of its trial, whose inputs are those of a prompt."""
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", _StandIn())
+    trial = dispatch.delta_rule_trial(RowKernelQuery("cpu", torch.bfloat16, 32))
+    got, expected = trial.compute(dispatch.delta_rule_fla), trial.compute(delta_rule)
+    assert 0 < relative_error(got, expected) < trial.tolerance
+    query = RowKernelQuery("cpu", torch.bfloat16, 32)
+    assert dispatch.DELTA_RULE.explain(query).reasons[0] == ("fla", "it is a CUDA library")
+    assert dispatch.DELTA_RULE.select(query).name == "torch"
