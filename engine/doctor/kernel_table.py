@@ -27,9 +27,11 @@ from ..kernels.common.dispatch import KernelChoice
 from ..kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
+    DELTA_RULE,
     GATE,
     GELU_GATE,
     NORM,
+    RECURRENT_STEP,
     ROPE_AND_CACHE,
     RowKernelQuery,
 )
@@ -65,6 +67,8 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 ROWS = (
     *((operation, 4096) for operation in (NORM, GATE, GELU_GATE, CLAMPED_SWIGLU_GATE)),
     (ROPE_AND_CACHE, 128),
+    (RECURRENT_STEP, 8192),
+    (DELTA_RULE, 128),
 )
 """Operations of rows, and the length of a typical decoder's rows."""
 

@@ -18,9 +18,11 @@ from ..kernels.common.dispatch import Operation
 from ..kernels.common.verdicts import TOLERANCE_QUANTIZED, relative_error, tolerance
 from ..kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
+    DELTA_RULE,
     GATE,
     GELU_GATE,
     NORM,
+    RECURRENT_STEP,
     ROPE_AND_CACHE,
     RowKernelQuery,
     rope_trial,
@@ -149,6 +151,11 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
     yield Check(
         GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
     )
+    heads = RowKernelQuery(kind, dtype, HEAD_DIM)
+    for operation in (RECURRENT_STEP, DELTA_RULE):
+        recurrence = operation.trial(heads)
+        assert recurrence is not None
+        yield Check(operation, heads, recurrence.compute, recurrence.tolerance)
     yield _linear(random, kind, dtype, sizes, most)
     yield _experts(random, kind, dtype, sizes, most)
     yield _sampling(SamplingKernelQuery(kind))

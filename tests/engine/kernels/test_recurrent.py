@@ -143,8 +143,8 @@ class _StandIn:
         assert g.dtype is beta.dtype is initial_state.dtype is torch.float32
         assert g.shape == beta.shape == q.shape[:3] and scale == 1.0 and output_final_state
         assert initial_state.shape == (1, q.shape[2], q.shape[3], v.shape[3])
-        rows = (x[0].float() for x in (q, k, v))
-        out, state = delta_rule(*rows, g[0], beta[0], initial_state[0])
+        query, key, value = (x[0].float() for x in (q, k, v))
+        out, state = delta_rule(query, key, value, g[0], beta[0], initial_state[0])
         return out[None].to(v.dtype), state[None]
 
 
