@@ -207,14 +207,13 @@ def finalists_table(decision: Decision) -> ReportTable:
     """The measurements of each finalist, and whether it keeps the promises."""
     rows, tones = [], {}
     for place, one in enumerate(decision["finalists"]):
-        kept = {True: "yes", False: "; ".join(one["breaks"]) or "no", None: "unsure"}[one["keeps"]]
+        kept = {True: "yes", False: "no", None: "unsure"}[one["keeps"]]
         mark = "\u00a0*" if one["id"] == decision["recommended"] else ""
         tones[place] = {True: "good" if mark else "", False: "bad", None: "unsure"}[one["keeps"]]
         measured = [measured_words(one["kl"], 4), *map(measured_words, (one["top1"], one["flips"]))]
-        rows.append(
-            [one["id"] + mark, size(one["bytes"]), *measured, speed_words(one["speed"]), kept]
-        )
-    header = ["checkpoint", "size", "KL, nats", "top-1", "flips", "TPOT, ms", "keeps the promises"]
+        figures = [size(one["bytes"]), *measured, speed_words(one["speed"])]
+        rows.append([one["id"] + mark, kept, *figures, "; ".join(one["breaks"])])
+    header = ["checkpoint", "keeps", "size", "KL, nats", "top-1", "flips", "TPOT, ms", "breaks"]
     return ReportTable(header, rows, "In parentheses: intervals. * is recommended.", tones)
 
 
@@ -269,8 +268,8 @@ def front_svg(decision: Decision, against: str) -> str:
             colour = colours[lane_of[one["id"]]]
             is_recommended = one["id"] == decision["recommended"]
             spans.append(_measured(axis, one, x, colour, is_recommended=is_recommended))
-    _limits(axis, decision["asked"], against)
     axis.margins(0.08)
+    spans += _limits(axis, decision["asked"], against)
     axis.set_xlabel(f"{'MiB' if against == 'size' else 'ms a token (TPOT)'}, left is better")
     axis.set_ylabel("KL (nats), down is better")
     title(axis, f"Quality against {against}")
@@ -296,15 +295,20 @@ def _measured(
     return (x, low), (x, high)
 
 
-def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> None:
-    """Dashed lines at the promises that these axes can show."""
+def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> list[Span]:
+    """Dashed lines at the promises that these axes can show; returns where they lie."""
     style = {"color": BAD, "linewidth": 1, "linestyle": "--"}
-    for promise in asked["promises"]:
-        if promise["metric"] == "kl" and promise["limit"] > 0:
-            axis.axhline(promise["limit"], **style)
     limit = (asked["slo"] or {}).get("tpot") if against == "speed" else asked["size_bytes"]
-    if limit:
-        axis.axvline(limit if against == "speed" else limit / 2**20, **style)
+    furthest = [limit if against == "speed" else limit / 2**20] if limit else []
+    kl = (promise["limit"] for promise in asked["promises"] if promise["metric"] == "kl")
+    most = [each for each in kl if each > 0]
+    for each in most:
+        axis.axhline(each, **style)
+    for each in furthest:
+        axis.axvline(each, **style)
+    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+    across = [((left, each), (right, each)) for each in most]
+    return [*across, *(((each, low), (each, high)) for each in furthest)]
 
 
 def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | None:
@@ -400,5 +404,5 @@ def layers_svg(cells: Mapping[str, Mapping[int, str]], point: Mapping[str, Any])
     for spine in axis.spines.values():
         spine.set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(len(kinds), 6), fontsize=9, frameon=False)
-    title(axis, f"{point['id']}: {point['label']}")
+    title(axis, ": ".join(dict.fromkeys((point["id"], point["label"]))))
     return to_svg(figure, f"Bits of every layer of {point['id']}")

@@ -31,15 +31,15 @@ def test_the_answer_has_its_commands_and_its_numbers_once() -> None:
     cards = {card.label: (card.value, card.note) for card in page.cards}
     kl, interval = cards["KL"]
     (row,) = (row for row in section(page, "Finalists").tables[0].rows if row[0].endswith("*"))
-    assert row[2] == neighbours.rows[0][4] == f"{kl} ({interval})"
+    assert row[3] == neighbours.rows[0][4] == f"{kl} ({interval})"
     assert [row[0] for row in usual.rows] == ["awq int4 (awq-int4)", "fp8"]
     assert "KL ≤ 0.02" in page.subtitle.replace("kl", "KL") and "TPOT ≤ 20 ms" in page.subtitle
 
 
 def test_a_broken_promise_is_said_with_the_finalist() -> None:
     finalists = section(best_page(a_decision()), "Finalists").tables[0]
-    said = {row[0]: row[-1] for row in finalists.rows}
-    assert said["awq-int4"] == "tpot 20.4 ms > 20 ms" and said["int-3.50"] == "yes"
+    said = {row[0]: (row[1], row[-1]) for row in finalists.rows}
+    assert said["awq-int4"] == ("no", "tpot 20.4 ms > 20 ms") and said["int-3.50"] == ("yes", "")
     (bad,) = (place for place, tone in finalists.tones.items() if tone == "bad")
     assert finalists.rows[bad][0] == "awq-int4"
 
