@@ -117,6 +117,7 @@ KILLED_AT = (
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(900)
 def test_a_kill_at_any_stage_changes_no_byte(tmp_path: Path) -> None:
     """Quality does not vary between runs, and the speed of other hardware is planned."""
     words = ("best", *QUESTION, "--gpu", "h100", "--finalists", "2", "--size", "2MB", "-o", "out")
