@@ -384,7 +384,7 @@ def _point(
     size = allocation.bytes + search.rest_bytes
     bits = allocation.bytes * 8 / search.num_weights
     layers = {
-        name: schemes[name].label if name in schemes else "16 bits" for name in search.plan.modules
+        name: schemes[name].label if name in schemes else "16 bits" for name in search.sizes[0]
     }
     made = {
         "method": request.method,
