@@ -108,7 +108,7 @@ KILLED_AT = (
     "statistics/costs-*",
     "search.json",
     "finalists/journal.json",
-    "finalists/checkpoints/.*",
+    "finalists/checkpoints/*.partial",
     "finalists/checkpoints/*/config.json",
     "finalists/original/result.json",
     "finalists/result.json",
