@@ -103,8 +103,6 @@ def _plan(
     like, gpu = asked.pop("like"), asked.pop("gpu")
     asked["engine"] = choices.engine
     if choices.engine != "llmopt":
-        # Their caches are of pages too: the planner's rule of vLLM is theirs.
-        asked["engine"] = "vllm"
         asked["kv_dtype"] = asked["kv_dtype"] or (stored and stored.kv_dtype)
     return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **asked))
 

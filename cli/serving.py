@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..engine.server.protocol.server_options import ServedModelOptions
+from ..quant.base.atomic_io import expanded
 from .options.command import Words, shown_name
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
 
     server = server_command(engine)
     options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}
-    path = Path(name).expanduser()
+    path = expanded(name)
     is_here = name in bundled_models() or path.exists()
     if is_here and not path.is_file():
         path = resolve_model(name)

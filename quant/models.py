@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from ..recipes import DEFAULT_MODEL, MODELS
+from .base.atomic_io import expanded
 from .base.errors import BadInput, first_line
 from .base.option import offer
 from .gguf.architecture import stored_config
@@ -28,7 +29,7 @@ def short_name(path: Path) -> str:
 
 def is_local(name: str) -> bool:
     """Whether a model of that name is on this machine, without asking the hub."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name in bundled_models() or (path / "config.json").is_file():
         return True
     return path.exists() and gguf_file_of(path) is not None
@@ -56,7 +57,7 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
         BadInput: no such model here, a GGUF file that cannot be read, or the download failed.
     """
     name = name or DEFAULT_MODEL
-    path = Path(name).expanduser()
+    path = expanded(name)
     file = gguf_file_of(path) if path.exists() else None
     if file is not None:
         stored_config(GgufFile(file))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.deploy.engine_commands import SGLANG, TRTLLM, ServerCommand
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput
 
 HOST = "127.0.0.1"
@@ -54,7 +55,7 @@ class Preset:
             BadInput: it is not installed.
         """
         if given is not None:
-            if path := shutil.which(str(given.expanduser())):
+            if path := shutil.which(str(expanded(given))):
                 return path
             raise BadInput(f"--serve-program {given} is no program that can be run")
         if self.program is None:

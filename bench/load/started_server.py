@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ...quant.base.atomic_io import interrupts_held
+from ...quant.base.atomic_io import expanded, interrupts_held
 from ...quant.base.errors import BadInput
 from ...quant.base.processor import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
@@ -164,7 +164,7 @@ def _backend(options: BenchOptions, chosen: Preset) -> str:
 def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
     """(the model for the server's command line, location of its tokenizer)."""
     name = options.model or DEFAULT_MODEL
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file() and gguf_file_of(path) is not None:
         name = str(path.absolute())  # a link keeps its name; the server knows what it reads
     elif chosen.needs_gguf:

@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput
 from ...quant.base.option import Limit, offer
 
@@ -39,7 +39,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def check_dataset(dataset: str) -> None:
     """Raises BadInput where `dataset` is neither a name nor a file."""
-    if dataset not in NAMES and not Path(dataset).expanduser().is_file():
+    if dataset not in NAMES and not expanded(dataset).is_file():
         raise BadInput(f"no dataset {dataset!r}: {offer(dataset, NAMES)}, or give a file")
 
 

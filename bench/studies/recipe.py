@@ -261,6 +261,14 @@ class CapacityStep(_Strict):
         None, validation_alias=AliasChoices("max_model_len", "context")
     )
 
+    @property
+    def users(self) -> str:
+        """How many there are at once, in words."""
+        loads = parse_loads(self.sweep_concurrency, "concurrency")
+        if loads is None:
+            return "1, 2, 4 ... users until throughput gains little"
+        return f"{', '.join(f'{load:g}' for load in loads)} users"
+
     @field_validator("sweep_concurrency")
     @classmethod
     def _known(cls, text: str) -> str:
@@ -382,7 +390,7 @@ def steps_of(recipe: Recipe) -> list[str]:
         return [
             f"bench {model} with 1 user: the ceilings of this machine and the efficiency reached",
             f"plan {model} with those ceilings",
-            f"bench {model} with {recipe.capacity.sweep_concurrency} users: {recipe.bench.dataset}, "
+            f"bench {model} with {recipe.capacity.users}: {recipe.bench.dataset}, "
             f"{recipe.bench.num_prompts} prompts at each load",
             "write report.html: the plan beside the measured knee",
         ]

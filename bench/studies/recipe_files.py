@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ...quant.base.atomic_io import write_atomically
+from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.option import offer
 from ...quant.model.checkpoint import read_json
@@ -84,7 +84,7 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
 
 
 def _path_of(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         return path
     bundled = {file.stem: file for file in ROOT.glob("*.yaml")}

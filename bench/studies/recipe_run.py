@@ -14,7 +14,7 @@ from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
 from ...engine.planner.plan_json import WrittenPlan, plan_as_dict, read_plan
 from ...engine.planner.plan_request import PlanRequest, plan_for
-from ...quant.base.atomic_io import write_atomically
+from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import VerifyReport, verify
@@ -85,7 +85,7 @@ def verified_files(
 ) -> tuple[Mapping[str, Any] | None, VerifyReport | None]:
     """(manifest, verification) of a checkpoint that llmopt made, else None; a resumed run verifies again, so
     that exactly the measured files are verified."""
-    path = Path(options.model or "").expanduser()
+    path = expanded(options.model or "")
     folder = path.parent if path.is_file() else path
     if options.model is None or not (folder / MANIFEST_NAME).is_file():
         return None, None

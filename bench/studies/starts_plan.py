@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ...quant.base.atomic_io import write_atomically
+from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput, first_line
 from ..gate.compare import QualityGate
 from ..gate.limits import Limit, Scored, TaskScored, parse_gate, parse_share, speed_limits
@@ -50,7 +50,7 @@ class Build:
 
     @property
     def is_environment(self) -> bool:
-        return (Path(self.spec).expanduser() / "bin").is_dir()
+        return (expanded(self.spec) / "bin").is_dir()
 
     def program(self, name: str) -> str:
         """The path of a program of the virtual environment.
@@ -58,7 +58,7 @@ class Build:
         Raises:
             BadInput: it has none of that name.
         """
-        path = Path(self.spec).expanduser().absolute() / "bin" / name
+        path = expanded(self.spec).absolute() / "bin" / name
         if not path.is_file():
             raise BadInput(f"--run {self.name}={self.spec}: there is no bin/{name} in it")
         return str(path)

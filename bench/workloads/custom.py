@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput, first_line
 from .synthetic import IMAGE_NOTE, data_url
 from .workload import Tokenizer, Workload, numbered, oversampled, read_text
@@ -120,7 +121,7 @@ def _sent(name: str, path: Path) -> str:
     """An image as it is sent: a URL as it is, a file as a data URL."""
     if name.partition(":")[0] in ("data", "http", "https"):
         return name
-    file = path.parent / Path(name).expanduser()
+    file = path.parent / expanded(name)
     if file.suffix.lower() not in KINDS:
         raise BadInput(f"dataset {path}: the image {name} is none of {', '.join(KINDS)}")
     try:

@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput
 from ...quant.load_processor import load_tokenizer
 from ...quant.models import open_checkpoint, resolve_model
@@ -49,7 +50,7 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
             raise BadInput(f"{path} is not a frozen workload: llmopt bench freeze writes them")
         return dataset, path
     check_dataset(dataset)
-    given = Path(dataset).expanduser()
+    given = expanded(dataset)
     if path is not None:
         raise BadInput(f"two datasets: {dataset} and {path}; give one")
     if is_frozen(given):

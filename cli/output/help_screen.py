@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
+from itertools import takewhile
 from textwrap import wrap
 from typing import Any
 
@@ -29,17 +30,26 @@ Rows = list[tuple[str, str]]
 
 
 class HelpCommand(TyperCommand):
-    """A command with our help screen."""
+    """A command with our help screen; where `--help` leaves nothing out, `--help-all` is the same."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         write_screen(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = [*takewhile("--".__ne__, args)]
+        if not any(parameter.name == "help_all" for parameter in self.params):
+            own = ["--help" if word == "--help-all" else word for word in own]
+        return super().parse_args(ctx, own + args[len(own) :])
 
 
 class HelpGroup(TyperGroup):
-    """A command of sub-commands, with our help screen."""
+    """A command of sub-commands, with our help screen, which `--help-all` shows too."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         write_screen(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--help"] if args[:1] == ["--help-all"] else args)
 
 
 class App(typer.Typer):

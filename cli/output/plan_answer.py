@@ -48,6 +48,9 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     where = f"{device.deployment.gpus} x {device.gpu}"
     what = f"{counted(work.sequences, 'sequence')} of {format_tokens(work.context)} tokens"
     line = f"{'yes' if device.fits else 'no'}: {what} in {device.engine} on {where}"
+    if not device.fits and device.means is not None:
+        places = device.max_concurrent_sequences
+        line = f"not at once: {places:,} of {what} in {device.engine} on {where}; others wait"
     if (second := device.beside) is not None and second.fits != device.fits:
         line += f"; in {second.engine} {'yes' if second.fits else 'no'}"
     yield line

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput
 from ...quant.convert.adapter import LoraSettings
 
@@ -40,7 +41,7 @@ def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
             raise BadInput(f"--lora {word!r}: write NAME=FOLDER")
         if name in adapters:
             raise BadInput(f"--lora {word!r}: the name {name!r} was given twice")
-        adapters[name] = Path(folder).expanduser()
+        adapters[name] = expanded(folder)
     return adapters
 
 

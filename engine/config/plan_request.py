@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ...quant.base.errors import BadInput
 from ...quant.base.option import option, option_like
 from ..base.slo import SLO_SHARE
 from .config import EngineConfig
@@ -16,8 +17,17 @@ _LOAD = "Load, which is simulated"
 
 
 def _names(words: list[str]) -> tuple[str, ...]:
-    """The names in words that may have commas between names."""
-    return tuple(name for word in words for part in word.split(",") if (name := part.strip()))
+    """The names in words that may have commas between names.
+
+    Raises:
+        BadInput: the words hold commas alone.
+    """
+    names = tuple(name for word in words for part in word.split(",") if (name := part.strip()))
+    if words and not names:
+        raise BadInput(
+            f"--gpu {' '.join(words)!r}: name a GPU of llmopt kv-plan --list, all or cpu"
+        )
+    return names
 
 
 @dataclass(frozen=True, slots=True)

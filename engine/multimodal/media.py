@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import MARKER
 
+from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput, first_line
 from ..base.image_input import MediaLimits
 from .remote import RemoteMedia
@@ -144,7 +145,7 @@ def _read(path: Path, limits: MediaLimits) -> bytes:
     if urlsplit(str(path)).scheme == "file":
         raise BadInput(f"{path}: give the path itself, without file:")
     try:
-        with path.expanduser().open("rb") as file:
+        with expanded(path).open("rb") as file:
             data = file.read(limits.max_image_bytes + 1)
     except OSError as error:
         raise BadInput(f"cannot read the image {path}: {error.strerror or error}") from error

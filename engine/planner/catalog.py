@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import write_atomically
+from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.families.config import (
     check_depth,
@@ -178,7 +178,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
         BadInput: no model of that name (close matches are named), an unsupported config, or a failed
             download.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists() and (file := gguf_file_of(path)) is not None:
         return _from_gguf(file, trust_remote_code)
     if path.is_dir():

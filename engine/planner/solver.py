@@ -250,7 +250,7 @@ class Solver:
         recipes = []
         for name in ("fp8", "int4"):
             try:
-                recipe = recipe_for(name, self._shape)
+                recipe = recipe_for(name, self._shape, plain_bytes=self._recipe.plain_bytes)
             except BadInput:
                 continue
             if recipe.bits < self._recipe.bits:

@@ -39,9 +39,9 @@ def named_recipe(
     Raises:
         BadInput: no such name, or an option that it does not have.
     """
-    if name in RECIPES:
+    if name.lower() in RECIPES:
         return recipe_for(
-            name,
+            name.lower(),
             shape,
             group_size,
             symmetric=symmetric,

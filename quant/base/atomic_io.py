@@ -143,6 +143,18 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
 
 
+def expanded(name: str | Path) -> Path:
+    """A path with the home folder in place of its `~`.
+
+    Raises:
+        BadInput: it names the home of a user who is not known here.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise BadInput(f"{name} names the home of nobody here: give the folder's path") from error
+
+
 def check_output(path: Path, option: str, *, folder: bool | None = None) -> None:
     """Write to the nearest existing folder above `path`, or to `path` if it is one; leaves nothing behind.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...recipes import DATA
+from ..base.atomic_io import expanded
 from ..base.errors import BadInput, first_line
 from .calibration import (
     Calibration,
@@ -98,7 +99,7 @@ def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
     Raises:
         BadInput: a row that cannot be read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return None
     rows = list(numbered_rows(path))
@@ -133,9 +134,9 @@ def _path(file: Path, name: str, where: str) -> Path:
     if "://" in name or name.startswith("data:"):
         raise BadInput(f"{where}: {name[:60]!r} is no path: save the picture beside the file")
     try:
-        return file.parent / Path(name).expanduser()
-    except RuntimeError as error:
-        raise BadInput(f"{where}: {name!r} names the home of nobody here") from error
+        return file.parent / expanded(name)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from error
 
 
 def _without_parts(row: Any, where: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipes import DATA, MODELS
+from ..base.atomic_io import expanded
 from ..base.errors import BadInput, first_line
 
 STORIES = DATA / "calibration.txt"
@@ -49,7 +50,7 @@ def plain_text(document: Document) -> str:
 
 def check_source(source: str | Path) -> None:
     """Raises BadInput where `source` is neither a file of texts nor a hub dataset id; reads nothing."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if source in (STORIES, MIXED):
         return
     if path.is_file():
@@ -79,7 +80,7 @@ def read_documents(source: str | Path) -> tuple[str, list[Document]]:
         name = f"bundled {Path(source).name}"
         return name, list(_mixed()) if source == MIXED else _from_text(STORIES)
     check_source(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.is_file():
         return str(source), list(_from_hub(str(source)))
     if path.suffix == ".txt":
