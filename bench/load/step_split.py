@@ -107,7 +107,8 @@ def _replayed(split: Mapping[str, Any]) -> str:
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Explanation of a decode-time change: the saving that smaller weights allow, and the phase that changed
-    most; None where the weights are not smaller or the breakdown is unknown."""
+    most; None where the weights are not smaller, the breakdown is unknown, or its steps, which are taken one
+    by one, moved against the TPOT of the runs."""
     splits = [side["llmopt"].get("step_split") for side in (base, new)]
     bytes_held = [side["llmopt"]["memory"]["weight_bytes"] for side in (base, new)]
     roofline = base["llmopt"].get("roofline")
@@ -116,6 +117,9 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     before, after = splits
     saved = 1000 * (bytes_held[0] - bytes_held[1]) / roofline["ceilings"]["bandwidth"]
     change = after["step_ms"] - before["step_ms"]
+    tpots = [side.get("median_tpot_ms") for side in (base, new)]
+    if None not in tpots and (tpots[1] - tpots[0]) * change < 0:
+        return None
     moves = {
         part: after["parts_ms"].get(part, 0.0) - before["parts_ms"].get(part, 0.0)
         for part in before["parts_ms"] | after["parts_ms"]

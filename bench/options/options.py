@@ -204,7 +204,8 @@ else:
 class BenchFields(_Fields, _EngineFields, BaseModel):
     """The options of a benchmark, each valid by itself."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # JSON has no infinity: a rate without limit is the text that is read back as one.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class BenchOptions(BenchFields):

@@ -27,6 +27,92 @@ SCHEMA_VERSION = 1
 RESULT_NAME = "result.json"
 
 
+_TEXT, _NUMBER = (str, None), (int, float, None)
+_NUMBERS = {"*": _NUMBER}
+_INTERVALS = (None, {"*": (None, [_NUMBER])})
+_MEASURED = {
+    f"{statistic}_{metric}_ms": _NUMBER
+    for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99")
+    for metric in ("ttft", "tpot", "itl", "e2el")
+} | dict.fromkeys(
+    (
+        *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+        *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
+        *("max_output_tokens_per_s", "max_concurrent_requests", "num_prompts", "max_concurrency"),
+        *("slo_share", "prefix_cache_hit_rate", "joules_per_token", "other_load", "joules"),
+        *("cpu_seconds", "waiting_seconds", "run_delay_seconds", "involuntary_switches"),
+    ),
+    _NUMBER,
+)
+_RUNS = [_MEASURED | {"disturbed": (bool, None), "disturbed_because": _TEXT}]
+_DISTRIBUTION = _NUMBERS | {"interval_95": _INTERVALS, "order_interval_95": _INTERVALS}
+_QUALITY = dict.fromkeys(("num_tokens", "perplexity", "kl_nats", "top1_agreement"), _NUMBER)
+_QUALITY |= dict.fromkeys(("protocol", "description", "source", "token_sha256", "reference"), _TEXT)
+_KINDS = _MEASURED | {
+    "date": str,
+    "model_id": _TEXT,
+    "request_rate": (*_NUMBER, str),
+    "llmopt": {
+        "run_id": str,
+        "name": str,
+        "arms": _TEXT,
+        "interrupted": bool,
+        "slowdown": _NUMBER,
+        "identity": {
+            **dict.fromkeys(("model", "target", "device", "machine"), str),
+            **dict.fromkeys(("model_hash", "quantization", "dtype", "workload"), _TEXT),
+            "load": {"request_rate": (*_NUMBER, str), "max_concurrency": _NUMBER},
+            "engine": {},
+            "hardware": (None, {}),
+            "server": (None, {}),
+        },
+        "workload": {"name": str, "source": _TEXT, "notes": [str], "num_requests": _NUMBER},
+        "num_runs": _NUMBER,
+        "runs": _RUNS,
+        "rejected_passes": _RUNS,
+        "metrics": {"*": (None, _DISTRIBUTION)},
+        "spread": {"*": (None, _NUMBERS | {"interval_95": (None, [_NUMBER])})},
+        "peaks": (None, _NUMBERS),
+        "slo": (None, {"limits_ms": _NUMBERS, "share": _NUMBER}),
+        "client_lag_ms": (None, _NUMBERS),
+        "client": (None, {"certified": bool, "reasons": [str]}),
+        "phases": (None, _NUMBERS),
+        "step_split": (None, _NUMBERS | {"parts_ms": _NUMBERS}),
+        "step_trace": (None, _NUMBERS),
+        "preemptions": _NUMBER,
+        "prefix_cache_hit_rate": _NUMBER,
+        "memory": {
+            **dict.fromkeys(("weight_bytes", "checkpoint_bytes", "kv_cache_bytes"), _NUMBER),
+            "checkpoint_dtype": _TEXT,
+            "kv_cache": (None, {"dtype": _TEXT, "bytes_per_token": _NUMBER, "tokens": _NUMBER}),
+        },
+        "quality": (None, _QUALITY | {"intervals": _INTERVALS, "speed": (None, {})}),
+        "quality_reason": _TEXT,
+        "layer_errors": (None, [{"error": _NUMBER}]),
+        "tasks": (None, {"metrics": [{}]}),
+        "roofline": (
+            None,
+            {"ceilings": {"bandwidth": _NUMBER, "flops": _NUMBER}, "points": [{"phase": str}]},
+        ),
+        "energy": (None, {}),
+        "environment": (None, {"machine": _TEXT, "libraries": (None, {"*": _TEXT})}),
+        "plan": (None, {}),
+    },
+}
+"""Kinds of what comparisons and reports compute with: `quant.model.checkpoint.kind_fault`."""
+_NEEDED = (
+    "run_id",
+    "name",
+    "arms",
+    "interrupted",
+    "identity",
+    "runs",
+    "metrics",
+    "memory",
+    "quality",
+)
+
+
 @dataclass(slots=True)
 class BenchRun:
     """A finished benchmark: its record, and what it was computed from: the passes, the quality series, the
@@ -78,9 +164,9 @@ def read_result(path: Path) -> dict[str, Any]:
     """A `result.json`, or the one in a run folder.
 
     Raises:
-        BadInput: missing, not JSON, or not a result of llmopt.
+        BadInput: missing, not JSON, not a result of llmopt, or with a value of another kind.
     """
-    from ...quant.model.checkpoint import read_json
+    from ...quant.model.checkpoint import check_kinds, read_json
 
     if path.is_dir():
         path = path / RESULT_NAME
@@ -92,6 +178,9 @@ def read_result(path: Path) -> dict[str, Any]:
         raise BadInput(
             f"{path} has result schema {ours.get('schema')!r}; this version reads {SCHEMA_VERSION}"
         )
+    if missing := [key for key in _NEEDED if key not in ours]:
+        raise BadInput(f"{path} has no llmopt.{missing[0]}: measure it again")
+    check_kinds(path, result, _KINDS)
     return result
 
 

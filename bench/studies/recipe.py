@@ -6,6 +6,7 @@ those commands.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -339,7 +340,7 @@ class Recipe(_Strict):
             "serve_local": {"api_keys": True, "admin_api_key": True},
         }
         hidden = {**secret, "variants": {"__all__": secret}}
-        return self.model_dump(mode="json", exclude_unset=exclude_unset, exclude=hidden)
+        return json.loads(self.model_dump_json(exclude_unset=exclude_unset, exclude=hidden))
 
 
 _WHERE = ("serve", "serve_args", "serve_program", "base_url", "endpoint", "backend")

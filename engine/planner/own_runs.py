@@ -175,6 +175,12 @@ def _ratios(groups: Sequence[Sequence[tuple[OwnRow, SteadyState]]], of_model: bo
     return OwnRows(first.gpu, first.engine, tpot, ttft, means(throughput), of_model)
 
 
+def lost_models(runs: Sequence[MeasuredRun]) -> list[str]:
+    """Paths at which rows had models that are no longer there: `own_rows` leaves those rows out."""
+    rows = [run.row for run in runs if run.row is not None]
+    return sorted({row.path for row in rows if _model_of(row) is None})
+
+
 def _model_of(row: OwnRow) -> PlannedModel | None:
     try:
         return find_model(row.path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
-from ...quant.model.checkpoint import read_json
+from ...quant.model.checkpoint import check_kinds, read_json
 from ..probe.facts import PARTS
 from .cache_size import kv_dtype
 from .catalog import PlannedModel
@@ -29,24 +29,32 @@ from .speed import Efficiency, StepTime
 from .weights import checkpoint_file_bytes
 
 SCHEMA = 1
-_REQUIRED_KEYS = (
-    "param_count",
-    "weight_bytes",
-    "kv_dtype",
-    "kv_bytes_per_element",
-    "context",
-    "block_size",
-    "engine_cache",
-    "reserve",
-    "efficiency",
-    "gpu",
-    "gpu_memory_bytes",
-    "gpu_bandwidth",
-    "gpu_peaks",
-    "gpu_link_bytes_per_second",
-    "tp",
-    "pp",
-)
+_NUMBER = (int, float)
+_REQUIRED = {
+    "param_count": int,
+    "weight_bytes": int,
+    "kv_dtype": str,
+    "kv_bytes_per_element": _NUMBER,
+    "context": int,
+    "block_size": int,
+    "engine_cache": (None, {"kv_tokens": int}),
+    "reserve": {"*": (*_NUMBER, None)},
+    "efficiency": {"source": str, "*": _NUMBER},
+    "gpu": str,
+    "gpu_memory_bytes": int,
+    "gpu_bandwidth": (*_NUMBER, None),
+    "gpu_peaks": (None, {"*": _NUMBER}),
+    "gpu_link_bytes_per_second": _NUMBER,
+    "tp": int,
+    "pp": int,
+}
+# Of plans since they are written.
+_LATER = {
+    "model": str,
+    "engine": str,
+    "weight_bytes_per_rank": int,
+    "run_plain_bytes": (int, None),
+}
 
 
 def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
@@ -382,13 +390,21 @@ def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
         BadInput: not a plan file, or a plan for another model.
     """
     values = read_json(path)
-    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
+    if missing := [key for key in _REQUIRED if key not in values]:
         raise BadInput(
             f"{path} is no plan ({missing[0]} is missing): write one with kv-plan --output"
         )
+    check_kinds(path, values, _REQUIRED | _LATER)
     if values["param_count"] != model.shape.num_parameters:
         raise BadInput(
             f"{path} is a plan for {values.get('model')} with {values['param_count']:,} parameters, but "
             f"{model.name} has {model.shape.num_parameters:,}: plan for this model"
         )
-    return WrittenPlan(path, values, model)
+    plan = WrittenPlan(path, values, model)
+    try:
+        _ = plan.kv_tokens, Reserve(**values["reserve"]), Efficiency(**values["efficiency"])
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{path} is damaged ({error}): write it anew with kv-plan --output"
+        ) from error
+    return plan

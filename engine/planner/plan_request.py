@@ -18,7 +18,7 @@ from .devices import Device, choose_devices, find_device
 from .engine_rules import engine_rule
 from .images import image_load, probed_image_tokens
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
-from .own_runs import MeasuredRun, own_rows, read_runs, sent_in, together
+from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .weights import WeightRecipe
@@ -83,7 +83,12 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         cpu_plain_bytes=plain_bytes,
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
-    return make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
+    plan = make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
+    lost = [
+        f"runs of {path} in {ask.measured} are left out: the model is no longer there"
+        for path in lost_models(runs)
+    ]
+    return replace(plan, warnings=(*plan.warnings, *lost))
 
 
 def _engines(ask: PlanRequest, on_cpu: bool) -> tuple[str, str | None]:
@@ -149,6 +154,12 @@ def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
             )
         return [run.device(host) for host in choose_devices(["cpu"], None)]
     devices = choose_devices(ask.gpus, memory)
+    for device in devices:
+        if run.is_cpu != (device.kind == "cpu"):
+            measured, asked = ("a CPU", device.name) if run.is_cpu else ("a GPU", "cpu")
+            raise BadInput(
+                f"{ask.measured} was measured on {measured}, and --gpu is {asked}: give a run of the device"
+            )
     return [
         run.device(device) if device.bandwidth is None or device.name == run.gpu else device
         for device in devices

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,39 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadInput(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def check_kinds(path: Path, value: Any, kinds: Any) -> None:
+    """Raise BadInput where a value of a file is not of the kind that its readers need: `kind_fault`."""
+    if fault := kind_fault(value, kinds, ""):
+        raise BadInput(f"{path}: {fault}; it was changed by hand or is damaged: write it anew")
+
+
+def kind_fault(value: Any, kind: Any, at: str) -> str:
+    """The place of a JSON value of another kind, as `metrics.ttft is 'x'`; empty where there is none.
+
+    A kind is a type, None, a list with the kind of every element, a mapping of the kinds of keys that need
+    not be there (`*`: of every other key), or a tuple of kinds of which one is enough; the fault told is
+    the last one's.
+    """
+    if isinstance(kind, tuple):
+        faults = [kind_fault(value, one, at) for one in kind]
+        return "" if "" in faults else faults[-1]
+    inner: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(kind, list):
+        fits = isinstance(value, list)
+        inner = ((number, one, kind[0]) for number, one in enumerate(value)) if fits else ()
+    elif isinstance(kind, dict):
+        fits = isinstance(value, dict)
+        every = kind.get("*")
+        names = (value if every else kind.keys() & value.keys()) if fits else ()
+        inner = ((name, value[name], kind.get(name, every)) for name in names)
+    else:
+        fits = value is None if kind is None else isinstance(value, kind)
+    if not fits:
+        return f"{at or 'the whole'} is {reprlib.repr(value)}"
+    faults = (kind_fault(one, its, f"{at}.{name}".lstrip(".")) for name, one, its in inner)
+    return next(filter(None, faults), "")
 
 
 class Checkpoint:

@@ -41,6 +41,13 @@ LINES = {
     "quantize --method quip --bits 0": "--bits 0: method quip has 2, 3, 4",
     "quantize --group-size 0": "--group-size 0: give a positive number, or -1",
     "quantize stories3": "no model 'stories3'",
+    "quantize ~nosuchuser/x": "~nosuchuser/x names the home of nobody here",
+    "quantize --calibration ~nosuchuser/x.txt": "~nosuchuser/x.txt names the home of nobody here",
+    "bench --dataset ~nosuchuser/x": "~nosuchuser/x names the home of nobody here",
+    "run ~nosuchuser/x": "~nosuchuser/x names the home of nobody here",
+    "kv-plan ~nosuchuser/x": "~nosuchuser/x names the home of nobody here",
+    "kv-plan llama-70b --gpu ,": "--gpu ',': name a GPU of llmopt kv-plan --list",
+    "kv-plan llama-70b --gpu h100 --measured cpu.json": "cpu.json was measured on a CPU, and --gpu is H100",
     "bench --dataset sharegtp": "no dataset 'sharegtp': the nearest is sharegpt",
     "bench --backend opena": "no --backend 'opena': the nearest is openai",
     "bench --device cdua": "device: choose auto, cpu, cuda, mps or cuda:N",
@@ -89,7 +96,14 @@ LINES = {
     "serve-local --lora a=nothere": "nothere/adapter_config.json is missing",
     "serve-local --device cdua": "choose auto, cpu, cuda, mps or cuda:N",
 }
+_POINTS = [{"phase": "decode", "mbu": 0.5}, {"phase": "prefill", "mfu": 0.4}]
+_ON_CPU = {
+    "roofline": {"ceilings": {"bandwidth": 1e10, "flops": 1e11}, "points": _POINTS},
+    "environment": {"machine": "here"},
+    "identity": {"device": "cpu"},
+}
 FILES = {
+    "cpu.json": json.dumps({"llmopt": _ON_CPU}),
     "broken.yaml": "name: [",
     "method.yaml": "name: a\nvariants: [{name: b, quantize: {method: gpqt}}]\n",
     "bits.yaml": "name: a\nvariants: [{name: b, quantize: {method: gptq, bits: 9}}]\n",

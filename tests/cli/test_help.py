@@ -72,6 +72,12 @@ def test_a_help_screen_is_whole(words, width, capsys, monkeypatch) -> None:
 
 
 @each_command
+def test_every_command_takes_help_all(words, capsys) -> None:
+    whole = shown(capsys, *words, "--help-all")
+    assert is_long(words) or whole == shown(capsys, *words, "--help")
+
+
+@each_command
 def test_a_help_screen_ends_with_examples(words, capsys) -> None:
     lines = EXAMPLES[" ".join(words) or "llmopt"]
     assert 2 <= len(lines) <= (4 if not words else 3)

@@ -264,6 +264,37 @@ def test_a_broken_quality_limit_is_no_verdict_on_speed(
     assert re.search(r"^overall +regression +Perplexity ≤ 1$", shown, re.MULTILINE)
 
 
+KINDS_CHANGED = {
+    "llmopt.metrics.ttft.mean": "fast",
+    "llmopt.runs.0.output_throughput": [1],
+    "llmopt.quality": 3,
+    "llmopt.quality.kl_nats": "little",
+    "llmopt.identity.load": None,
+    "llmopt.memory.weight_bytes": {"a": 1},
+    "llmopt.environment.libraries": [],
+    "median_ttft_ms": "fast",
+}
+
+
+@pytest.mark.parametrize(("place", "value"), KINDS_CHANGED.items())
+def test_a_value_changed_to_another_kind_is_one_line(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any
+) -> None:
+    base = folder_of(root, "base")
+    changed = json.loads((base / "result.json").read_text())
+    inner: Any = changed
+    *way, last = (int(word) if word.isdigit() else word for word in place.split("."))
+    for step in way:
+        inner = inner[step]
+    inner[last] = value
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(changed))
+    for words in (("compare", base, file), ("report", base, file, "-o", tmp_path / "page.html")):
+        assert llmopt(*words) == 2
+        said = capsys.readouterr().err
+        assert f"{file}: {place} is " in said and said.count("\n") == 1, said
+
+
 def test_the_pareto_front_by_hand() -> None:
     candidates = {
         "original": ParetoPoint(100, 10.0, 3.0, None, "t"),

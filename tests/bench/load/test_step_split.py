@@ -156,6 +156,10 @@ def test_the_explanation() -> None:
     assert "replayed from captured graphs, this one is eager." in (
         reason_in_words(base, slower) or ""
     )
+    # A sentence of longer steps beside a table of a shorter TPOT explains nothing.
+    tpots = ({"median_tpot_ms": 2.0}, {"median_tpot_ms": 1.9})
+    assert reason_in_words(base | tpots[0], slower | tpots[1]) is None
+    assert reason_in_words(base | tpots[1], slower | tpots[0])
     base["llmopt"]["step_split"] = None
     assert reason_in_words(base, slower) is None
     assert split_table({"a": base}) is None and split_sentence(base) is None

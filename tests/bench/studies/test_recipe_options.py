@@ -175,6 +175,20 @@ def test_a_quantization_without_options_is_that_of_the_command() -> None:
     assert request.options.asymmetric is None
 
 
+def test_the_journal_is_strict_json_and_read_back() -> None:
+    bench = {"request_rate": "inf", "burstiness": "inf"}
+    recipe = Recipe.model_validate({"name": "r", "bench": bench, "variants": [{"name": "a"}]})
+    text = json.dumps(recipe.dump(exclude_unset=True), allow_nan=False)
+    assert Recipe.model_validate(json.loads(text)) == recipe
+
+
+def test_a_dry_run_says_how_many_users_there_are(recipe: Path, capsys) -> None:
+    (_, _, sweep, _) = steps(capsys, "capacity")
+    assert "with 1, 2, 4 ... users until throughput gains little: " in sweep
+    (_, _, sweep, _) = steps(capsys, "capacity", "--set", "capacity.sweep_concurrency=4,1")
+    assert "with 1, 4 users: " in sweep
+
+
 def test_keys_are_not_written() -> None:
     bench = {"base_url": "http://127.0.0.1:1", "api_key": "secret-a", "header": {"x": "secret-b"}}
     variant = {"name": "a", "serve_local": {"api_key": ["secret-c"]}}

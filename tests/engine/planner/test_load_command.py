@@ -31,6 +31,16 @@ def test_a_closed_loop_is_simulated_where_lengths_are_given(
     assert in_flight == pytest.approx(32, rel=0.01)
 
 
+def test_a_load_above_what_fits_says_how_many_are_served_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = (*EIGHT, *FIXED, "--concurrency", "5000")
+    places = answer(capsys, *load)["max_concurrent_sequences"]
+    assert call(*load) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"not at once: {places:,} of 5,000 sequences" in said and "others wait" in said
+
+
 def test_a_thousand_requests_take_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.process_time()
     answer(capsys, *EIGHT, "--input-len", "1024", "--output-len", "256", "--concurrency", "64")

@@ -125,11 +125,21 @@ def test_rows_of_other_models_count_once_each_and_only_on_their_device(
     written("runs/b", tpot_ms=4.0, clients=4)
     other = planned("--measured", "runs", "--weights", "int4")
     assert other["loaded"]["error"]["note"] == "1 row of this machine, of other models"
-    named = planned("--measured", "runs/a", "--gpu", "h100")
-    assert named["loaded"]["error"]["rows"] == 0
+    with pytest.raises(SystemExit):
+        main([*PLAN, "--measured", "runs/a", "--gpu", "h100"])
     written("runs/c", machine="another")
     with pytest.raises(BadInput, match="has runs of a box and another: name one run"):
         read_runs(Path("runs"), ("stories3M", "bf16"), on_cpu=True)
+
+
+def test_rows_of_a_model_that_moved_are_named(planned: Asking) -> None:
+    written("runs/a")
+    file = Path("runs/a/result.json")
+    file.write_text(file.read_text().replace('"path": "stories3M"', '"path": "moved/away"'))
+    plan = planned("--measured", "runs/a")
+    assert plan["loaded"]["error"]["rows"] == 0
+    (warning,) = (text for text in plan["warnings"] if "moved/away" in text)
+    assert "are left out: the model is no longer there" in warning
 
 
 def written(folder: str, machine: str = "a box", tpot_ms: float = 3.0, clients: int = 2) -> None:

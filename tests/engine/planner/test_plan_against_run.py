@@ -17,7 +17,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.planner.cache_size import CacheRequest, KvCacheBudget, num_blocks_for, size_cache
 from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.plan_json import plan_as_dict, read_plan
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
@@ -73,6 +73,23 @@ def test_planned_tokens_are_those_that_the_engine_allocates(
     assert plan["engine_cache"]["kv_tokens"] == built.stats.kv_blocks_total * size
     assert plan["engine_cache"]["kv_bytes"] == built.memory.kv_cache_bytes
     assert plan["max_concurrent_sequences"] <= built.scheduler.config.max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("context", "many", "context is 'many'"),
+        ("gpu_peaks", {"bf16": "x"}, "gpu_peaks.bf16 is 'x'"),
+        ("engine_cache", {}, "'kv_tokens'"),
+        ("reserve", {"a": 1}, "unexpected keyword argument 'a'"),
+    ],
+)
+def test_a_damaged_plan_is_one_line(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(planned() | {key: value}))
+    with pytest.raises(BadInput, match="plan.json") as raised:
+        read_plan(file, find_model("stories3M"))
+    assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_the_rule_takes_the_smaller_of_budget_and_demand() -> None:

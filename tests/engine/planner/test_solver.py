@@ -45,6 +45,16 @@ def test_each_relaxation_brings_what_it_says() -> None:
     assert four["--weights int4"].max_concurrent_sequences == made.max_concurrent_sequences
 
 
+def test_a_lighter_recipe_keeps_the_width_of_what_it_leaves_unquantized() -> None:
+    model, device = find_model("llama-8b"), find_device("h100")
+    wide = recipe_for("float32", model.shape)
+    plan = make_plan(model, wide, PlannedWorkload(131072), [device], 1).devices[0]
+    found = {change.change: change.kv_budget_bytes for change in plan.relaxations}
+    lighter = recipe_for("int4", model.shape, plain_bytes=4)
+    made = make_plan(model, lighter, PlannedWorkload(131072), [device], 1).devices[0]
+    assert found["--weights int4"] == made.kv_budget_bytes
+
+
 def test_fewer_sequences_in_a_step_free_the_samplers_memory() -> None:
     """Llama-3.1-8B: 4.75 GiB for 1,024 rows, a quarter of it for 256, as long as no chunk needs more."""
     deployment = Deployment(find_model("llama-8b").shape, BF16)

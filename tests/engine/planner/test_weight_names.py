@@ -36,6 +36,12 @@ def test_every_name_of_quantize_is_known(name: str) -> None:
     assert 0.1 * plain < size < 0.62 * plain
 
 
+def test_a_name_in_capitals_is_the_same() -> None:
+    shape = find_model("llama-3.1-8b").shape
+    assert named_recipe("BF16", shape) == named_recipe("bf16", shape)
+    assert named_recipe("FP8", shape) == named_recipe("fp8", shape)
+
+
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [
