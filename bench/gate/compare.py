@@ -152,6 +152,10 @@ def compare(
     unknown = [one for one in found if isinstance(one, str)]
     # By default a metric that the runs do not have, such as the TPOT of embeddings, is left out.
     gaps += unknown if limits else [why for why in unknown if not why.endswith(NO_VALUE)]
+    undecided = any(one.outcome is GateOutcome.NO_VERDICT for one in deltas)
+    is_broken = any(one.outcome is GateOutcome.REGRESSION for one in (*deltas, *checks))
+    if undecided and not is_broken and (noise := both_disturbed(base, new)):
+        gaps.append(noise)
     notes = (*comparison.notes, *(design_notes(base, new) if deltas and not same else ()))
     comparison = replace(comparison, deltas=deltas, notes=notes)
     said = kept_words(len(chosen))
@@ -398,8 +402,21 @@ def one_disturbed(base: RunData, new: RunData, sides: tuple[str, str]) -> Differ
     if left[0] == left[1] or is_paired(base, new):
         return None
     side, data = (sides[0], base) if left[0] else (sides[1], new)
-    why = data.result["llmopt"]["runs"][0].get("disturbed_because") or "by their own evidence"
-    return Difference(DISTURBANCE, f"every pass of the {side} run was disturbed: {why}")
+    return Difference(
+        DISTURBANCE, f"every pass of the {side} run was disturbed: {disturbed_words(data)}"
+    )
+
+
+def both_disturbed(base: RunData, new: RunData) -> Difference | None:
+    """Disturbance of every pass of both sides, which is the noise of what it leaves undecided."""
+    if any(len(disturbed(side)) < len(side.result["llmopt"]["runs"]) for side in (base, new)):
+        return None
+    return Difference(DISTURBANCE, f"every pass of both runs was disturbed: {disturbed_words(new)}")
+
+
+def disturbed_words(data: RunData) -> str:
+    """The evidence of the first pass."""
+    return data.result["llmopt"]["runs"][0].get("disturbed_because") or "by their own evidence"
 
 
 def disturbed(data: RunData) -> list[int]:

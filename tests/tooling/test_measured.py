@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tools import quality_table
+from tools import calibration_table, quality_table
 from tools.document_part import part_of
 from tools.model_survey import read_results, row_line
 from tools.peers import record as peers_record
@@ -58,6 +58,12 @@ def test_the_quality_tables_are_those_of_the_records() -> None:
     for name, part in (("real", "quality_table.py real"), ("stories", "quality_table.py stories")):
         made = real.markdown(record(f"cpu/quality-{name}.json"))
         assert part_of(DOCS / "quantization.md", part) == made
+
+
+def test_the_calibration_table_is_that_of_the_record() -> None:
+    rows = [calibration_table.Row(**row) for row in record("cpu/calibration.json")["rows"]]
+    made = calibration_table.markdown(rows)
+    assert part_of(DOCS / "quantization.md", "calibration_table.py") == made
 
 
 def test_the_survey_has_the_recorded_verdicts() -> None:

@@ -12,6 +12,7 @@ import pytest
 from llmopt.cli.main import main
 from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
 from llmopt.engine.deploy.engine_commands import VLLM
+from llmopt.engine.planner import plan_request
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
@@ -239,6 +240,19 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(BadInput, match=named):
         deployment(ask, **choices)
+
+
+def test_another_engine_is_planned_at_its_own_speed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+    real = plan_request.plan_for
+    monkeypatch.setattr(plan_request, "plan_for", lambda ask: asked.append(ask) or real(ask))
+    words = ["llama-3.1-8b", "--engine", "sglang", "--ctx", "8k", "--image", "sglang:1"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["deploy", *words, "-o", str(tmp_path / "d")])
+    assert stopped.value.code == 0
+    assert [one.engine for one in asked] == ["sglang"]
 
 
 def test_the_command_writes_the_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def test_planned_tokens_are_those_that_the_engine_allocates(
 def test_a_damaged_plan_is_one_line(key: str, value: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(planned() | {key: value}))
-    with pytest.raises(BadInput, match="plan.json") as raised:
+    with pytest.raises(BadInput, match=r"plan\.json") as raised:
         read_plan(file, find_model("stories3M"))
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
