@@ -26,11 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.quality.passage import read_passage
-from llmopt.bench.quality.scoring import score_passage
-from llmopt.bench.quality.summary import summarize
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
@@ -111,6 +106,13 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
+    # Not in the processes that quantize: what the command does not load would count as there before.
+    from llmopt.bench.quality.passage import read_passage
+    from llmopt.bench.quality.scoring import score_passage
+    from llmopt.bench.quality.summary import summarize
+    from llmopt.engine.config.config import EngineConfig
+    from llmopt.engine.engine import Engine
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--method", default="awq")

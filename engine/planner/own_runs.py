@@ -14,6 +14,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
+from ...recipes import MODELS
 from .catalog import PlannedModel, find_model
 from .devices import Device, find_device
 from .expected import Expectation
@@ -182,6 +183,9 @@ def lost_models(runs: Sequence[MeasuredRun]) -> list[str]:
 
 
 def _model_of(row: OwnRow) -> PlannedModel | None:
+    """The model of a row; None where it is no longer there: a path that is gone is no name for the hub."""
+    if not Path(row.path).exists() and not (MODELS / row.path).exists():
+        return None
     try:
         return find_model(row.path)
     except BadInput:

@@ -80,7 +80,7 @@ def test_planned_tokens_are_those_that_the_engine_allocates(
     [
         ("context", "many", "context is 'many'"),
         ("gpu_peaks", {"bf16": "x"}, "gpu_peaks.bf16 is 'x'"),
-        ("engine_cache", {}, "'kv_tokens'"),
+        ("engine_cache", {"a": 1}, "'kv_tokens'"),
         ("reserve", {"a": 1}, "unexpected keyword argument 'a'"),
     ],
 )
