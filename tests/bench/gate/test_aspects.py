@@ -86,7 +86,7 @@ def test_a_disturbance_of_one_side_forbids_the_verdict_on_speed() -> None:
     assert by_name(found)["quality"].verdict == "equal"
     both = compare(disturb(base, passes=slice(None)), new)
     assert both.conditions == () and both.outcome is GateOutcome.PASS
-    noisy = disturb(run_of([70.0, 100.0, 140.0], name="noisy"), passes=slice(None))
+    noisy = disturb(run_of([14.0, 20.0, 28.0], name="noisy"), passes=slice(None))
     told = compare(base, noisy)
     assert told.outcome is GateOutcome.NO_VERDICT and told.conditions == ("disturbance",)
     assert "every pass of both runs was disturbed: steal of 9 %" in told.sentence
