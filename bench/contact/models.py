@@ -298,6 +298,8 @@ class Model:
         if not (self.folder / "config.json").exists():
             shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was ended
             write_checkpoint(self.folder, config, scheme, world.device)
+            if world.is_gpu:
+                torch.cuda.empty_cache()  # the engine counts what this process holds
         planned = find_model(str(self.folder))
         self.shape = planned.shape
         self._deployment = Deployment(self.shape, planned.as_stored(), KV_BYTES, 16)

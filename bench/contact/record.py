@@ -37,11 +37,11 @@ class Stage:
 
 
 STAGES = (
-    Stage("machine", 20),
-    Stage("kernels", 85),
+    Stage("machine", 40),
+    Stage("kernels", 75),
     Stage("graphs", 35),
     Stage("llama-8b", 85, keeps=True),
-    Stage("vllm", 80, package="vllm"),
+    Stage("vllm", 70, package="vllm"),
     Stage("llama-8b-int4", 60),
     Stage("llama-8b-fp8", 50),
     Stage("experts", 40),

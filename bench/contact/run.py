@@ -81,7 +81,9 @@ def run_cases(
             print(json.dumps(line), file=file, flush=True)
 
         try:
-            for case in cases:
+            for number, case in enumerate(cases):
+                if number == 0:  # a machine that is refused gives no case
+                    say(environment=environment())
                 if case.name in begun:
                     continue
                 say(begin=case.name, seconds=case.seconds, at=time.monotonic())
@@ -95,7 +97,6 @@ def run_cases(
                     answers()
                 except Exception:  # every later call would fail too
                     return LOST
-            say(environment=environment())
         except Refused as error:
             say(refused=str(error))
             return REFUSED
