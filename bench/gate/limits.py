@@ -136,6 +136,7 @@ RATES = {
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 WORD = re.compile(r"([A-Za-z_][\w.-]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
 EXAMPLE = '"p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02"'
+PROMISES = '"flips<=2% kl.code<=0.02 top1>=98% perplexity<=+1%"'
 
 
 class GateOutcome(StrEnum):
@@ -265,8 +266,11 @@ def measured() -> dict[str, Measured]:
 MEASURED = measured()
 
 
-def quantity(name: str) -> Quantity:
+def quantity(name: str, *, of_scores: bool = False) -> Quantity:
     """The quantity of that name.
+
+    Args:
+        of_scores: whether only scores are offered in place of an unknown name.
 
     Raises:
         BadInput: there is none; the message suggests similar names.
@@ -276,16 +280,18 @@ def quantity(name: str) -> Quantity:
     name = ALIASES.get(name, name)
     if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match
-    known = [*MEASURED, *COUNTED, *SCORED, *ALIASES]
+    known = [*SCORED] if of_scores else [*MEASURED, *COUNTED, *SCORED, *ALIASES]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = (
         f"did you mean {' or '.join(near)}?"
         if near
-        else f"there are {', '.join([*COUNTED, *SCORED])},"
+        else f"there are {', '.join(SCORED if of_scores else [*COUNTED, *SCORED])}"
     )
+    if of_scores:
+        raise BadInput(f"gate: nothing is called {name!r}: {hint}")
     metrics = ", ".join(metric for metric in METRICS if metric in SHORT)
     raise BadInput(
-        f"gate: nothing is called {name!r}: {hint} Latencies are "
+        f"gate: nothing is called {name!r}: {hint}{'' if near else '.'} Latencies are "
         f"{{{','.join(STATISTICS)}}}_{{{metrics}}}_ms, such as p99_ttft_ms"
     )
 
@@ -296,7 +302,7 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
     Raises:
         BadInput: a limit that cannot be read, or on what one checkpoint's quality record does not hold.
     """
-    limits = parse_gate(text, shares_in_percent=True)
+    limits = parse_gate(text, of_scores=True)
     for limit in limits:
         what = limit.quantity
         if not isinstance(what, Scored):
@@ -306,29 +312,36 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
             raise BadInput(
                 f"promise: {what.key} {limit.text}: write {what.key}{form} from the original"
             )
+        if limit.at_most == (what.key == "top1"):
+            sign = ">=" if what.key == "top1" else "<="
+            raise BadInput(
+                f"promise: {what.key} {limit.text}: bound it from its worse side, by {sign}"
+            )
     return limits
 
 
-def parse_gate(text: str, *, shares_in_percent: bool = False) -> tuple[Limit, ...]:
+def parse_gate(text: str, *, of_scores: bool = False) -> tuple[Limit, ...]:
     """The limits of a gate, separated by spaces or commas.
 
     Args:
-        shares_in_percent: whether a percentage without a sign bounds a share itself, as it does of flips.
+        of_scores: whether only scores are offered, and a percentage without a sign bounds a share itself, as
+            it does of flips.
 
     Raises:
         BadInput: a syntax error, an unknown name, the same limit twice, or no limit.
     """
+    example = PROMISES if of_scores else EXAMPLE
     limits: list[Limit] = []
     rest = text.strip(" ,")
     while rest:
         match = WORD.match(rest)
         if match is None or rest[match.end() :][:1] not in ("", " ", ",", "\t", "\n"):
-            raise BadInput(f"gate: cannot read {rest.split()[0]!r}: write limits such as {EXAMPLE}")
+            raise BadInput(f"gate: cannot read {rest.split()[0]!r}: write limits such as {example}")
         name, sign, value, percent = match.groups()
-        limits.append(_limit(name, sign, value, bool(percent), shares_in_percent))
+        limits.append(_limit(name, sign, value, bool(percent), of_scores))
         rest = rest[match.end() :].lstrip(" ,\t\n")
     if not limits:
-        raise BadInput(f"gate: no limit given: write limits such as {EXAMPLE}")
+        raise BadInput(f"gate: no limit given: write limits such as {example}")
     seen = [(limit.quantity.key, limit.at_most, limit.relative) for limit in limits]
     if len(set(seen)) < len(seen):
         twice = next(key for key, *_ in seen if [s[0] for s in seen].count(key) > 1)
@@ -336,10 +349,8 @@ def parse_gate(text: str, *, shares_in_percent: bool = False) -> tuple[Limit, ..
     return tuple(limits)
 
 
-def _limit(
-    name: str, sign: str, value: str, percent: bool, shares_in_percent: bool = False
-) -> Limit:
-    what = quantity(name)
+def _limit(name: str, sign: str, value: str, percent: bool, of_scores: bool = False) -> Limit:
+    what = quantity(name, of_scores=of_scores)
     try:
         bound = float(value)
     except ValueError as error:
@@ -347,7 +358,7 @@ def _limit(
     if not math.isfinite(bound):
         raise BadInput(f"gate: {value!r} in the limit of {name} is no finite number")
     is_flips = what.is_flips if isinstance(what, TaskScored) else what.key == "flips"
-    is_share = is_flips or (shares_in_percent and what.unit == "share")
+    is_share = is_flips or (of_scores and what.unit == "share")
     if percent and value[0] not in "+-" and is_share:
         bound, percent = bound / 100, False
     if percent and (is_flips or (isinstance(what, Scored) and what.is_felt)):
