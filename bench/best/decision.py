@@ -75,7 +75,7 @@ def check_point(asked: Record, point: Record, band: tuple[float, float] | None) 
         low, high = kl_band
         kept = True if high <= promise["limit"] else False if low > promise["limit"] else None
         said = f"expected KL {expected:.3g} > {promise['limit']:g}"
-        broken.append((kept, said, expected / promise["limit"] - 1))
+        broken.append((kept, said, (expected - promise["limit"]) / (promise["limit"] or 1.0)))
     shown = {
         name: value for name, value in point.items() if name not in ("quantize", "unfit", "gap")
     }

@@ -141,6 +141,12 @@ def test_expected_kl_is_judged_by_the_ratios_of_the_finalists() -> None:
     assert check_point(asked(), searched()["front"][0], None)["keeps"] is None
 
 
+def test_a_promise_of_no_divergence_at_all_is_judged() -> None:
+    question = asked(promises=[asked()["promises"][0] | {"limit": 0.0}])
+    found = check_point(question, point("p100", 100, 0.4), (0.5, 2.0))
+    assert (found["keeps"], found["breaks"]) == (False, ["expected KL 0.4 > 0"])
+
+
 def test_what_does_not_fit_leaves_the_front() -> None:
     big = point("p500", 500, 0.001, unfit="1 of 8 sequences fit in the memory of H100")
     found = check_point(asked(), big, None)
