@@ -78,6 +78,8 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         "report": False,
         "seed": asked.seed,
     }
+    if target.device.kind == "cpu":
+        bench["device"] = "cpu"
     if target.is_here:
         bench |= {
             "num_prompts": max(asked.num_prompts, asked.sequences),
@@ -87,7 +89,7 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         if asked.context is not None:
             lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
             bench |= {"dataset": "random", **lengths}
-    else:  # its speed is not that of the target
+    else:  # its speed is not that of the target or of its loader
         bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     if kv_dtype not in _DTYPES:
         bench["kv_cache_dtype"] = kv_dtype
@@ -220,7 +222,7 @@ def result_of(
     target: Target, one: VariantRun, point: Mapping[str, Any], folder: Path, kv_dtype: str
 ) -> dict[str, Any]:
     """A finalist's results for JSON, with the verdicts on the limits on quality; its speed is measured where
-    this machine is the target, else as the point was planned."""
+    this machine is the target and llmopt the loader, else as the point was planned."""
     name = one.variant.name
     checkpoint = folder / "checkpoints" / name
     quality = one.data.result["llmopt"]["quality"]

@@ -99,7 +99,8 @@ class Target:
     Attributes:
         model: as it was named.
         path: where it lies.
-        is_here: whether the hardware is this machine's, so that finalists' speed is measured.
+        is_here: whether the hardware is this machine's and the loader llmopt, so that finalists' speed is
+            measured.
         measured: the run on this machine that its CPU is planned by; None: there is none.
     """
 
@@ -126,14 +127,12 @@ class Target:
             raise BadInput(
                 f"--ctx {longest}: {model} was trained for {shape.max_context} tokens: give fewer"
             )
-        here = local_gpu()
-        device, *others = choose_devices([asked.gpu or here or "cpu"], None)
+        here = local_gpu() or "cpu"
+        device, *others = _devices(asked.gpu or here)
         if others:
             raise BadInput(f"--gpu {asked.gpu}: name one, or cpu")
-        if device.kind == "cpu":
-            return cls(asked, model, path, device, True)
-        is_here = here is not None and choose_devices([here], None) == [device]
-        return cls(asked, model, path, device, is_here)
+        is_here = device.kind == "cpu" or _is_named(device, here)
+        return cls(asked, model, path, device, is_here and asked.loads_in == "llmopt")
 
     def planned(self, recipe: WeightRecipe, kv_dtype: str | None) -> dict[str, Any]:
         """Fit and expected speed of weights at the load: times in milliseconds, with their bands."""
@@ -206,6 +205,21 @@ class PlanContext:
         return cls(max(map(sum, lengths)), sum(prompts) // count, sum(outputs) // count)
 
 
+def _devices(name: str) -> list[Device]:
+    try:
+        return choose_devices([name], None)
+    except BadInput as error:  # its hint is on an option of kv-plan
+        raise BadInput(f"--gpu: {str(error).partition(';')[0]}, or cpu") from error
+
+
+def _is_named(device: Device, name: str) -> bool:
+    """Whether a name is the device's; the table may lack this machine's GPU."""
+    try:
+        return choose_devices([name], None) == [device]
+    except BadInput:
+        return False
+
+
 def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
     """The target with one user's run of the original on this CPU, whose ceilings the planner takes."""
     if target.device.kind != "cpu":
@@ -218,6 +232,7 @@ def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
             num_runs=1,
             quality=False,
             name=MACHINE,
+            device="cpu",
         )
         run = run_bench(options, progress)
         if run.interrupted:
@@ -250,7 +265,6 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         points += _front(target, lane, request, kv_dtype)
     found = {
         "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
-        "is_here": target.is_here,
         "context": target.longest,
         "kv_dtype": kv_dtype,
         "lanes": lanes,

@@ -141,7 +141,7 @@ class BestRequest:
     )
     num_prompts: int = option(
         16,
-        "Requests that each finalist is measured with, where this machine is the target.",
+        "Requests that each finalist is measured with, where this machine is the target and llmopt loads it.",
         limit=within(ge=1),
         panel=_SEARCH,
     )
@@ -229,7 +229,8 @@ def open_folder(folder: Path, question: dict[str, Any]) -> None:
         BadInput: the folder holds something else, or the answer to another question.
     """
     path = folder / QUESTION_NAME
-    if path.is_file():
+    kept = [each for each in folder.iterdir() if each != path] if folder.is_dir() else []
+    if path.is_file() and kept:  # a question that was refused leaves nothing else
         asked = read_json(path)
         others = [name for name in question if asked.get(name) != question[name]]
         if others:
@@ -240,7 +241,7 @@ def open_folder(folder: Path, question: dict[str, Any]) -> None:
                 f"{folder / STATISTICS} spares the measuring"
             )
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if kept or (folder.exists() and not folder.is_dir()):
         raise BadInput(f"--output {folder} holds other files: name another folder")
     make_folder(folder, "--output")
     write_atomically(path, json.dumps(question, indent=2) + "\n")

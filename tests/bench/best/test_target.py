@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.bench.best import search
+from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.quant.base.errors import BadInput
 
@@ -22,6 +24,10 @@ from llmopt.quant.base.errors import BadInput
         ({"slo": ""}, "--slo names no limit"),
         ({"max_kl": -0.1}, "--max-kl -0.1"),
         ({"promise": ("klx<=0.1",)}, "--promise nothing is called 'klx'"),
+        ({"promise": ("latency<=1",)}, "'latency': there are perplexity, kl,"),
+        ({"promise": ("nonsense",)}, "cannot read 'nonsense': write limits such as \"flips<=2%"),
+        ({"promise": ("kl>=0.1",)}, "bound it from its worse side, by <="),
+        ({"promise": ("top1<=90%",)}, "bound it from its worse side, by >="),
         ({"promise": ("kl<=0.1",), "max_kl": 0.1}, "--max-kl and --promise kl"),
         ({"promise": ("p99_ttft_ms<=100",)}, "--promise p99_ttft_ms is no score"),
         (
@@ -60,7 +66,9 @@ def test_promises(given: dict[str, Any], limits: list[tuple[str, float]]) -> Non
 def test_a_folder_holds_the_answer_to_one_question(tmp_path: Path) -> None:
     folder = tmp_path / "best"
     first = BestRequest(size=10**6).question("stories3M", "cpu")
+    open_folder(folder, BestRequest(size=10).question("stories3M", "cpu"))  # nothing came of it
     open_folder(folder, first)
+    (folder / "statistics").mkdir()
     open_folder(folder, first)  # resumed
     with pytest.raises(BadInput, match="another question, whose size is 1000000, not 2000000"):
         open_folder(folder, BestRequest(size=2 * 10**6).question("stories3M", "cpu"))
@@ -70,3 +78,27 @@ def test_a_folder_holds_the_answer_to_one_question(tmp_path: Path) -> None:
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(BadInput, match="holds other files"):
         open_folder(tmp_path / "full", first)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "loads_in", "local", "name", "is_here"),
+    [
+        ("h100", "llmopt", "NVIDIA H100 80GB HBM3", "H100 SXM", True),
+        ("h100", "vllm", "NVIDIA H100 80GB HBM3", "H100 SXM", False),  # vLLM's speed is not ours
+        ("h100", "llmopt", "A card of tomorrow", "H100 SXM", False),
+        ("cpu", "llmopt", "A card of tomorrow", "cpu", True),
+        (None, "llama.cpp", None, "cpu", False),
+    ],
+)
+def test_speed_is_measured_where_this_machine_and_its_engine_are_the_target(
+    gpu: str | None, loads_in: str, local: str | None, name: str, is_here: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(search, "local_gpu", lambda: local)
+    target = Target.of(BestRequest(gpu=gpu, loads_in=loads_in), "stories3M")
+    assert (target.device.name, target.is_here) == (name, is_here)
+
+
+def test_a_gpu_that_the_table_lacks_is_named_with_what_helps() -> None:
+    with pytest.raises(BadInput, match=r"--gpu: no GPU 'h1000' in the table .*, or cpu$"):
+        Target.of(BestRequest(gpu="h1000"), "stories3M")
