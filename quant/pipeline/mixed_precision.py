@@ -111,10 +111,6 @@ class Lane:
             if module in self.search.schemes[number]
         }
 
-    def plan_of(self, allocation: Allocation) -> QuantizePlan:
-        """The plan that writes a mixture: what loads it, and how large it is, are asked of the plan."""
-        return with_schemes(self.search.plan, self.schemes_of(allocation))
-
     def target_bytes(self, allocation: Allocation) -> int:
         """The `--target-size` by which `quantize --method auto` finds the same mixture again."""
         return allocation.bound + self.search.rest_bytes
