@@ -147,12 +147,12 @@ def interval_of(band: Sequence[float] | None) -> str:
     return f"{band[0]:,.1f} to {band[1]:,.1f}" if band else ""
 
 
-def measured_words(value: Mapping[str, float] | None, digits: int | None = None) -> str:
-    """A value with its interval in parentheses."""
+def measured_words(value: Mapping[str, Any] | None, digits: int | None = None) -> str:
+    """A value with its interval in parentheses, where it has one."""
     if value is None:
         return MISSING
     said = percent(value["value"]) if digits is None else number(value["value"], digits)
-    return f"{said} ({interval_words(value, digits)})"
+    return said if value["low"] is None else f"{said} ({interval_words(value, digits)})"
 
 
 def speed_words(speed: Mapping[str, Any] | None) -> str:

@@ -248,11 +248,12 @@ def result_of(
 
 
 def interval(quality: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """A score with its interval, or the value alone where it has none; None where it was not scored."""
+    """A score with its interval, whose edges are None where the text is too short for one; None where it was
+    not scored."""
     if (found := score_of(quality, path)) is None:
         return None
     value, edges = found
-    low, high = (value if edge is None else edge for edge in edges or (value, value))
+    low, high = edges or (None, None)
     return {"value": value, "low": low, "high": high}
 
 

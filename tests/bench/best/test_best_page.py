@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from llmopt.bench.best.best_page import best_page, bits_of, layers_figure
+from llmopt.bench.best.best_page import best_page, bits_of, layers_figure, measured_words
+from llmopt.bench.best.finalists import interval
 from llmopt.bench.page.page import Page, Section, to_html, to_markdown
 
 from .decisions import a_decision
+
+CODE = "domains.code.kl_nats"
 
 
 def section(page: Page, title: str) -> Section:
@@ -42,6 +45,13 @@ def test_a_broken_promise_is_said_with_the_finalist() -> None:
     assert said["awq-int4"] == ("no", "tpot 20.4 ms > 20 ms") and said["int-3.50"] == ("yes", "")
     (bad,) = (place for place, tone in finalists.tones.items() if tone == "bad")
     assert finalists.rows[bad][0] == "awq-int4"
+
+
+def test_too_few_texts_have_no_interval() -> None:
+    intervals = {"kl_nats": (None, None)}
+    found = interval({"domains": {"code": {"kl_nats": 0.25, "intervals": intervals}}}, CODE)
+    assert found == {"value": 0.25, "low": None, "high": None}
+    assert measured_words(found, 4) == "0.2500"
 
 
 @pytest.mark.parametrize(("code", "tone"), [(1, "bad"), (3, "unsure")])
