@@ -41,13 +41,8 @@ def contact(
     from ..bench.contact.record import failures
     from ..bench.contact.run import ContactRequest, words_of
     from ..bench.contact.run import contact as run
-    from ..quant.base.errors import BadInput
     from .output.console import result_console, say
 
-    if device not in ("cuda", "cpu"):
-        raise BadInput(f"--device {device}: cuda or cpu; CUDA_VISIBLE_DEVICES chooses among cards")
-    if output is not None and output.suffix != ".json":
-        raise BadInput(f"--output {output}: the record is JSON; name it .json")
     request = ContactRequest(device, output, words_of(stages), small=small, again=again)
     path, record = run(request, say)
     console = result_console(as_json, record)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...engine.planner.own_runs import CONTACT_SCHEMA
-from ...quant.base.errors import BadInput
+from ...engine.planner.own_runs import CONTACT_SCHEMA, check_contact
 from ...quant.model.checkpoint import read_json
 
 WHOLE = "whole"
@@ -88,8 +87,7 @@ def read_record(path: Path) -> Record:
         BadInput: there is none, or it is something else.
     """
     record = read_json(path)
-    if record.get("schema") != CONTACT_SCHEMA:
-        raise BadInput(f"{path} is no record of llmopt contact: give the JSON that it wrote")
+    check_contact(path, record)
     return record
 
 

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import write_atomically
+from ...quant.base.atomic_io import check_output, write_atomically
 from ...quant.base.errors import BadInput
 from .record import (
     STAGES,
@@ -133,6 +133,16 @@ class ContactRequest:
     small: bool = False
     again: bool = False
 
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise BadInput(
+                f"--device {self.device}: cuda or cpu; CUDA_VISIBLE_DEVICES chooses among cards"
+            )
+        if self.output is not None:
+            if self.output.suffix != ".json":
+                raise BadInput(f"--output {self.output}: the record is JSON; name it .json")
+            check_output(self.output, "--output", folder=False)
+
 
 def contact(
     request: ContactRequest, say: Callable[[str], None], stages: Sequence[Stage] | None = None
@@ -146,6 +156,8 @@ def contact(
     if unknown := [name for name in request.stages if name not in {s.name for s in stages}]:
         names = ", ".join(stage.name for stage in stages)
         raise BadInput(f"--stages {unknown[0]}: choose of {names}")
+    if request.output is not None and request.output.exists():
+        read_record(request.output)  # before the first stage: a file of something else is kept
     first, *others = stages
     with tempfile.TemporaryDirectory(prefix="llmopt-contact-", dir=roomy()) as folder:
         watched = Watched(request, Path(folder))
@@ -202,9 +214,11 @@ def _begun(path: Path, environment: Mapping[str, Any], request: ContactRequest) 
     """
     today = datetime.now(UTC).date().isoformat()
     new = new_record(environment, today, small=request.small)
-    if request.again or not path.exists():
+    if not path.exists():
         return new
     before = read_record(path)
+    if request.again:
+        return new
     was, now = (each["environment"] | {"sizes": each["small"]} for each in (before, new))
     names = ("sizes", "gpu", "machine", "commit", "libraries")
     differs = next((name for name in names if was.get(name) != now.get(name)), None)
@@ -342,8 +356,15 @@ def room(folder: Path) -> int:
 
 
 def words_of(names: str | None) -> tuple[str, ...]:
-    """Stages as they are given on a command line, with commas."""
-    return tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    """Stages as they are given on a command line, with commas.
+
+    Raises:
+        BadInput: commas alone.
+    """
+    words = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not words:
+        raise BadInput(f"--stages {names!r}: name a stage, or leave the option out for all")
+    return words
 
 
 def main() -> int:
@@ -351,11 +372,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="llmopt.bench.contact.run")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", "-o", type=Path)
-    parser.add_argument("--stages", type=words_of, default=())
+    parser.add_argument("--stages")
     for flag in ("--small", "--again"):
         parser.add_argument(flag, action="store_true")
-    request = ContactRequest(**vars(parser.parse_args()))
+    given: dict[str, Any] = vars(parser.parse_args())
     try:
+        request = ContactRequest(**given | {"stages": words_of(given["stages"])})
         _, record = contact(request, lambda line: print(line, file=sys.stderr))
     except BadInput as problem:
         print(f"error: {problem}", file=sys.stderr)

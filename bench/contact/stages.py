@@ -28,6 +28,7 @@ from ...engine.kernels.common.devices import refuses_triton
 from ...engine.kernels.common.verdicts import driver_version
 from ...engine.kernels.elementwise.dispatch import NORM, RowKernelQuery
 from ...engine.scheduling.outputs import TokenLogprobs
+from ...quant.base.device import LEAST_CAPABILITY
 from ...quant.base.scheme import Activations
 from ...quant.kinds.fp8.scheme import FloatScheme
 from ...quant.kinds.integer.scheme import IntScheme
@@ -53,8 +54,6 @@ from .models import (
 from .record import VLLM, Finding
 from .run import LOST, Case, Refused, lines_of, room, run_cases, told
 
-OLDEST = (8, 0)
-"""The oldest compute capability that the kernels are compiled for in `make gpu-matrix`."""
 FREE = 0.8
 """The least free share of the card's memory: with less, others use it."""
 COPIED, MULTIPLIED = 0.85, 0.65
@@ -96,8 +95,8 @@ def refuse_machine(world: World) -> None:
         )
     device = torch.device(world.device)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        had, needed = (".".join(map(str, each)) for each in (capability, OLDEST))
+    if capability < LEAST_CAPABILITY:
+        had, needed = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         raise Refused(
             f"{name} has compute capability {had}, and the kernels need {needed} (Ampere): take another "
             "card, by CUDA_VISIBLE_DEVICES where there are several"
@@ -470,9 +469,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", required=True)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument(
-        "--ends", type=float, help="monotonic seconds at which the stage is cut off"
-    )
     given = parser.parse_args()
     world = World(given.device, SMALL if given.small else FULL, given.folder)
 

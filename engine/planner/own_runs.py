@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.model.checkpoint import read_json
+from ...quant.model.checkpoint import check_kinds, read_json
 from ...recipes import MODELS
 from .catalog import PlannedModel, find_model
 from .devices import Device, find_device
@@ -204,7 +204,7 @@ def _row(parts: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _number(file: Path, values: Mapping[str, Any], name: str) -> Any:
     """A number that is divided by, or whose logarithm is taken."""
-    value = values[name]
+    value = values.get(name)
     if not isinstance(value, int | float) or not 0 < value < inf:
         raise BadInput(
             f"{file}: {name} is {value!r}, not a number above 0: give the result of a llmopt bench run"
@@ -237,9 +237,45 @@ def _table_name(gpu: str) -> str:
         return gpu
 
 
+_CONTACT = {
+    "date": str,
+    "small": bool,
+    "environment": {"gpu": (None, {"name": str}), "libraries": {"*": (str, None)}},
+    "roofs": {"*": (int, float)},
+    "shares": {"*": {"*": (int, float)}},
+    "stages": [dict],
+}
+_STAGE = {"name": str, "ended": str, "seconds": (int, float), "findings": [dict]}
+_FINDING = {"what": str, "expected": str, "seen": str, "met": (bool, None), "numbers": dict}
+
+
+def check_contact(file: Path, record: Mapping[str, Any]) -> None:
+    """Raise BadInput where a file is no record of `llmopt contact`, or lacks what its readers need."""
+    if record.get("schema") != CONTACT_SCHEMA:
+        raise BadInput(f"{file} is no record of llmopt contact: give the JSON that it wrote")
+    _check_part(file, record, _CONTACT)
+    for stage in record["stages"]:
+        _check_part(file, stage, _STAGE)
+        for finding in stage["findings"]:
+            _check_part(file, finding, _FINDING)
+
+
+def _check_part(file: Path, part: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    if missing := [key for key in kinds if key not in part]:
+        raise BadInput(f"{file} is damaged ({missing[0]} is missing): run llmopt contact --again")
+    check_kinds(file, part, kinds)
+
+
 def read_contact(file: Path, record: Mapping[str, Any], weights: str) -> MeasuredRun:
     """A record of `llmopt contact`: its roofs, and the shares of them that these weights reached; those of
-    others of so many bits, or else of bf16, where they were not measured."""
+    others of so many bits, or else of bf16, where they were not measured.
+
+    Raises:
+        BadInput: it is damaged, of small shapes, or of no model.
+    """
+    check_contact(file, record)
+    if record["small"]:
+        raise BadInput(f"{file} is of small shapes, whose times tell nothing: run without --small")
     shares, roofs = record["shares"], record["roofs"]
     alike = (name for name in shares if name.split(" ")[0] == weights.split(" ")[0])
     chosen = weights if weights in shares else next(alike, "bf16")
@@ -257,7 +293,7 @@ def read_contact(file: Path, record: Mapping[str, Any], weights: str) -> Measure
     )
     gpu = environment.get("gpu")
     return MeasuredRun(
-        machine=str(environment["machine"]),
+        machine=str(environment.get("machine")),
         bandwidth=_number(file, roofs, "bandwidth"),
         flops=_number(file, roofs, "flops"),
         efficiency=efficiency,

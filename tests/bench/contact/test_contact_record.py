@@ -68,6 +68,27 @@ def test_a_record_without_a_model_is_refused(tmp_path: Path, capsys: Any) -> Non
     assert "measured no model: run llmopt contact again" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"small": True}, "is of small shapes"),
+        ({"stages": 3}, "stages is 3"),
+        ({"stages": [{"name": "kernels"}]}, "is damaged (ended is missing)"),
+        ({"roofs": {}}, "bandwidth is None"),
+        ({"shares": {"bf16": {"decode": 0.8}}}, "prefill is None"),
+        ({"environment": {"gpu": "H100"}}, "environment.gpu is 'H100'"),
+    ],
+)
+def test_a_record_that_no_plan_can_rest_on_is_one_line(
+    changes: Any, complaint: str, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "contact.json"
+    path.write_text(json.dumps(record_of(**changes)))
+    assert code_of("kv-plan", "llama-8b", "--gpu", "h100", "--measured", str(path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and complaint in said and said.count("\n") == 1
+
+
 def test_a_record_that_was_sent_in_is_read_for_its_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +119,8 @@ def test_doctor_shows_what_a_contact_found(contact_json: Path, capsys: Any) -> N
         (("--device", "tpu"), "--device tpu: cuda or cpu"),
         (("-o", "page.md"), "--output page.md: the record is JSON"),
         (("--stages", "tiles"), "--stages tiles: choose of machine, kernels"),
+        (("--stages", ","), "--stages ',': name a stage, or leave the option out"),
+        (("-o", "/dev/null/a.json"), "--output /dev/null/a.json: cannot write in"),
     ],
 )
 def test_a_wrong_option_is_one_line(words: Any, complaint: str, capsys: Any) -> None:

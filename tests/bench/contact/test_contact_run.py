@@ -139,8 +139,11 @@ def test_the_same_command_goes_on_where_it_was_ended(
     with pytest.raises(BadInput, match="differs in gpu"):
         made(out, FAULTS)
     out.write_text("{}")
-    with pytest.raises(BadInput, match="is no record of llmopt contact"):
-        made(out, FAULTS)
+    monkeypatch.setattr(run, "COMMAND", ("no stage is run before that",))
+    for again in (False, True):
+        with pytest.raises(BadInput, match="is no record of llmopt contact"):
+            made(out, FAULTS, again=again)
+    assert out.read_text() == "{}"
 
 
 def test_what_a_machine_lacks_is_left_out_and_told(tmp_path: Path) -> None:
