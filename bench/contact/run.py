@@ -377,7 +377,8 @@ def main() -> int:
         parser.add_argument(flag, action="store_true")
     given: dict[str, Any] = vars(parser.parse_args())
     try:
-        request = ContactRequest(**given | {"stages": words_of(given["stages"])})
+        given["stages"] = words_of(given["stages"])
+        request = ContactRequest(**given)
         _, record = contact(request, lambda line: print(line, file=sys.stderr))
     except BadInput as problem:
         print(f"error: {problem}", file=sys.stderr)

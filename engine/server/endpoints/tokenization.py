@@ -236,7 +236,7 @@ class Tokenization:
         options = {"add_special_tokens": add_special_tokens, **_truncation(max_tokens)}
         encoded = self._tokenizer(self._checked_text(text), **options)
         ids = list(encoded.input_ids)
-        if BREAK not in text:
+        if BREAK not in text or not encoded.is_fast:  # without offsets nothing was broken
             return ids
         spans = zip(ids, encoded[0].offsets, strict=True)
         return [token for token, (begin, end) in spans if text[begin:end] != BREAK]
