@@ -14,8 +14,14 @@ from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options
-from .options.measuring import GridOptions, SweepOptions, VerdictOptions
-from .options.shared import ModelOptions, ResultOptions, check_models
+from .options.shared import (
+    GridOptions,
+    ModelOptions,
+    ResultOptions,
+    SweepOptions,
+    VerdictOptions,
+    check_models,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -176,7 +182,7 @@ def _report(
 def _print_client_errors(target: Words, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
     from ..bench.load.certify import check_client
-    from ..bench.report.console import check_table
+    from ..bench.report.run_report import check_table
     from .output.console import TerminalProgress, result_console, say
 
     burden = target["client_burden_ms"] / 1000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options.command import with_options
-from .options.measuring import LimitOptions, StartOptions, VerdictFileOptions
+from .options.shared import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison

@@ -83,21 +83,21 @@ def _of_contact(path: Path) -> dict[str, Any]:
 
 def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:
     """The facts, and what is wrong; with `asks_torch` or `renew` also the verdicts on the GPU's kernels."""
-    from ..engine.doctor.overview import overview, problems
+    from ..bench.machine.overview import overview, problems
 
     if renew:
-        from ..engine.doctor.kernel_table import renew_verdicts
+        from ..bench.machine.kernel_table import renew_verdicts
 
         renew_verdicts()
     if asks_torch:
-        from ..engine.doctor.kernel_table import examine
+        from ..bench.machine.kernel_table import examine
 
         findings = examine()
     else:
         findings = overview()
     findings["problems"] = [asdict(problem) for problem in problems(findings)]
     if asks_torch or renew:
-        from ..engine.doctor.kernel_table import report
+        from ..bench.machine.kernel_table import report
 
         findings["verdicts"] = report()
     return findings

@@ -43,8 +43,8 @@ def merge(
     folder = output or Path(f"{short_name(base)}-merged")
     check_output(folder, "--output", folder=True)
     # Nothing before imports torch.
-    from ..quant.convert.merge import WeightedAdapter
-    from ..quant.convert.merge import merge as run
+    from ..quant.convert.plain import WeightedAdapter
+    from ..quant.convert.plain import merge as run
     from ..quant.models import open_checkpoint
     from .output.console import TerminalProgress, result_console, say
 

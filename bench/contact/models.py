@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from ...engine.base.sampling_params import SamplingParams
 from ...engine.config.config import EngineConfig
-from ...engine.doctor.self_test import ONE_LAUNCH, WHOLE, Sizes
 from ...engine.engine import Engine
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, find_device
@@ -37,6 +36,7 @@ from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.fp8.scheme import FloatScheme
 from ...quant.kinds.integer.scheme import IntScheme
 from ..machine.roofline import copy_bandwidth, matmul_flops
+from ..machine.self_test import ONE_LAUNCH, WHOLE, Sizes
 from .record import OURS, Finding
 
 FORMAT = "compressed-tensors"

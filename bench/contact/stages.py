@@ -20,8 +20,6 @@ from typing import Any
 import torch
 
 from ...engine.config.config import EngineConfig
-from ...engine.doctor.kernel_table import measure, stored, table
-from ...engine.doctor.self_test import self_tests
 from ...engine.engine import Engine
 from ...engine.execution.step_loop import StepRecorder
 from ...engine.kernels.common.devices import refuses_triton
@@ -37,6 +35,8 @@ from ...quant.methods.registry import METHODS
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.request import QuantizeRequest
 from ..machine.environment import describe
+from ..machine.kernel_table import measure, stored, table
+from ..machine.self_test import self_tests
 from .models import (
     FULL,
     MODELS,

@@ -117,8 +117,8 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     before, after = splits
     saved = 1000 * (bytes_held[0] - bytes_held[1]) / roofline["ceilings"]["bandwidth"]
     change = after["step_ms"] - before["step_ms"]
-    tpots = [side.get("median_tpot_ms") for side in (base, new)]
-    if None not in tpots and (tpots[1] - tpots[0]) * change < 0:
+    tpot_before, tpot_after = (side.get("median_tpot_ms") for side in (base, new))
+    if tpot_before and tpot_after and (tpot_after - tpot_before) * change < 0:
         return None
     moves = {
         part: after["parts_ms"].get(part, 0.0) - before["parts_ms"].get(part, 0.0)

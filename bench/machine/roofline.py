@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine.base.device import choose_device
-from ...engine.doctor.self_test import self_test
 from ...engine.kernels.common.cpu_measurements import CpuRoofs, NoRoofs
 from ...engine.planner.speed import (
     attainable_flops,
@@ -28,6 +27,7 @@ from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ...quant.models import open_checkpoint
 from ..metrics.trace import LoadPass, StepRecord
+from .self_test import self_test
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine

@@ -23,7 +23,7 @@ from ...quant.base.errors import BadInput
 from ..load.started_server import stop
 from ..machine.pass_usage import PROC, allowed_cpus, thread_ids
 from ..record.result import RESULT_NAME
-from ..session.pass_turns import TurnPipe, give_turns
+from ..session.run_sessions import TurnPipe, give_turns
 from .starts_plan import value_of
 
 AUTO, NONE = "auto", "none"

@@ -1,15 +1,25 @@
-"""Options of several commands: the model, output folders, printed output."""
+"""Options of several commands: the model, output folders, printed output.
+
+Those of `bench` and `compare` beside the benchmark's own too: sweeps, grids, verdicts, starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from ...quant.base.option import option
+from ...engine.config.plan_request import PlanRequest
+from ...quant.base.option import option, option_like
+
+if TYPE_CHECKING:
+    from ...bench.gate.outputs import VerdictWanted
+    from ...bench.gate.quality_checks import QualityGate
+    from ...bench.options.values import Kind
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")]
 TrustRemoteCode = Annotated[
@@ -106,3 +116,218 @@ def check_models(keywords: Mapping[str, Any]) -> None:
     speculation = keywords.get("speculation")
     if speculation is not None and speculation.draft_model is not None:
         resolve_model(str(speculation.draft_model))
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """A load sweep, or a search for the highest load within an SLO."""
+
+    PANEL: ClassVar = "Sweep"
+
+    sweep_concurrency: str | None = option(
+        None, "Measure at each of these concurrencies, such as 1,2,4,8, or auto."
+    )
+    sweep_rate: str | None = option(
+        None,
+        "Measure at each of these request rates, or auto: from half the rate of a single user.",
+    )
+    slo: str | None = option(
+        None,
+        'Find the highest load within these limits, in ms without a unit: "ttft:1s tpot:20ms".',
+    )
+    slo_by: str = option("rate", "rate or concurrency.")
+    slo_share: float = option_like(PlanRequest, "slo_share", panel=None)
+
+    @property
+    def is_asked_for(self) -> bool:
+        return any(
+            asked is not None for asked in (self.sweep_concurrency, self.sweep_rate, self.slo)
+        )
+
+    def kind(self) -> Kind:
+        """The swept variable.
+
+        Raises:
+            BadInput: two sweeps at once, or invalid limits.
+        """
+        from ...engine.base.slo import required_slo
+        from ...quant.base.errors import BadInput
+
+        asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
+        if sum(one is not None for one in asked) != 1:
+            raise BadInput("give one of --sweep-concurrency, --sweep-rate and --slo")
+        if self.slo is None:
+            return "concurrency" if self.sweep_concurrency is not None else "rate"
+        if self.slo_by not in ("rate", "concurrency"):
+            raise BadInput(f"--slo-by {self.slo_by!r}: rate or concurrency")
+        required_slo(self.slo)
+        return "concurrency" if self.slo_by == "concurrency" else "rate"
+
+
+@dataclass(frozen=True, slots=True)
+class GridOptions:
+    """The two parameter files of a grid, and what is done with its cells."""
+
+    PANEL: ClassVar = "Grid"
+
+    serve_params: Path | None = option(
+        None,
+        "YAML or JSON list of the server flags of each configuration; the server of --serve is "
+        "started for each. An unfinished grid is continued by the same line with its --output.",
+    )
+    bench_params: Path | None = option(
+        None, "YAML or JSON list of benchmark options; measured on each configuration."
+    )
+    link_vars: str | None = option(
+        None,
+        "Measure only cells where SERVE_PARAM=BENCH_PARAM are equal, such as "
+        "max_num_seqs=max_concurrency.",
+    )
+    pareto: str | None = option(
+        None, "Axes of the Pareto plot. Default: tokens_per_user,tokens_per_gpu."
+    )
+    dry_run: bool = option(False, "Print the commands of the grid and end.", flag="--dry-run")
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.serve_params is not None or self.bench_params is not None
+
+    def check(self) -> None:
+        """Refuse options of a grid without one.
+
+        Raises:
+            BadInput: --link-vars, --pareto or --dry-run alone.
+        """
+        from ...quant.base.errors import BadInput
+
+        if self.is_asked_for:
+            return
+        for name in ("link_vars", "pareto", "dry_run"):
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise BadInput(f"--{flag} needs a grid: give --serve-params or --bench-params")
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictOptions:
+    """Baseline, limits and outputs of the comparison."""
+
+    PANEL: ClassVar = "Verdict"
+
+    baseline: Path | None = option(
+        None,
+        "A run folder or result.json to compare this run with; the exit code is the verdict's.",
+        common=True,
+    )
+    against: str | None = option(
+        None,
+        "A model, or with --base-url and --serve the URL of a server, to compare with in paired "
+        "(interleaved) runs; the exit code is the verdict's. A server is sent the same key and "
+        "headers.",
+        common=True,
+    )
+    gate: str | None = option(
+        None,
+        'Limits for the verdict, such as "p99_ttft_ms<=+10% kl<=0.02". Default: no speed 5% worse.',
+        common=True,
+    )
+    junit: Path | None = option(None, "Write the verdict as JUnit XML to this file.", writes="file")
+    benchmark_json: Path | None = option(
+        None, "Write the run for github-action-benchmark, as `llmopt compare` does.", writes="file"
+    )
+
+    def wanted(self) -> VerdictWanted | None:
+        """The requested comparison, with its inputs read.
+
+        Raises:
+            BadInput: two baselines, limits or a file without one, or an unreadable input.
+        """
+        from ...bench.gate.outputs import VerdictWanted
+
+        return VerdictWanted.checked(
+            self.baseline, self.against, self.gate, self.junit, self.benchmark_json
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """How much worse the new run may be."""
+
+    threshold: str = option("5%", "How much worse a speed may get: 5% or 0.05.")
+    gate: str | None = option(
+        None,
+        'Limits instead of --threshold, such as "p99_ttft_ms<=+10% output_throughput>=-5% '
+        'kl<=0.02 weight_bytes<=+0%". With % on the change, without on the value.',
+    )
+    max_ppl_increase: str | None = option(None, "How much perplexity may rise, such as 2%.")
+    max_kl: float | None = option(None, "Most KL divergence of the new run from its reference.")
+    min_top1: str | None = option(None, "Least top-1 agreement with the reference, such as 95%.")
+
+    def quality_gate(self) -> QualityGate:
+        """Raises `BadInput` for an invalid share."""
+        from ...bench.gate.quality_checks import QualityGate
+
+        return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """Two builds, measured in fresh processes that alternate."""
+
+    PANEL: ClassVar = "Paired starts"
+
+    run: list[str] | None = option(
+        None,
+        "A build to measure: a virtual environment, a command line, or a server's URL. Given "
+        "twice, the base first; options of `llmopt bench` go behind `--`.",
+        metavar="NAME=SPEC",
+    )
+    max_starts: int | None = option(None, "Most starts of both builds together. Default: 80.")
+    max_minutes: float | None = option(None, "Most minutes of measuring. Default: 10.")
+    pin_cpus: str | None = option(
+        None, "CPUs of a pair of starts: auto (the idlest), none, or such as 0,2-3."
+    )
+    interleave: bool | None = option(
+        None,
+        "Keep both processes of a pair alive, and let their passes alternate. Default: yes, "
+        "but not where they would share a GPU or start servers.",
+    )
+    resume: Path | None = option(None, "Go on with the interrupted comparison in this folder.")
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.run is not None or self.resume is not None
+
+    def check_absent(self) -> None:
+        """Raises `BadInput` for an option that two recorded runs have no use for."""
+        from ...quant.base.errors import BadInput
+
+        for name in ("max_starts", "max_minutes", "pin_cpus", "interleave"):
+            if getattr(self, name) is not None:
+                raise BadInput(
+                    f"--{name.replace('_', '-')} needs --run: recorded runs start nothing"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictFileOptions:
+    """The files of a verdict."""
+
+    output: Path | None = option(
+        None,
+        "Write the comparison as one HTML file; with --run, the folder of the starts.",
+        flag="--output -o",
+        hidden_flags=("--html",),
+        writes="file",
+    )
+    markdown: Path | None = option(
+        None, "Write the comparison as Markdown to this file.", writes="file"
+    )
+    junit: Path | None = option(None, "Write the verdict as JUnit XML to this file.", writes="file")
+    benchmark_json: Path | None = option(
+        None,
+        "Write the new run for github-action-benchmark: this file is customSmallerIsBetter, "
+        "the one beside it with .bigger before its ending is customBiggerIsBetter.",
+        writes="file",
+    )
+    as_json: bool = json_option()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
     """Print the metrics table, a summary, and the comparison with a plan if there is one."""
-    from ...bench.report.console import console_table
+    from ...bench.report.run_report import console_table
     from .console import say
 
     table = console_table(result, options.reported_metrics, options.metric_percentiles)
@@ -37,7 +37,7 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
 
 def _residuals(part: Mapping[str, Any]) -> Table:
     """A plan's quantities beside the measured ones."""
-    from ...bench.report.console import planned
+    from ...bench.report.run_report import planned
     from .console import table_of
 
     rows = (
@@ -94,7 +94,7 @@ def _summary(result: Mapping[str, Any]) -> str:
         lines.append(window_sentence(window))
     memory = ours["memory"]
     if client := ours.get("client"):
-        from ...bench.report.console import certificate
+        from ...bench.report.run_report import certificate
 
         lines.append(certificate(client))
     else:

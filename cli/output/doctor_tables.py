@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...bench.machine.overview import EXTRAS
 from ...engine.base.units import format_gib
-from ...engine.doctor.overview import EXTRAS
 from .console import table_of
 
 Row = tuple[str, str]

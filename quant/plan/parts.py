@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from .plan import QuantizePlan
-from .selection import BYTES_OF
-from .vision import PROJECTOR, TEXT, VISION, part_of
+from .selection import BYTES_OF, PROJECTOR, TEXT, VISION, part_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,14 @@ from .selection import (
     find_head,
     find_ignored,
     find_linears,
+    misfit_notes,
     options_by_module,
+    refuse_vision,
     split_fusions,
+    vision_layers,
+    vision_linears,
+    vision_misfits,
 )
-from .vision import misfit_notes, refuse_vision, vision_layers, vision_linears, vision_misfits
 
 DEFAULT_SEQ_LEN = 2048
 

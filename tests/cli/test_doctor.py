@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.machine import roofline
+from llmopt.bench.machine import kernel_table, roofline, self_test
+from llmopt.bench.machine.kernel_table import SCHEMES, table
+from llmopt.bench.machine.overview import EXTRAS, overview, problems
 from llmopt.cli.main import main
-from llmopt.engine.doctor import kernel_table, self_test
-from llmopt.engine.doctor.kernel_table import SCHEMES, table
-from llmopt.engine.doctor.overview import EXTRAS, overview, problems
 from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE

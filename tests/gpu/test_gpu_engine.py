@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.bench.machine.kernel_table import SCHEMES
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.doctor.kernel_table import SCHEMES
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.elementwise.activations import fake_quantize_inputs
 from llmopt.quant.base.errors import BadInput

@@ -30,9 +30,8 @@ from llmopt.bench.record.result import (
 )
 from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
-from llmopt.bench.report.console import console_table, planned
 from llmopt.bench.report.parts import formulas
-from llmopt.bench.report.run_report import write_report
+from llmopt.bench.report.run_report import console_table, planned, write_report
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
 

@@ -18,8 +18,7 @@ from llmopt.bench.workloads.conversations import (
     ConversationRules,
     SourceTurn,
 )
-from llmopt.bench.workloads.datasets import build_workload
-from llmopt.bench.workloads.freeze import read_frozen, write_frozen
+from llmopt.bench.workloads.datasets import build_workload, read_frozen, write_frozen
 from llmopt.bench.workloads.sharegpt import exchanges_of
 from llmopt.bench.workloads.workload import Message
 from llmopt.quant.base.errors import BadInput

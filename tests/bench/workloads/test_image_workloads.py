@@ -15,8 +15,7 @@ from llmopt.bench.load.load import drive
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.report.parts import warnings
 from llmopt.bench.session.run_sessions import run_bench
-from llmopt.bench.workloads.datasets import build_workload
-from llmopt.bench.workloads.freeze import write_frozen
+from llmopt.bench.workloads.datasets import build_workload, write_frozen
 from llmopt.bench.workloads.workload import Workload
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine

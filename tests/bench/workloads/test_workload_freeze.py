@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
-from llmopt.bench.workloads.datasets import build_workload, freeze_workload, locate_dataset
-from llmopt.bench.workloads.freeze import read_frozen, write_frozen
+from llmopt.bench.workloads.datasets import (
+    build_workload,
+    freeze_workload,
+    locate_dataset,
+    read_frozen,
+    write_frozen,
+)
 from llmopt.bench.workloads.workload import (
     ConversationTurn,
     Message,

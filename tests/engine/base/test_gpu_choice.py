@@ -197,7 +197,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_operation_is_tried_on_a_gpu() -> None:
     """Else the first use of a kernel that fails there is a step that fails."""
-    from llmopt.engine.doctor import kernel_table
+    from llmopt.bench.machine import kernel_table
 
     assert isinstance(PAGED_ATTENTION, Operation) and kernel_table
     modules = [each for name, each in sys.modules.items() if name.startswith("llmopt.engine")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.doctor.kernel_table import table
+from llmopt.bench.machine.kernel_table import table
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor

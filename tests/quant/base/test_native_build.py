@@ -92,7 +92,7 @@ def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmopt.engine.doctor.kernel_table import examine
+    from llmopt.bench.machine.kernel_table import examine
 
     monkeypatch.setenv(processor.VARIABLE, "off")
     native = examine()["native"]

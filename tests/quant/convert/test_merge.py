@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.merge import WeightedAdapter, merge
+from llmopt.quant.convert.plain import WeightedAdapter, merge
 from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint

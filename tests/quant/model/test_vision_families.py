@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.plan.vision import vision_architecture
+from llmopt.quant.plan.selection import vision_architecture
 from transformers import AutoConfig, AutoModelForImageTextToText, Mistral3Config
 
 from ...support.vision_checkpoints import TEXT, family_inputs, save_wrapped

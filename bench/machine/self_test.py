@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from ...quant.base.scheme import Scheme
-from ...quant.kinds.base.kind import kind_of
-from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from ..kernels.attention.paged_tensor import LARGEST_CODE
-from ..kernels.common.devices import refuses_fp8
-from ..kernels.common.dispatch import Operation
-from ..kernels.common.verdicts import TOLERANCE_QUANTIZED, relative_error, tolerance
-from ..kernels.elementwise.dispatch import (
+from ...engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
+from ...engine.kernels.attention.paged_tensor import LARGEST_CODE
+from ...engine.kernels.common.devices import refuses_fp8
+from ...engine.kernels.common.dispatch import Operation
+from ...engine.kernels.common.verdicts import TOLERANCE_QUANTIZED, relative_error, tolerance
+from ...engine.kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     DELTA_RULE,
     GATE,
@@ -27,13 +25,15 @@ from ..kernels.elementwise.dispatch import (
     RowKernelQuery,
     rope_trial,
 )
-from ..kernels.linear.linear import LINEAR, LinearKernelQuery
-from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
-from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from ..kernels.moe.experts import ExpertsKernel
-from ..model.layers.mlp import GatedMlp
-from ..model.layers.projection import Projection
-from ..sampling.sampler import SAMPLING, SamplingKernelQuery
+from ...engine.kernels.linear.linear import LINEAR, LinearKernelQuery
+from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
+from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from ...engine.kernels.moe.experts import ExpertsKernel
+from ...engine.model.layers.mlp import GatedMlp
+from ...engine.model.layers.projection import Projection
+from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery
+from ...quant.base.scheme import Scheme
+from ...quant.kinds.base.kind import kind_of
 from .kernel_table import SCHEMES
 
 HEAD_DIM = 128

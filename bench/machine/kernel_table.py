@@ -7,6 +7,27 @@ from typing import Any
 
 import torch
 
+from ...engine.base.host import thread_limit
+from ...engine.kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
+from ...engine.kernels.common.cpu_measurements import choose_threads
+from ...engine.kernels.common.devices import refuses_fp8
+from ...engine.kernels.common.dispatch import KernelChoice
+from ...engine.kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
+from ...engine.kernels.elementwise.dispatch import (
+    CLAMPED_SWIGLU_GATE,
+    DELTA_RULE,
+    GATE,
+    GELU_GATE,
+    NORM,
+    RECURRENT_STEP,
+    ROPE_AND_CACHE,
+    RowKernelQuery,
+)
+from ...engine.kernels.linear.linear import LINEAR, LinearKernelQuery
+from ...engine.kernels.linear.native_linear import has_bf16, native_linear
+from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
+from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery
 from ...quant.base.build import parallel_start
 from ...quant.base.errors import BadInput
 from ...quant.base.scheme import Activations, Scheme
@@ -19,27 +40,6 @@ from ...quant.kinds.integer.scheme import IntScheme
 from ...quant.kinds.lookup.scheme import LookupScheme
 from ...quant.kinds.trellis.scheme import TrellisScheme
 from ...quant.kinds.vectorwise.scheme import VectorwiseScheme
-from ..base.host import thread_limit
-from ..kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
-from ..kernels.common.cpu_measurements import choose_threads
-from ..kernels.common.devices import refuses_fp8
-from ..kernels.common.dispatch import KernelChoice
-from ..kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
-from ..kernels.elementwise.dispatch import (
-    CLAMPED_SWIGLU_GATE,
-    DELTA_RULE,
-    GATE,
-    GELU_GATE,
-    NORM,
-    RECURRENT_STEP,
-    ROPE_AND_CACHE,
-    RowKernelQuery,
-)
-from ..kernels.linear.linear import LINEAR, LinearKernelQuery
-from ..kernels.linear.native_linear import has_bf16, native_linear
-from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
-from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from ..sampling.sampler import SAMPLING, SamplingKernelQuery
 from .overview import overview
 
 SCHEMES: tuple[tuple[Scheme, int], ...] = (

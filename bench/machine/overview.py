@@ -16,16 +16,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from ...quant.base.build import (
-    BuildFailed,
-    cache_folder,
-    compiled,
-    compiler_command,
-    compiler_version,
-    open_library,
-)
-from ...quant.base.processor import PATHS, VARIABLE, choose_path, processor_flags
-from ..base.host import (
+from ...engine.base.host import (
     LIBRARY,
     Nvml,
     available_memory_bytes,
@@ -36,6 +27,15 @@ from ..base.host import (
     thread_limit,
     usable_cores,
 )
+from ...quant.base.build import (
+    BuildFailed,
+    cache_folder,
+    compiled,
+    compiler_command,
+    compiler_version,
+    open_library,
+)
+from ...quant.base.processor import PATHS, VARIABLE, choose_path, processor_flags
 
 PACKAGES = ("llmopt", "torch", "transformers")
 EXTRAS = {

@@ -1,1 +1,0 @@
-"""`llmopt doctor`: machine report, kernel table, and self-test of every kernel."""
