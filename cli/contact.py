@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,7 @@ def contact(
     from .output.console import result_console, say
 
     request = ContactRequest(device, output, words_of(stages), small=small, again=again)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, and its folder
     path, record = run(request, say)
     console = result_console(as_json, record)
     failed = failures(record)

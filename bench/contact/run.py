@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import check_output, write_atomically
+from ...quant.base.atomic_io import check_output, end_with_parent, write_atomically
 from ...quant.base.errors import BadInput
 from .record import (
     STAGES,
@@ -291,7 +291,12 @@ class Watched:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         with lines_file.with_suffix(".log").open("ab") as log:
             process = subprocess.Popen(
-                words, stdout=log, stderr=log, env=environment, start_new_session=True
+                words,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         try:
             while (code := process.poll()) is None:
@@ -376,10 +381,14 @@ def main() -> int:
     for flag in ("--small", "--again"):
         parser.add_argument(flag, action="store_true")
     given: dict[str, Any] = vars(parser.parse_args())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, and its folder
     try:
         given["stages"] = words_of(given["stages"])
         request = ContactRequest(**given)
         _, record = contact(request, lambda line: print(line, file=sys.stderr))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return 130
     except BadInput as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

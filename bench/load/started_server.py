@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ...quant.base.atomic_io import expanded, interrupts_held
+from ...quant.base.atomic_io import end_with_parent, expanded, interrupts_held
 from ...quant.base.errors import BadInput
 from ...quant.base.processor import without_openmp_spins
 from ...quant.base.progress import Progress, Silent
@@ -34,7 +33,6 @@ ANSWER_SECONDS = 5.0
 STOP_SECONDS = 10.0
 VERSION_SECONDS = 120.0
 LOG_LINES = 12
-PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -72,7 +70,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
             stderr=subprocess.STDOUT,
             env=without_openmp_spins(os.environ),
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             began = time.perf_counter()
@@ -104,17 +102,6 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
         finally:
             with interrupts_held():
                 stop(process)
-
-
-def _end_with_parent() -> None:
-    """Have Linux end the server when this process dies, also by SIGKILL: a killed benchmark that is continued
-    must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2).
-
-    It heeds SIGINT again, by which it is stopped: a shell has its background jobs ignore that.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: int) -> list[str]:

@@ -1,13 +1,16 @@
-"""Atomic file writes (temporary file, fsync, rename), safetensors streaming on them, and deferred Ctrl-C."""
+"""Atomic file writes (temporary file, fsync, rename), safetensors streaming on them, deferred
+Ctrl-C, and the end of a parent."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 TEMPORARY_SUFFIX = ".writing"
 _PIECE = 16 * 2**20
+_PR_SET_PDEATHSIG = 1
 
 
 class TensorsByName(Protocol):
@@ -267,3 +271,14 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def end_with_parent() -> None:
+    """Have Linux end a child when this process dies, also by SIGKILL: a killed benchmark that is continued
+    must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2).
+
+    It heeds SIGINT again, by which it is stopped: a shell has its background jobs ignore that.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What the first request of a text model imports: not the modules of vision towers, compilers and trainers."""
+"""Imports of a text model's first request: not the modules of vision towers, compilers and trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Makefile gives to the commands that it runs."""
+"""Variables that the Makefile gives to the commands that it runs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +166,50 @@ def test_a_machine_that_is_refused_and_an_unknown_stage_are_one_line(tmp_path: P
     with pytest.raises(BadInput, match="--stages all: choose of machine, kernels, graphs"):
         contact(ContactRequest(stages=("all",)), print)
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stage_ends_with_the_command(sent: signal.Signals, tmp_path: Path) -> None:
+    """A process that went on would hold the card; the folder of checkpoints may lie in memory."""
+    command = f"""
+import sys
+from llmopt.bench.contact import run
+run.COMMAND, run.STAGES = {run.COMMAND!r}, (run.Stage("slow", 60),)
+run.roomy = lambda: {str(tmp_path)!r}
+sys.exit(run.main())
+"""
+    words = [sys.executable, "-c", command, "-o", str(tmp_path / "a.json")]
+    parent = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = wait_for(lambda: next(tmp_path.glob("llmopt-contact-*/slow.jsonl"), None))
+        child = wait_for(lambda: next(iter(children(parent.pid)), None))
+        wait_for(lambda: "hangs" in lines.read_text())
+    finally:
+        parent.send_signal(sent)
+        _, said = parent.communicate(timeout=30)
+    wait_for(lambda: has_ended(child))
+    if sent == signal.SIGTERM:
+        assert (parent.returncode, said) == (130, "interrupted: the same command goes on\n")
+        assert not lines.parent.exists()
+
+
+def children(parent: int) -> list[str]:
+    return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process runs no longer; where nobody waits for it, its entry stays."""
+    try:
+        return ") Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    while not (value := found()):
+        time.sleep(0.02)
+    return value
 
 
 def test_a_record_tells_shares_and_sets_our_times_beside_those_of_vllm() -> None:

@@ -33,7 +33,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def found(stage: str, card: Card, folder: Path) -> list[Finding]:
-    """What a stage finds on the card, which computes nothing; what its cases raise is raised."""
+    """Findings of a stage on the card, which computes nothing; what its cases raise is raised."""
     with pretended_cuda(card):
         cases = CASES[stage](World("cuda", SMALL, folder))
         return [finding for case in cases for finding in case.run()]

@@ -19,7 +19,7 @@ from ...support.triton_world import DEVICE
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_step_is_the_references(dtype: torch.dtype) -> None:
-    """Of sequences with a state, and of those whose slots hold their last owners' leavings."""
+    """Sequences with a state are stepped, and those whose slots hold their last owners' leavings."""
     from llmopt.engine.kernels.elementwise.triton_recurrence import TritonRecurrence
 
     trial = recurrence_trial(RowKernelQuery(DEVICE, dtype, 1))
