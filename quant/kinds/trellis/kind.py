@@ -1,39 +1,22 @@
-"""Trellis codes between Hadamard transforms (EXL3): tensor, the grid of one weight, its noise, kind, files.
+"""Trellis codes between Hadamard transforms (EXL3): tensor, the grid of one weight, its noise, and kind.
 
 Where other grids know each weight's points, this one's depend on the neighbours': a tile is a vector of 16
-input channels for each 16 outputs, which a Viterbi search rounds as a whole. Error feedback over it is
-QTIP's LDLQ. The error of the nearest paths has one mean square for each width, since what is left to
-quantize behind the transforms is nearly normal, so that a search over widths takes noise of that size in
-place of the codes, which would cost as much as the quantization for every width.
-
-EXL3 format (`quant_method: exl3`) of exllamav3: packed trellises between Hadamard transforms.
-
-Per linear `P` with `b` bits a weight:
-
-    P.trellis   int16    [in/16, out/16, 16*b]   packed states, see `quant/kinds/trellis/viterbi.py`
-    P.suh       float16  [in]                    signs and scales of inputs
-    P.svh       float16  [out]                   of outputs
-    P.mcg, P.mul1  int32 []                      the multiplier of the codebook; `3inst` has neither
-
-`quantization_config.json` lists every quantized module with its bits and its tensors (`tensor_storage`);
-exllamav3 has it beside `config.json`, GPTQModel wants it inside, so that it is written to both. Layout and
-names: exllamav3 1.4.1, `modules/quant/exl3.py` and `conversion/quant_config.py`.
+input channels for each 16 outputs, which a Viterbi search rounds as a whole. Error feedback over it is QTIP's
+LDLQ. The error of the nearest paths has one mean square for each width, since what is left to quantize behind
+the transforms is nearly normal, so that a search over widths takes noise of that size in place of the codes,
+which would cost as much as the quantization for every width.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
 import torch
 
 from ...base.errors import BadInput
-from ...base.scheme import SUPPORTED_BITS, Scheme
-from ..base.format import Config, Stored, TensorSource, WeightFormat, held_scheme
+from ...base.scheme import SUPPORTED_BITS
 from ..base.grid import Parameters
 from ..base.incoherence import (
     BLOCK,
@@ -44,15 +27,11 @@ from ..base.incoherence import (
     incoherence,
     seed_of,
 )
-from ..base.kind import Storage
-from ..base.raw import Array, Entries, Entry, Raw, read_array, read_headers
-from ..base.tensor import QuantizedTensor
 from ..integer.kind import round_to_nearest
 from ..integer.scheme import IntScheme
-from .scheme import TRELLIS_CODEBOOKS, TrellisScheme
+from .scheme import TrellisScheme
 from .viterbi import (
     LENGTH,
-    MULTIPLIERS,
     TILE,
     codebook,
     from_sequences,
@@ -63,170 +42,6 @@ from .viterbi import (
     unpack_states,
     values_of,
 )
-
-LAYOUT_VERSION = "1.4.1"
-"""The version of exllamav3 whose layout this is; it is what readers compare `version` with."""
-CONFIG_FILE = "quantization_config.json"
-_PLAIN_HEAD_BITS = 16
-_DTYPES = {
-    "I16": "int16",
-    "I32": "int32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-}
-
-
-class Exl3Format(WeightFormat):
-    """Packed trellises, in exllamav3's layout."""
-
-    name = "exl3"
-    markers: tuple[str, ...] = (".trellis",)
-    suffixes: tuple[str, ...] = (".trellis", ".suh", ".svh", ".mcg", ".mul1")
-
-    def _scheme(self, scheme: Scheme) -> TrellisScheme:
-        return held_scheme(self.name, scheme, TrellisScheme, ": only trellis codes")
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        self._scheme(scheme)
-
-    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        self._scheme(scheme)
-        if out_features % BLOCK or in_features % BLOCK:
-            raise BadInput(
-                f"format exl3 has Hadamard transforms of {BLOCK} channels, which do not divide "
-                f"{module} of {out_features} × {in_features}: --ignore it, or choose another method"
-            )
-
-    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        assert isinstance(tensor, TrellisTensor)
-        stored = {
-            f"{module}.trellis": tensor.trellis,
-            f"{module}.suh": tensor.suh,
-            f"{module}.svh": tensor.svh,
-        }
-        multiplier = MULTIPLIERS.get(tensor.scheme.codebook)
-        if multiplier is not None:
-            word = torch.tensor(multiplier - 2**32, dtype=torch.int32)
-            stored[f"{module}.{tensor.scheme.codebook}"] = word
-        return stored
-
-    def unpack(self, module: str, source: TensorSource, config: Config) -> TrellisTensor:
-        stored = Stored(source, module)
-        trellis = stored.tensor("trellis", torch.int16)
-        if trellis.dim() != 3 or trellis.shape[2] % TILE:
-            raise BadInput(
-                f"{module}.trellis has shape {tuple(trellis.shape)}, but the format has "
-                "[in / 16, out / 16, 16 × bits]"
-            )
-        scales = []
-        for side, tiles in zip(("suh", "svh"), trellis.shape[:2], strict=True):
-            scale = stored.tensor(side, torch.float16)
-            if tuple(scale.shape) != (tiles * TILE,) or scale.numel() % BLOCK:
-                raise BadInput(
-                    f"{module}.{side} has shape {tuple(scale.shape)}, but {module}.trellis implies "
-                    f"({tiles * TILE},), in whole blocks of {BLOCK}"
-                )
-            scales.append(scale)
-        marks = [name for name in MULTIPLIERS if name in stored]
-        if len(marks) > 1:
-            raise BadInput(f"{module} is marked for two codebooks: {' and '.join(marks)}")
-        scheme = TrellisScheme(trellis.shape[2] // TILE, marks[0] if marks else "3inst")
-        input_scales, output_scales = scales
-        return TrellisTensor(trellis, input_scales, output_scales, scheme)
-
-    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        kinds = {module: self._scheme(scheme) for module, scheme in schemes.items()}
-        codebooks = {scheme.codebook for scheme in kinds.values()}
-        if len(codebooks) != 1:
-            raise BadInput(
-                f"format exl3 has one codebook in its config, not {', '.join(sorted(codebooks))}"
-            )
-        head = kinds.get("lm_head")
-        bits = [
-            scheme.bits for name, scheme in kinds.items() if name != "lm_head" or len(kinds) == 1
-        ]
-        return {
-            "quant_method": "exl3",
-            "version": LAYOUT_VERSION,
-            "bits": round(sum(bits) / len(bits), 3),
-            "head_bits": head.bits if head else _PLAIN_HEAD_BITS,
-            "out_scales": "always",
-            "codebook": codebooks.pop(),
-            "tensor_storage": {module: _storage(scheme) for module, scheme in kinds.items()},
-        }
-
-    def scheme(self, config: Config, module: str) -> TrellisScheme:
-        stored = (config.get("tensor_storage") or {}).get(module) or {}
-        bits = stored.get("bits_per_weight", config.get("bits"))
-        codebook = next((name for name in MULTIPLIERS if f"{name}_multiplier" in stored), None)
-        codebook = codebook or ("3inst" if stored else config.get("codebook", "3inst"))
-        if not isinstance(bits, int | float) or codebook not in TRELLIS_CODEBOOKS:
-            raise BadInput(
-                f"quant_method exl3 says no bits for {module}, or a codebook other than "
-                f"{', '.join(TRELLIS_CODEBOOKS)}"
-            )
-        return TrellisScheme(round(bits), codebook)
-
-    def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        return {CONFIG_FILE: config}
-
-    def completed_config(self, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-        headers = read_headers(sorted(folder.glob("*.safetensors")))
-        storage = {}
-        for module, entry in config["tensor_storage"].items():
-            names = (f"{module}{suffix}" for suffix in (*self.suffixes, ".bias"))
-            stored = {name: _header(headers[name]) for name in names if name in headers}
-            storage[module] = {"stored_tensors": stored, **entry}
-        return {**config, "tensor_storage": storage}
-
-
-def _header(entry: Entry) -> dict[str, Any]:
-    """One tensor as exllamav3 records it (`dtype`), and as GPTQModel reads it (`torch_dtype`)."""
-    return {
-        "shape": list(entry.shape),
-        "n_bytes": entry.nbytes,
-        "dtype": f"torch.{_DTYPES[entry.dtype]}",
-        "torch_dtype": _DTYPES[entry.dtype],
-    }
-
-
-def _storage(scheme: TrellisScheme) -> dict[str, Any]:
-    """The entry of a module in `tensor_storage`, but for its tensors."""
-    entry: dict[str, Any] = {"quant_format": "exl3", "bits_per_weight": scheme.bits}
-    if scheme.codebook in MULTIPLIERS:
-        entry[f"{scheme.codebook}_multiplier"] = MULTIPLIERS[scheme.codebook]
-    return entry
-
-
-_BLOCK = 128
-_MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
-
-
-def read_exl3(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """exllamav3's layout: int16 `[in / 16, out / 16, 16 * bits]` between float16 scales of both sides."""
-    trellis = read_array(entries[f"{module}.trellis"], "I16")
-    scales = [read_array(entries[f"{module}.{name}"], "F16") for name in ("suh", "svh")]
-    sides = tuple(16 * tiles for tiles in trellis.shape[:2])
-    if trellis.ndim != 3 or trellis.shape[2] not in range(16, 129, 16):
-        raise ValueError(f"a trellis of {trellis.shape}")
-    if any(scale.shape != (side,) for scale, side in zip(scales, sides, strict=True)):
-        raise ValueError(f"scales of {scales[0].shape} and {scales[1].shape} do not fit {sides}")
-    problems = [f"has {side} channels, no whole blocks of 128" for side in sides if side % _BLOCK]
-    for name, multiplier in _MULTIPLIERS.items():
-        mark = entries.get(f"{module}.{name}")
-        if mark is not None and int(read_array(mark, "I32").reshape(())) != multiplier:
-            problems.append(f"has another multiplier than {name}'s {multiplier:#x}")
-    stored = (config.get("tensor_storage") or {}).get(module) or {}
-    said = stored.get("bits_per_weight", trellis.shape[2] // 16)
-    if said != trellis.shape[2] // 16:
-        problems.append(f"has {trellis.shape[2] // 16} bits a weight, and {said} in the config")
-    parts: dict[str, Array] = {"trellis": trellis, "suh": scales[0], "svh": scales[1]}
-    numbers = {name: parts[name].astype(np.float32) for name in ("suh", "svh")}
-    return Raw(parts, numbers, (sides[1], sides[0]), tuple(problems))
-
-
-STORAGE = Storage(formats=(Exl3Format(),), readers={"exl3": read_exl3})
 
 
 @dataclass(frozen=True, slots=True)

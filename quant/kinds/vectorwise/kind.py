@@ -1,60 +1,17 @@
-"""Row-wise int8 of LLM.int8(), as bitsandbytes has it (arXiv:2208.07339): tensor, grid, kind, and files.
-
-Per linear `P`: `P.weight` int8 `[out, in]`, `P.SCB` float32 `[out]`, `P.weight_format` uint8 `0`.
-"""
+"""Row-wise int8 of LLM.int8(), as bitsandbytes has it (arXiv:2208.07339): tensor, grid, rounding, kind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ...base.errors import BadInput
-from ..base.containers import BitsAndBytesCodes
-from ..base.format import Config, Stored
 from ..base.grid import Affine, Parameters, ScalarGrid, snap_to_integers
-from ..base.kind import Kind, Rounding, Storage
-from ..base.raw import Entries, Raw, read_array
+from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from .scheme import VectorwiseScheme
-
-
-class VectorwiseCodes(BitsAndBytesCodes):
-    """LLM.int8() in bitsandbytes."""
-
-    bits = 8
-    marker = ".SCB"
-    suffixes: tuple[str, ...] = (".weight", ".SCB", ".weight_format")
-
-    def fields(self, scheme: VectorwiseScheme) -> dict[str, Any]:
-        return {"llm_int8_threshold": scheme.threshold}
-
-    def scheme(self, config: Config) -> VectorwiseScheme:
-        return VectorwiseScheme(float(config.get("llm_int8_threshold", 6.0)))
-
-    def pack(self, module: str, tensor: VectorwiseTensor) -> dict[str, torch.Tensor]:
-        return {
-            f"{module}.weight": tensor.codes,
-            f"{module}.SCB": tensor.absmax,
-            f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
-        }
-
-    def unpack(self, stored: Stored, config: Config) -> VectorwiseTensor:
-        codes = stored.matrix("weight", torch.int8)
-        absmax = stored.tensor("SCB", torch.float32, shape=(codes.shape[0],))
-        return VectorwiseTensor(codes, absmax, self.scheme(config))
-
-    def read_raw(self, entries: Entries, module: str) -> Raw:
-        codes = read_array(entries[f"{module}.weight"], "I8")
-        absmax = read_array(entries[f"{module}.SCB"], "F32")
-        if absmax.shape != codes.shape[:1]:
-            raise ValueError(f"SCB has shape {absmax.shape} for {codes.shape[0]} rows")
-        shape = (codes.shape[0], codes.shape[1])
-        return Raw({"codes": codes, "absmax": absmax}, {"absmax": absmax}, shape)
-
-
-STORAGE = Storage(bitsandbytes=VectorwiseCodes())
 
 
 @dataclass(frozen=True, slots=True)
