@@ -107,8 +107,7 @@ def show(
     """Show the series with their change points and the commits of these."""
     from ..bench.gate.limits import quantity
     from ..bench.metrics.run_statistics import HEADLINES
-    from ..bench.studies.history_page import history_page
-    from ..bench.studies.history_series import series_dict, series_of
+    from ..bench.studies.history_series import history_page, series_dict, series_of
     from .output.bench_tables import print_series
     from .output.console import result_console, say
 

@@ -35,8 +35,8 @@ from ...quant.formats.registry import FORMATS
 from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.fp8.scheme import FloatScheme
 from ...quant.kinds.integer.scheme import IntScheme
+from ..machine.kernel_table import ONE_LAUNCH, WHOLE, Sizes
 from ..machine.roofline import copy_bandwidth, matmul_flops
-from ..machine.self_test import ONE_LAUNCH, WHOLE, Sizes
 from .record import OURS, Finding
 
 FORMAT = "compressed-tensors"

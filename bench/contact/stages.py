@@ -35,8 +35,7 @@ from ...quant.methods.registry import METHODS
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.request import QuantizeRequest
 from ..machine.environment import describe
-from ..machine.kernel_table import measure, stored, table
-from ..machine.self_test import self_tests
+from ..machine.kernel_table import measure, self_tests, stored, table
 from .models import (
     FULL,
     MODELS,

@@ -1,18 +1,31 @@
-"""Machine report with what torch says: CPU features, devices, the kernel table, and verdicts on the GPU."""
+"""Machine report with what torch says: CPU features, devices, the kernel table, verdicts, and the self-test.
+
+The self-test holds each kernel that supports a device against its torch reference, on random inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...engine.base.host import thread_limit
 from ...engine.kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
+from ...engine.kernels.attention.paged_tensor import LARGEST_CODE
 from ...engine.kernels.common.cpu_measurements import choose_threads
 from ...engine.kernels.common.devices import refuses_fp8
-from ...engine.kernels.common.dispatch import KernelChoice
-from ...engine.kernels.common.verdicts import VARIABLE, Verdict, current_verdicts
+from ...engine.kernels.common.dispatch import KernelChoice, Operation
+from ...engine.kernels.common.verdicts import (
+    TOLERANCE_QUANTIZED,
+    VARIABLE,
+    Verdict,
+    current_verdicts,
+    relative_error,
+    tolerance,
+)
 from ...engine.kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     DELTA_RULE,
@@ -22,15 +35,20 @@ from ...engine.kernels.elementwise.dispatch import (
     RECURRENT_STEP,
     ROPE_AND_CACHE,
     RowKernelQuery,
+    rope_trial,
 )
 from ...engine.kernels.linear.linear import LINEAR, LinearKernelQuery
 from ...engine.kernels.linear.native_linear import has_bf16, native_linear
 from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from ...engine.kernels.moe.experts import ExpertsKernel
+from ...engine.model.layers.mlp import GatedMlp
+from ...engine.model.layers.projection import Projection
 from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery
 from ...quant.base.build import parallel_start
 from ...quant.base.errors import BadInput
 from ...quant.base.scheme import Activations, Scheme
+from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.codebook.scheme import CodebookScheme
 from ...quant.kinds.e8p.scheme import E8pScheme
 from ...quant.kinds.fp4.scheme import Fp4Scheme
@@ -235,3 +253,194 @@ def _has(probe: str) -> bool:
     """Calls a probe of torch; they are private and differ between its releases."""
     has = getattr(torch.cpu, probe, None)
     return bool(has and has())
+
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the checks.
+
+    Attributes:
+        row, out: inputs and outputs of linears; `row` is the length of normed rows too.
+        tokens: batch sizes of linears: for GEMV, a small GEMM, and the prefill path.
+    """
+
+    row: int = 512
+    out: int = 384
+    tokens: tuple[int, ...] = (1, 20, 100)
+
+
+WHOLE = Sizes()
+ONE_LAUNCH = Sizes(256, 128, (20,))
+"""Where a launch takes seconds, as in Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFinding:
+    """The result of one kernel.
+
+    Attributes:
+        situation: the kernel query: device, dtype, shape, scheme.
+        kernel: its name in the table.
+        error: |result - reference| / |reference|, the maximum over its outputs; None if it failed.
+        most: the tolerance.
+        reason: the exception, if it failed.
+    """
+
+    operation: str
+    situation: str
+    kernel: str
+    error: float | None
+    most: float
+    reason: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.most  # NaN does not
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An operation, its kernel query, and a function that runs an implementation on fixed inputs."""
+
+    operation: Operation[Any, Any]
+    query: Any
+    compute: Callable[[Any], Sequence[torch.Tensor]]
+    most: float
+    note: str = ""
+
+
+def self_test(device: torch.device, dtype: torch.dtype) -> list[KernelFinding]:
+    """Every kernel that supports `device` and `dtype`, against the last of its table, the torch reference."""
+    return [test() for _, test in self_tests(device, dtype)]
+
+
+def self_tests(
+    device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE
+) -> Iterator[tuple[str, Callable[[], KernelFinding]]]:
+    """Each test of `self_test`, named, and not run yet."""
+    for check in checks(device, dtype, sizes):
+        for kernel in check.operation.candidates[:-1]:
+            if kernel.refuses(check.query) is None:
+                name = f"{check.operation.name}, {check.query}{check.note}: {kernel.name}"
+                yield name, partial(_tested, check, kernel)
+
+
+@torch.inference_mode()
+def _tested(check: Check, kernel: Any) -> KernelFinding:
+    error = reason = None
+    try:
+        expected = check.compute(check.operation.candidates[-1].run)
+        error = relative_error(check.compute(kernel.run), expected)
+    except Exception as problem:
+        # Any exception of a broken compiler or driver is a finding.
+        reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+    situation = f"{check.query}{check.note}"
+    return KernelFinding(check.operation.name, situation, kernel.name, error, check.most, reason)
+
+
+def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> Iterator[Check]:
+    """A check per operation of the table, and per KV-cache dtype and weight scheme."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    kind, most = device.type, tolerance(dtype)
+    for stored in (dtype, *LARGEST_CODE):
+        if stored is torch.float8_e4m3fn and refuses_fp8(kind) is not None:
+            continue  # the engine refuses such a cache as well
+        note = "" if stored is dtype else f", {str(stored).removeprefix('torch.')} cache"
+        allowed = most if stored is dtype else TOLERANCE_QUANTIZED
+        attention = AttentionKernelQuery(kind, dtype, HEAD_DIM, HEAD_DIM, stored=stored)
+        trial = PAGED_ATTENTION.trial(attention)
+        assert trial is not None
+        query = AttentionKernelQuery(kind, dtype, HEAD_DIM, HEAD_DIM)
+        yield Check(PAGED_ATTENTION, query, trial.compute, allowed, note)
+        heads = RowKernelQuery(kind, dtype, HEAD_DIM)
+        yield Check(ROPE_AND_CACHE, heads, rope_trial(heads, stored).compute, allowed, note)
+    rows = RowKernelQuery(kind, dtype, sizes.row)
+    x, added, weight = random(33, sizes.row), random(33, sizes.row), random(sizes.row)
+    yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
+    yield Check(GATE, rows, lambda make: [make()(x, added)], most)
+    # Far enough apart for the clamps to cut.
+    yield Check(CLAMPED_SWIGLU_GATE, rows, lambda make: [make()(8 * x, 8 * added)], most)
+    yield Check(
+        GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
+    )
+    heads = RowKernelQuery(kind, dtype, HEAD_DIM)
+    for operation in (RECURRENT_STEP, DELTA_RULE):
+        recurrence = operation.trial(heads)
+        assert recurrence is not None
+        yield Check(operation, heads, recurrence.compute, recurrence.tolerance)
+    yield _linear(random, kind, dtype, sizes, most)
+    yield _experts(random, kind, dtype, sizes, most)
+    yield _sampling(SamplingKernelQuery(kind))
+    for scheme, input_bits in SCHEMES:
+        yield _quantized_linear(random, device, dtype, sizes, scheme, input_bits)
+
+
+Random = Callable[..., torch.Tensor]
+
+
+def _linear(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
+    weight = random(sizes.out, sizes.row)
+    inputs = [random(count, sizes.row) for count in sizes.tokens]
+
+    def compute(make: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+        kernel = make(weight)
+        return [kernel(x) for x in inputs]
+
+    return Check(LINEAR, LinearKernelQuery(kind, dtype, sizes.out, sizes.row), compute, most)
+
+
+def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
+    """Top-2 routing over four experts."""
+    row, wide = sizes.row, sizes.out
+    combine = GATE.select(RowKernelQuery(kind, dtype, wide)).run()
+
+    def linear(out: int, inputs: int) -> Projection:
+        return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
+
+    experts = [GatedMlp(linear(2 * wide, row), linear(row, wide), combine) for _ in range(4)]
+    routings = []
+    for count in sizes.tokens:
+        chosen = random(count, 4).float().softmax(dim=1).topk(2, dim=1)
+        routings.append((random(count, row), chosen.values, chosen.indices))
+
+    def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
+        kernel = make(experts, range(4), 4, False)
+        return [kernel(*routing) for routing in routings]
+
+    return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
+
+
+def _sampling(query: SamplingKernelQuery) -> Check:
+    trial = SAMPLING.trial(query)
+    assert trial is not None
+    return Check(SAMPLING, query, trial.compute, trial.tolerance)
+
+
+def _quantized_linear(
+    random: Random,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    scheme: Scheme,
+    input_bits: int,
+) -> Check:
+    out, row = sizes.out, sizes.row
+    floats = random(out, row).float().cpu()
+    weight: Any = kind_of(scheme).round(floats, torch.float32).to(device)
+    inputs = [random(count, row) for count in sizes.tokens]
+
+    def compute(make: Callable[[Any, torch.dtype], Any]) -> list[torch.Tensor]:
+        kernel = make(weight, dtype)
+        return [kernel(x) for x in inputs]
+
+    query = QuantizedLinearKernelQuery(device.type, dtype, out, row, scheme, input_bits)
+    is_input_quantized = input_bits == 8 or scheme.activations is not None
+    most = tolerance(dtype, quantizes_inputs=is_input_quantized)
+    return Check(QUANTIZED_LINEAR, query, compute, most)

@@ -27,7 +27,7 @@ from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ...quant.models import open_checkpoint
 from ..metrics.trace import LoadPass, StepRecord
-from .self_test import self_test
+from .kernel_table import self_test
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine

@@ -164,7 +164,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
 def print_series(series: Sequence[Series], out: Console) -> None:
     """A line for each series, and below it its change points."""
     from ...bench.page.page import number, percent
-    from ...bench.studies.history_page import history_verdict
+    from ...bench.studies.history_series import history_verdict
     from .console import say
 
     for each in series:

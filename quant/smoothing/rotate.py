@@ -27,7 +27,7 @@ from ..model.architecture import architecture_of
 from ..model.auto import auto_class, read_config
 from ..model.checkpoint import SINGLE_NAME, Checkpoint
 from ..model.experts import with_experts_apart
-from .rotation_map import R1, R2, Head, RotationMap, rotation_map_of, value_candidates
+from .patterns import R1, R2, Head, RotationMap, rotation_map_of, value_candidates
 from .small_model import no_progress_bar, randomize, sample_token_ids
 from .smoothing_map import attempts_for, with_smoothing
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.machine import kernel_table, roofline, self_test
+from llmopt.bench.machine import kernel_table, roofline
 from llmopt.bench.machine.kernel_table import SCHEMES, table
 from llmopt.bench.machine.overview import EXTRAS, overview, problems
 from llmopt.cli.main import main
@@ -179,7 +179,7 @@ def test_a_kernel_that_is_wrong_fails_the_machine(
     wrong = Candidate("near", lambda _: None, near)
     failing = Candidate("broken", lambda _: None, broken)
     monkeypatch.setattr(GATE, "candidates", (wrong, failing, *GATE.candidates))
-    monkeypatch.setattr(self_test, "SCHEMES", SCHEMES[:1])
+    monkeypatch.setattr(kernel_table, "SCHEMES", SCHEMES[:1])
     monkeypatch.setattr(roofline, "device_roofs", lambda _: {})
     assert call("--self-test", "--json") == 1
     health = json.loads(capsys.readouterr().out)["health"]

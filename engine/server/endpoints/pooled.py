@@ -18,7 +18,7 @@ from ...base.sampling_params import PoolingParams, SamplingParams
 from ...execution.pooling import Vector, normalized
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
-from ..protocol.pooling_protocol import (
+from ..protocol.generation_protocol import (
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,

@@ -19,8 +19,7 @@ from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
-from ..protocol.generation_protocol import GenerationRequest, StreamOptions
-from ..protocol.pooling_protocol import PoolingRequest
+from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, StreamOptions
 from ..protocol.server_options import ScriptedText
 from ..requests.loop import EngineLoop
 from ..requests.request_record import Job, OutputStream, Phases, cache_salt, record_of

@@ -19,9 +19,8 @@ from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
 from llmopt.bench.studies.grid_cells import FIGURES
 from llmopt.bench.studies.grid_page import grid_page
-from llmopt.bench.studies.history_page import history_page
 from llmopt.bench.studies.history_runs import HistoryRun
-from llmopt.bench.studies.history_series import series_of
+from llmopt.bench.studies.history_series import history_page, series_of
 from llmopt.bench.studies.recipe_page import recipe_page
 
 from ...support.browser import CHROMIUM, opened_page
