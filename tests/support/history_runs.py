@@ -44,6 +44,8 @@ def result_of(
         "schema": 1,
         "run_id": f"{number:032x}"[::-1],
         "name": f"run {number}",
+        "arms": [],
+        "metrics": {},
         "interrupted": False,
         "identity": dict(identity),
         "runs": [one_pass] * 3,
