@@ -44,7 +44,7 @@ def result_of(
         "schema": 1,
         "run_id": f"{number:032x}"[::-1],
         "name": f"run {number}",
-        "arms": [],
+        "arms": None,
         "metrics": {},
         "interrupted": False,
         "identity": dict(identity),

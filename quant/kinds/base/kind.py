@@ -2,7 +2,7 @@
 
 A caller asks `kind_of(scheme)` for grids, rounding and blank weights, and `storage_of(scheme)` for formats,
 raw readers and the loaders' rules; no caller names a kind. The two are found beside the scheme's class: the
-`KIND` of `kind.py` and the `STORAGE` of `formats.py`, or of `kind.py` too, in its folder.
+`KIND` of `kind.py` and the `STORAGE` of `formats.py` in its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -221,9 +220,7 @@ def kind_of(scheme: Scheme) -> Kind[Any]:
 
 def storage_of(scheme: Scheme | type[Scheme]) -> Storage:
     """How a scheme's kind is stored."""
-    scheme_class = scheme if isinstance(scheme, type) else type(scheme)
-    has_formats = find_spec(".formats", scheme_class.__module__.rpartition(".")[0]) is not None
-    return _beside(scheme_class, "formats" if has_formats else "kind").STORAGE
+    return _beside(scheme if isinstance(scheme, type) else type(scheme), "formats").STORAGE
 
 
 @cache

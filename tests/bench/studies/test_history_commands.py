@@ -138,7 +138,7 @@ def test_commit_and_date_may_be_given(tmp_path: Path, capsys) -> None:
         (["show", "empty"], "empty has no runs"),
         (["add", "new", "none"], "none"),
         (["add", "new", "empty"], "result.json"),
-        (["add", "new", "cut"], "cut is no whole result of llmopt bench"),
+        (["add", "new", "cut"], "cut/result.json has no llmopt.runs: measure it again"),
         (["add", "new", "run", "--date", "yesterday"], "--date 'yesterday'"),
         (["add", "new", "run", "--commit", " "], "--commit is empty"),
         (["add", "new", "run", "--max-other-load", "some"], "'some' is no share"),
