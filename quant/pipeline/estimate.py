@@ -88,7 +88,7 @@ def estimate_memory(
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
     if plan.lm_head:
         parts.append((_head(plan), _moments))
-    moments = [_publishing(plan)]
+    moments = [_publishing(plan, _LIBRARY_BYTES if tokens else 0)]
     for layer, moments_of in parts:
         cross = layer.cross if plan.options.asymmetric else 0
         kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
@@ -124,9 +124,13 @@ def estimate_memory(
     return replace(largest, embedding=plan.checkpoint.resident_bytes)
 
 
-def _publishing(plan: QuantizePlan) -> MemoryEstimate:
+def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:
     """The end of the run, at the largest tensor outside of the layers: mapped, or dequantized from a GGUF
-    file. For a GGUF file a part of its rows is rounded."""
+    file. For a GGUF file a part of its rows is rounded.
+
+    Args:
+        libraries: bytes that layers which ran have left; none where no text went through them.
+    """
     checkpoint = plan.checkpoint
     entries = [
         (checkpoint.dtype_name(name), checkpoint.shape(name))
@@ -140,7 +144,7 @@ def _publishing(plan: QuantizePlan) -> MemoryEstimate:
     is_rounded = any(weight_format.name == "gguf" for weight_format in plan.formats)
     rows = min(ROWS_AT_ONCE, largest[1][0]) if is_rounded else 0
     return MemoryEstimate(
-        libraries=_LIBRARY_BYTES,
+        libraries=libraries,
         hidden=0,
         layer=stored,
         grams=0,
