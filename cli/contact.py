@@ -8,17 +8,16 @@ from typing import Annotated
 
 import typer
 
+from .options.command import output_to
 from .options.shared import Json
 
 
 def contact(
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The record to write or go on with; the page lies beside it. Default: "
-            "runs/contact/<GPU>.json.",
+        output_to(
+            "The record to write or go on with; the page lies beside it. Default: "
+            "runs/contact/<GPU>.json."
         ),
     ] = None,
     stages: Annotated[

@@ -74,7 +74,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-FOLDERS = {"quantize", "convert", "merge", "deploy", "run"}
+FOLDERS = {"quantize", "convert", "merge", "deploy", "run", "best"}
 """Commands whose `--output` is a folder; `bench` has two kinds, and `compare --run` another than `compare`."""
 
 

@@ -32,11 +32,13 @@ SHARES = {
 
 
 def options_with_percent(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Options whose help shows a percentage, gates left out, whose syntax is their own."""
+    """Options whose help shows a percentage, gates and promises left out, whose syntax is their own."""
     for name, inner in getattr(command, "commands", {}).items():
         yield from options_with_percent(inner, (*path, name))
     for option in () if hasattr(command, "commands") else command.params:
-        if "%" in (getattr(option, "help", None) or "") and "--gate" not in option.opts:
+        if "%" in (getattr(option, "help", None) or "") and not {"--gate", "--promise"} & {
+            *option.opts
+        }:
             yield (*path, option.opts[0])
 
 

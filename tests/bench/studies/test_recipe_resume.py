@@ -91,7 +91,7 @@ def test_capacity_puts_the_plan_beside_the_knee(
 ) -> None:
     (tmp_path / "cap.yaml").write_text(CAPACITY)
     assert llmopt(tmp_path / "cap.yaml", "--dry-run") == 0
-    assert "with 1,2 users" in capsys.readouterr().out
+    assert "with 1, 2 users" in capsys.readouterr().out
     assert llmopt(tmp_path / "cap.yaml", "--result-dir", tmp_path / "runs", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     folder = Path(record["folder"])

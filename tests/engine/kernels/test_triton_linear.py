@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmopt.engine.kernels.common import devices
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
 from llmopt.engine.kernels.elementwise.activations import (
@@ -220,6 +221,7 @@ def test_what_they_refuse(scheme: Scheme, inputs: int, name: str, reason: str) -
 def test_an_old_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(devices, "_launch_problem", lambda: None)  # nor a driver to load
     monkeypatch.setenv(TRIALS, "off")  # there is no GPU to try them on
     scheme = FloatScheme("channel", Activations("fp8"))
     choice = QUANTIZED_LINEAR.explain(

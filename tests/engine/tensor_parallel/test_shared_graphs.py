@@ -199,7 +199,10 @@ def test_inputs_are_shared_in_the_parts_that_changed() -> None:
     for _ in range(30):
         starts = random.integers(0, 30, random.integers(1, 4)).tolist()
         tables = [random.integers(1, 99, start // 4 + 1).tolist() for start in starts]
-        batch: Any = SimpleNamespace(rows=starts, starts=starts, tables=tables, block_size=4)
+        held = [
+            SimpleNamespace(state_slot=int(slot)) for slot in random.integers(0, 4, len(starts))
+        ]
+        batch: Any = SimpleNamespace(rows=held, starts=starts, tables=tables, block_size=4)
         rows = DecodeRows(batch, 0, has_placeholders=False, sampled=starts)
         size = int(random.integers(len(rows), 5))
         leader.fill_host(rows, size)
