@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...engine.base.slo import required_slo
-from ...engine.base.units import parse_size
+from ...engine.base.units import parse_size, required_slo
 from ...engine.config.plan_request import PlanRequest
 from ...quant.base.atomic_io import make_folder, write_atomically
 from ...quant.base.errors import BadInput

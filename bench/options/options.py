@@ -37,7 +37,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
-from ...engine.base.slo import parse_slo
+from ...engine.base.units import parse_slo
 from ...engine.config.config import EngineConfig
 from ...quant.base.errors import BadInput
 from ...quant.base.option import Option, offer, options_of, spellings, word_name

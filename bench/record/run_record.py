@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ...engine.base.slo import parse_slo
+from ...engine.base.units import parse_slo
 from ..load.load import lora_part
 from ..machine.machine_meter import MachineMeter
 from ..metrics.metrics import aggregate, slo_share

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.base.slo import KEPT_UP, PRECISION, SloResult, parse_slo
+from ...engine.base.units import KEPT_UP, PRECISION, SloResult, parse_slo
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ..metrics.metrics import aggregate, slo_share

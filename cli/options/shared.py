@@ -150,7 +150,7 @@ class SweepOptions:
         Raises:
             BadInput: two sweeps at once, or invalid limits.
         """
-        from ...engine.base.slo import required_slo
+        from ...engine.base.units import required_slo
         from ...quant.base.errors import BadInput
 
         asked = (self.sweep_concurrency, self.sweep_rate, self.slo)

@@ -1,8 +1,14 @@
-"""Parsing and formatting of sizes in bytes and tokens."""
+"""Sizes in bytes and tokens as people write them, and the grammar of limits on latencies (SLO).
+
+A benchmark's `--slo` and `--goodput` measure loads, a plan's `--slo` simulates them; both search the highest.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
 
@@ -70,3 +76,98 @@ def format_tokens(count: int) -> str:
         if count >= size and count % size == 0:
             return f"{count // size}{letter}"
     return f"{count:,}"
+
+
+SLO_METRICS = ("ttft", "tpot", "e2el")
+SLO_SHARE = 0.95
+PRECISION = 0.05
+# A rate is sustained if this fraction of it completes, over the whole pass including its drain. Below
+# it, the target is saturated, or the pass is too short relative to the latency.
+KEPT_UP = 0.8
+_ALIASES = {"e2e": "e2el"}
+_MILLISECONDS = {"": 1.0, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3}
+
+
+def parse_slo(words: Iterable[str], option: str = "--goodput") -> dict[str, float]:
+    """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}.
+
+    A number may have a unit (us, ms, s, min); without one it is in milliseconds. `e2e` is `e2el`.
+
+    Raises:
+        BadInput: a word that is not `metric:time` with a metric of `SLO_METRICS`.
+    """
+    limits: dict[str, float] = {}
+    for word in " ".join(words).replace(",", " ").split():
+        name, _, value = word.partition(":")
+        metric = _ALIASES.get(name, name)
+        found = re.fullmatch(r"([\d.]+(?:e-?\d+)?)([a-z]*)", value.lower())
+        try:
+            limit = float(found[1]) * _MILLISECONDS[found[2]] if found else math.nan
+        except (ValueError, KeyError):
+            limit = math.nan
+        if metric not in SLO_METRICS or not limit >= 0:
+            raise BadInput(
+                f"{option} {word!r}: write metric:milliseconds, or a time with its unit, with a metric of "
+                f"{', '.join(SLO_METRICS)}, such as ttft:200, tpot:20ms or e2el:30s"
+            )
+        limits[metric] = limit
+    return limits
+
+
+def required_slo(text: str) -> dict[str, float]:
+    """The limits of an `--slo`, which names at least one.
+
+    Raises:
+        BadInput: it names none, or is malformed.
+    """
+    if limits := parse_slo((text,), "--slo"):
+        return limits
+    raise BadInput('--slo names no limit: write such as "ttft:200 tpot:50" or "ttft:1s tpot:20ms"')
+
+
+@dataclass(frozen=True, slots=True)
+class SloResult:
+    """Result of a search.
+
+    Attributes:
+        best: the highest load that met the limits; None when the lowest did not.
+        failed: the lowest load above it that was measured and failed; None when none failed.
+    """
+
+    best: float | None
+    failed: float | None
+
+
+def highest_near(
+    keeps: Callable[[float], bool], guess: float, least: float, most: float, *, whole: bool
+) -> SloResult:
+    """The highest load from `least` to `most` that keeps the limits.
+
+    Steps away from `guess`, ever further, until one load keeps them and another fails, then bisects to 5 %,
+    or to adjacent `whole` ones.
+    """
+    number = round if whole else float
+    load, factor = number(min(max(guess, least), most)), 1.25
+    good = bad = None
+    while good is None or bad is None:
+        if keeps(load):
+            good = load
+            if load >= most:
+                break
+            load = min(most, max(load + whole, number(load * factor)))
+        else:
+            bad = load
+            if load <= least:
+                break
+            load = max(least, min(load - whole, number(load / factor)))
+        factor *= factor
+    while (
+        good is not None and bad is not None and bad / good > 1 + PRECISION and bad - good > whole
+    ):
+        middle = number(math.sqrt(good * bad))
+        middle = min(max(middle, good + whole), bad - whole)
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return SloResult(good, bad)

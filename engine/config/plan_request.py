@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...quant.base.errors import BadInput
 from ...quant.base.option import option, option_like
-from ..base.slo import SLO_SHARE
+from ..base.units import SLO_SHARE
 from .config import EngineConfig
 
 # Headings on the help screen.

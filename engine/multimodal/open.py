@@ -2,15 +2,10 @@
 
 A prompt is vLLM's `TextPrompt` with `images`, as a Python caller writes it. `ImageRules` has the positions
 and masks that a language model has for the tokens of images, beside their embeddings.
-
-Of a vision tower and its projector transformers builds the wrapped model on the meta device and maps the
-checkpoint's tensor names. A subclass drops the language model before weights are loaded: its tensors match
-no module and are never read.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,94 +14,20 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
 import torch
-from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ...quant.base.errors import BadInput, first_line
 from ...quant.load_processor import has_processor
 from ...quant.model.checkpoint import Checkpoint
 from ..base.image_input import Images, MediaLimits
-from ..model.adapter.linears import (
-    CurrentAdapters,
-    QuantizedWeights,
-    checked_config,
-    described,
-    from_pretrained,
-    model_class,
-)
-from ..model.adapter.text_model import text_decoder
 from ..model.layers.spec import ImageSpec
 from ..scheduling.request import RopePositions
-from .encoder import EncoderCache, VisionEncoder
+from .encoder import EncoderCache
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from .media import ImageSource
-
-
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-
-
-def takes_images(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of an image-text model whose images become embeddings of tokens."""
-    try:
-        kind = model_class(checked_config(checkpoint), checkpoint.trust_remote_code)
-    except BadInput:
-        return False
-    return hasattr(kind, "get_image_features")
-
-
-def asks_for_token_types(checkpoint: Checkpoint) -> bool:
-    """Whether a model's pass is told which tokens are of images, for masks that are not causal.
-
-    Those with M-RoPE are told too, for their positions alone, and have a function that computes them.
-    """
-    config = checked_config(checkpoint)
-    takes = inspect.signature(model_class(config, checkpoint.trust_remote_code).forward).parameters
-    has_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
-    return not has_positions and not takes.keys().isdisjoint(_TOKEN_TYPES)
-
-
-def load_encoder(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, input_bits: int = 16
-) -> VisionEncoder:
-    """The vision encoder of a checkpoint; quantized linears stay quantized.
-
-    Raises:
-        BadInput: weights that are broken, or do not match the config.
-    """
-    config = checked_config(checkpoint)
-    kind = _tower_class(model_class(config, checkpoint.trust_remote_code))
-    if checkpoint.quantization_config is None:
-        model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
-    else:
-        weights = QuantizedWeights(checkpoint, dtype)
-        model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
-        weights.place(model, device, input_bits, CurrentAdapters())
-    if config.get_text_config(decoder=True) is config:
-        raise BadInput(f"{described(checkpoint)} has no language model of its own to leave out")
-    hidden_size = config.get_text_config(decoder=True).hidden_size
-    return VisionEncoder(model.to(device).eval(), hidden_size, device, dtype)
-
-
-def _tower_class(kind: Any) -> Any:
-    """A subclass whose language model and head are empty modules."""
-
-    def __init__(self: Any, config: Any, *arguments: Any, **keywords: Any) -> None:
-        kind.__init__(self, config, *arguments, **keywords)
-        decoder, head = text_decoder(self), self.get_output_embeddings()
-        for name, module in list(self.named_modules()):
-            if module is decoder or module is head:
-                self.set_submodule(name, nn.Identity())
-
-    members = {
-        "__init__": __init__,
-        "_tied_weights_keys": {},
-        "_keys_to_ignore_on_load_unexpected": [".*"],
-    }
-    return type(kind.__name__, (kind,), members)
 
 
 _IMAGE = 1
@@ -313,6 +234,7 @@ def open_images(
     if not isinstance(checkpoint.config.get("vision_config"), dict):
         return text_alone
     # Imported here: transformers' modules take seconds that a model of text alone need not wait for.
+    from .load_tower import asks_for_token_types, load_encoder, takes_images
 
     if not takes_images(checkpoint):
         return text_alone

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
-from ..base.slo import KEPT_UP, SLO_SHARE
+from ..base.units import KEPT_UP, SLO_SHARE
 
 Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from ..base.slo import PRECISION, SloResult, highest_near
+from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
 from .expected import SpeculativeSteps, steady_state, step_model

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ..base.host import cpu_has_bf16
-from ..base.slo import required_slo
-from ..base.units import parse_bytes, parse_size, parse_tokens
+from ..base.units import parse_bytes, parse_size, parse_tokens, required_slo
 from ..config.config import EngineConfig
 from ..config.plan_request import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype

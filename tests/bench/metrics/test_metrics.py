@@ -15,7 +15,7 @@ from llmopt.bench.metrics.metrics import (
     summary,
 )
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
-from llmopt.engine.base.slo import parse_slo
+from llmopt.engine.base.units import parse_slo
 from llmopt.quant.base.errors import BadInput
 
 SELECTED = ("ttft", "tpot", "itl", "e2el")

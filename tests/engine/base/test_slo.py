@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.base.slo import SloResult, highest_near, parse_slo, required_slo
+from llmopt.engine.base.units import SloResult, highest_near, parse_slo, required_slo
 from llmopt.quant.base.errors import BadInput
 
 
