@@ -139,8 +139,10 @@ def _finalists_table(decision: Record, width: int) -> Table:
         for one in decision["finalists"]
     ]
     shares = ["top-1, %", *(["flips, %"] if flips else [])]
-    header = ["checkpoint", "size", "KL, nats", *shares, "TPOT, ms", "keeps"]
+    header = ["checkpoint", "size", "KL, nats", *shares, "TPOT ms", "keeps"]
     tight: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
+    if width < 100:  # lines between columns would not fit into 80
+        tight["box"] = None
     return table_of(header, rows, no_wrap=range(len(header)), **tight)
 
 
