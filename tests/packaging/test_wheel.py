@@ -166,7 +166,7 @@ def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> Non
 
 @pytest.mark.whole
 def test_contact_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
-    """Its first stages on a CPU; no plan rests on the times of small shapes."""
+    """Run its first stages on a CPU; no plan rests on the times of small shapes."""
     words = "contact --device cpu --small --stages kernels,llama-8b -o contact.json"
     run_llmopt(elsewhere, tmp_path, *words.split())
     plan = "kv-plan llama-8b --gpu h100 --measured contact.json --json"

@@ -114,7 +114,7 @@ class AwqColumn:
 
 
 def read_back(case: Case, made: Quantized, folds: int) -> Verdict:
-    """What transformers reads from the written checkpoint; where it cannot, what our second reader does."""
+    """Read the written checkpoint by transformers; where it cannot, by our second reader."""
     if made.needs is None:
         return proven(made, f"{folds} folds; transformers does not load it")
     plain = loaded(case, dequantized(made.folder))

@@ -89,7 +89,7 @@ def test_the_least_kl_where_bytes_are_bounded() -> None:
 def test_nothing_and_unsure_name_the_closest(
     outcomes: Sequence[str], code: int, closest: str
 ) -> None:
-    """What may keep the promises is closer than what breaks them, then the one that is least beyond."""
+    """Rank what may keep the promises before what breaks them, then the one that is least beyond."""
     measured = [
         finalist(one["id"], one["bytes"], one["kl"]["value"], outcome)
         for one, outcome in zip(MEASURED, outcomes, strict=True)

@@ -125,7 +125,7 @@ def test_other_shapes_and_weights_are_measured(stage: str, tmp_path: Path) -> No
 
 
 def test_the_same_model_runs_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a stand-in of its documented offline interface says."""
+    """Run a stand-in of its documented offline interface."""
     made: list[Any] = []
 
     class LLM:

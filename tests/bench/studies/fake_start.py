@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def take_turns(name: str, log: Path, passes: int) -> None:
-    """As `llmopt.bench.session.run_sessions` does: a turn for each pass, and one for scoring."""
+    """Take turns as `llmopt.bench.session.run_sessions` does: one for each pass, and one for scoring."""
     if not passes or "LLMOPT_PASS_TURNS" not in os.environ:
         return
     read, write, pair = os.environ["LLMOPT_PASS_TURNS"].split(",")

@@ -167,7 +167,7 @@ def test_without_a_c_compiler_torch_serves_the_gpu_and_one_line_says_why(
 
 
 def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Triton's launch calls it; the trial of the kernel then drops it as any other that fails."""
+    """Fail where Triton's launch calls it; the trial of the kernel then drops it as any other that fails."""
     import triton.compiler
 
     def compile_kernel(source: Any, target: Any = None) -> str:

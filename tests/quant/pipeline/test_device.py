@@ -110,7 +110,7 @@ def _searched_on_the_host(
 def test_a_solver_that_fails_is_named_and_falls_back_where_that_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """What raised, and on which linear; else a method that is rounding to nearest under its own name."""
+    """Name what raised, and on which linear; else a method is rounding to nearest under its own name."""
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("Expected all tensors to be on the same device\nmore")
