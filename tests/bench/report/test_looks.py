@@ -169,12 +169,10 @@ def test_a_logarithmic_axis_has_plain_numbers() -> None:
     log_scale(axis, "y")
     axis.plot([0, 1], [0.0021, 0.03])
     figure.draw_without_rendering()
-    assert [one.get_text() for one in axis.get_yticklabels()][1:-1] == [
-        "0.002",
-        "0.005",
-        "0.01",
-        "0.02",
-    ]
+    low, high = axis.get_ylim()
+    ticks = zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)
+    seen = [label.get_text() for at, label in ticks if low <= at <= high]
+    assert seen == ["0.002", "0.005", "0.01", "0.02"]
     assert axis.get_yticklabels(minor=True) == []
 
 
