@@ -204,7 +204,7 @@ def run_sweep(
         BadInput: more than one of them, or combined with a comparison.
     """
     from ..bench.record.tracking import of_sweep
-    from ..bench.report.sweep import points_table, sweep_verdict, write_sweep
+    from ..bench.report.run_report import points_table, sweep_verdict, write_sweep
     from ..quant.base.errors import BadInput
     from .output.bench_tables import track
     from .output.console import result_console, say

@@ -10,14 +10,13 @@ import torch
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.devices import gpu_limits
-from llmopt.engine.kernels.elementwise.activations import ActivationQuant
 from llmopt.engine.kernels.elementwise.recurrence import (
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
     StateRows,
 )
-from llmopt.engine.kernels.elementwise.reference import HeadNorms, RopeCall
+from llmopt.engine.kernels.elementwise.reference import ActivationQuant, HeadNorms, RopeCall
 from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_float_weight,
     pack_weight,
@@ -34,9 +33,8 @@ from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.trellis.kind import TrellisTensor

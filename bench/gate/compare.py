@@ -50,9 +50,15 @@ from .measured import (
     other_load,
 )
 from .quality_checks import QualityGate, check_quality, quality_changes
-from .sequential import FALSE_PASS, OperatingCurve, SequentialPlan
 from .task_checks import TaskChange, check_task, task_changes
-from .verdict import LimitVerdict, MeasuredVerdict, undecided_words
+from .verdict import (
+    FALSE_PASS,
+    LimitVerdict,
+    MeasuredVerdict,
+    OperatingCurve,
+    SequentialPlan,
+    undecided_words,
+)
 
 NO_METRIC = "no metric has values in both runs"
 # What keeps a limit from being judged: a condition in which the runs differ, or a lack of evidence.

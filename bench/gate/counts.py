@@ -16,8 +16,7 @@ from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values,
 from ..page.page import size
 from ..record.result import RunData
 from .limits import Counted, GateOutcome, Limit
-from .sequential import FALSE_REGRESSION
-from .verdict import Excess, LimitVerdict, Tails
+from .verdict import FALSE_REGRESSION, Excess, LimitVerdict, Tails
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
 PEAK_MEMORY_CV = 0.005

@@ -31,15 +31,19 @@ from ..metrics.statistics import (
 )
 from ..record.result import RunData, value_of_pass
 from .limits import MEASURED, GateOutcome, Limit, Measured
-from .sequential import (
+from .verdict import (
     FALSE_PASS,
     FALSE_REGRESSION,
+    Evidence,
+    Excess,
+    MeasuredVerdict,
     OperatingCurve,
     OperatingPoint,
+    PairedExcess,
     SequentialPlan,
     operating_points,
+    pairs_to_settle,
 )
-from .verdict import Evidence, Excess, MeasuredVerdict, PairedExcess, pairs_to_settle
 
 WAITING = "waiting_seconds"
 TAILS = {"p90": 90.0, "p95": 95.0, "p99": 99.0}

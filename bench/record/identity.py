@@ -12,8 +12,8 @@ from ...quant.models import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..load.load import ROUND_ROBIN
 from ..machine.environment import checkpoint_hash, hardware_facts, machine_name
+from ..metrics.metrics import turn_figures
 from ..metrics.trace import LoadPass
-from ..metrics.turns import turn_figures
 from ..options.options import BenchOptions
 from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload

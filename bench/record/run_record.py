@@ -12,7 +12,7 @@ from typing import Any
 from ...engine.base.units import parse_slo
 from ..load.load import lora_part
 from ..machine.machine_meter import MachineMeter
-from ..metrics.metrics import aggregate, slo_share
+from ..metrics.metrics import aggregate, slo_share, window_part
 from ..metrics.run_statistics import (
     client_lag,
     cost_part,
@@ -22,7 +22,6 @@ from ..metrics.run_statistics import (
     summarize_pass,
 )
 from ..metrics.trace import LoadPass, RequestTrace
-from ..metrics.turns import window_part
 from ..options.options import BenchOptions
 from ..quality.positions import QualitySeries
 from ..workloads.workload import Workload, ramp_rates

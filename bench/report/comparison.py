@@ -9,8 +9,7 @@ from typing import Any
 
 from ..gate.compare import Comparison, RunData
 from ..gate.limits import SCORED, GateOutcome, Scored
-from ..gate.sequential import OperatingCurve
-from ..gate.verdict import LimitVerdict, MeasuredVerdict
+from ..gate.verdict import LimitVerdict, MeasuredVerdict, OperatingCurve
 from ..page.page import Card, Page, ReportTable, ReportVerdict, Tone, number, percent, size
 from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
 from .parts import named_notes, report_page

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 
 from ..gate.compare import Comparison, RunData
 from ..gate.limits import GateOutcome
-from ..gate.sequential import STEPS, OperatingCurve
-from ..gate.verdict import MeasuredVerdict
+from ..gate.verdict import STEPS, MeasuredVerdict, OperatingCurve
 from ..metrics.metrics import samples
 from ..metrics.trace import LoadPass
 from ..page.page import Figure

@@ -18,7 +18,7 @@ from ..gate.limits import SCORED
 from ..load import certify
 from ..load.step_split import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
-from ..metrics import metrics, run_statistics, turns
+from ..metrics import metrics, run_statistics
 from ..page.page import MarkedText, Page, ReportTable, number, percent, to_html, to_markdown
 from ..page.templates import flat, page_of
 from ..quality import summary
@@ -160,7 +160,7 @@ def formulas() -> dict[str, str]:
     return {
         **metrics.FORMULAS,
         **run_statistics.STEADY_FORMULAS,
-        **turns.FORMULAS,
+        **metrics.TURN_FORMULAS,
         **summary.FORMULAS,
         **roofline.FORMULAS,
         **certify.FORMULAS,

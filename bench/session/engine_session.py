@@ -27,7 +27,7 @@ from ..record.identity import conversations_part, engine_identity, speculation_p
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..report.parts import recorded_layer_errors
-from ..report.plan_residuals import plan_for_folder, residuals
+from ..report.plan_page import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload
 from .quality import quality_passage, score_quality

@@ -25,7 +25,7 @@ from ..report.figures import (
     slowdown_bounds,
 )
 from ..report.parts import named_notes, report_page
-from ..report.sweep import load_text, sweep_page, sweep_verdict
+from ..report.run_report import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
 from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
 

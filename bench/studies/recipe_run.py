@@ -31,7 +31,7 @@ from ..options.values import parse_loads
 from ..record.result import BenchRun, plain, to_json
 from ..record.tracking import log_run, of_result, of_sweep
 from ..report.parts import write_page
-from ..report.sweep import SWEEP_NAME, write_sweep
+from ..report.run_report import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
 from .recipe import BASE_NAME, Recipe, Variant, bench_of

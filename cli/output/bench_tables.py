@@ -72,7 +72,7 @@ def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]] = (), **sty
 
 def _summary(result: Mapping[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
-    from ...bench.metrics.turns import turns_in_words, window_sentence
+    from ...bench.metrics.metrics import turns_in_words, window_sentence
     from ...bench.page.page import number, percent, size
 
     ours = result["llmopt"]

@@ -22,8 +22,7 @@ from ..model.layers.embedding import EmbeddedRows
 from ..model.layers.state import StateBatch
 from ..multimodal.encoder import EncoderCache
 from ..scheduling.block_pool import NULL_BLOCK, evicted_places
-from ..scheduling.draft_length import Tree
-from ..scheduling.request import NULL_SLOT, Axes, RopePositions
+from ..scheduling.request import NULL_SLOT, Axes, RopePositions, Tree
 
 
 class Run(NamedTuple):

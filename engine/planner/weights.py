@@ -138,7 +138,7 @@ def recipe_for(
     file_format: str | None = None,
     plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe `name` of `RECIPES` for this model; `weight_names.named_recipe` knows more names.
+    """The recipe `name` of `RECIPES` for this model; `plan_request.named_recipe` knows more names.
 
     Without a group size, int4 takes the largest of `GROUP_SIZES` that divides every quantized input
     dimension, as `llmopt quantize` does; -1 is one scale per output channel. int4 uses AWQ's layout unless

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
 from .block_pool import Window
-from .draft_length import DraftLength
 from .kv_eviction import KvEviction
-from .request import Rank, Request, RequestStatus
+from .request import DraftLength, Rank, Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)

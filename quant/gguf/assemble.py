@@ -14,9 +14,9 @@ from safetensors import safe_open
 from ..base.atomic_io import Entry
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..kinds.ggml.blocks import quantize_blocks
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS
+from ..kinds.ggml.tensor import quantize_blocks
 from ..model.checkpoint import Checkpoint
 from .architecture import (
     ROPE_FACTORS,

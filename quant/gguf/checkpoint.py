@@ -13,10 +13,9 @@ import numpy.typing as npt
 import torch
 
 from ..base.errors import BadInput
-from ..kinds.ggml.blocks import dequantize_blocks
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
-from ..kinds.ggml.tensor import GgufTensor
+from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import Checkpoint
 from .architecture import (
     ROPE_FACTORS,

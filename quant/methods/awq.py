@@ -26,7 +26,7 @@ from ..kinds.integer.kind import IntTensor
 from ..kinds.integer.scheme import IntScheme
 from . import gptq
 from .awq_search import clip_groups, scale_candidates
-from .base import LayerProblem, LayerResult, ModuleReport, solving
+from .base import LayerProblem, LayerResult, ModuleReport, relative, solving
 from .folding import (
     can_fold,
     column_scales,
@@ -36,7 +36,6 @@ from .folding import (
     scaled_problem,
     tied_scales,
 )
-from .input_statistics import relative
 from .rounding import importance, linear_grid, round_plain, round_weight
 
 _SAMPLED_ROWS = (

@@ -10,7 +10,7 @@ import torch
 from ..kinds.base.grid import where
 from ..kinds.integer.kind import range_grid
 from ..kinds.integer.scheme import IntScheme
-from .input_statistics import quadratic_form
+from .base import quadratic_form
 
 GRID = 20
 _ROWS = 256  # small enough to stay in a core's cache

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..families.layer_map import Fold
-from .base import LayerProblem
-from .input_statistics import InputStatistics
+from .base import InputStatistics, LayerProblem
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:

@@ -26,12 +26,12 @@ from ..kinds.base.incoherence import (
 )
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import require_finite, require_scales
+from .autoround import TunedScales
 from .base import LayerProblem, LayerResult
 from .error_feedback import asymmetric_shift, feedback, rounding_order, solve
 from .gptq import StageWork, quantize_stages, unusable
 from .rounding import gram_of, module_name, own_gram
 from .sign_descent import tune
-from .tuned_roundings import TunedScales
 
 _RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
 _UNSOLVED = "error feedback failed under any damping"

@@ -18,7 +18,7 @@ from ..base.progress import Progress
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
-from ..kinds.ggml.blocks import dequantize_blocks, quantize_blocks
+from ..kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.journal import sha256_of

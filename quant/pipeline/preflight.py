@@ -20,7 +20,7 @@ from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
 from ..plan.loaders import Loader, loaders, loads_in, stored
-from ..plan.parts import TEXT, parts_of
+from ..plan.manifest import TEXT, parts_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration

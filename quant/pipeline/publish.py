@@ -22,10 +22,11 @@ from ..plan.manifest import (
     Summary,
     describe_files,
     model_card,
+    part_reports,
     summarise,
     to_json,
+    with_parts,
 )
-from ..plan.parts import part_reports, with_parts
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest
 from ..plan.selection import HEAD

@@ -27,8 +27,7 @@ from ..base.atomic_io import layout_of, write_atomically, write_tensors
 from ..base.device import HOST, hooks
 from ..base.progress import Progress
 from ..families.layer_map import LayerMap
-from ..methods.base import InputStatistics
-from ..methods.input_statistics import quadratic_form
+from ..methods.base import InputStatistics, quadratic_form
 from ..plan.selection import HEAD
 from ..stream.calibration import Images
 from ..stream.calls import States

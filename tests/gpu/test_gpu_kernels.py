@@ -9,13 +9,13 @@ import torch
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.activations import fake_quantize_inputs
 from llmopt.engine.kernels.elementwise.dispatch import GATE, RowKernelQuery
 from llmopt.engine.kernels.elementwise.reference import (
     HeadNorms,
     RopeCall,
     TorchNorm,
     TorchRopeAndCache,
+    fake_quantize_inputs,
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear

@@ -20,7 +20,7 @@ import numpy as np
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import GateOutcome, Limit
 from llmopt.bench.gate.measured import WAITING
-from llmopt.bench.gate.sequential import CODES, SequentialPlan, decide
+from llmopt.bench.gate.verdict import CODES, SequentialPlan, decide
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
 RATE_STATISTICS = ("median", "mean", "p90", "p95", "p99")

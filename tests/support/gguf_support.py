@@ -11,9 +11,8 @@ import torch
 from llmopt.quant.gguf.architecture import architecture_of
 from llmopt.quant.gguf.assemble import assemble, gguf_name
 from llmopt.quant.gguf.mix import mix, shape_of
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.formats import GgufFormat
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file

@@ -12,8 +12,13 @@ from torch.nn import functional
 
 from ....quant.base.build import beside, fields
 from ..common.graphs import launch
-from .activations import ActivationQuant, QuantizedActivations
-from .reference import GatedActivation, RopeCall, expand_cos_sin
+from .reference import (
+    ActivationQuant,
+    GatedActivation,
+    QuantizedActivations,
+    RopeCall,
+    expand_cos_sin,
+)
 
 CHANNELS = 16
 """Supported row sizes are multiples of this."""

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from ....quant.kinds.fp8.kind import E4M3_MAX
 from ..common.devices import power_of_two
-from .activations import RUN, ActivationQuant, QuantizedActivations
-from .reference import GatedActivation
+from .reference import RUN, ActivationQuant, GatedActivation, QuantizedActivations
 
 
 class RowRounding(NamedTuple):

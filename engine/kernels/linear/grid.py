@@ -22,13 +22,12 @@ from ....quant.kinds.codebook.kind import CodebookTensor, codebook
 from ....quant.kinds.codebook.scheme import CodebookScheme
 from ....quant.kinds.fp4.kind import Fp4Tensor, e2m1_table
 from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
-from ....quant.kinds.ggml.blocks import block_codes
 from ....quant.kinds.ggml.k_blocks import affine_scales, q3_scales, signed_scales
 from ....quant.kinds.ggml.lattice import LATTICES, lattice_fields, points
 from ....quant.kinds.ggml.scheme import GgufScheme
 from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
-from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.ggml.tensor import GgufTensor, block_codes
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor

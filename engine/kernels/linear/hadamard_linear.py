@@ -20,15 +20,15 @@ from torch.nn import functional
 from ....quant.base.build import Native, beside, fields
 from ....quant.base.scheme import Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.e8p.codebook import (
+from ....quant.kinds.e8p.kind import (
     CPU,
     DIM,
     RESIDUAL_STEPS,
     SIGN_BITS,
+    E8pTensor,
     patterns,
     residual_points,
 )
-from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
 from ....quant.kinds.trellis.viterbi import TILE

@@ -25,7 +25,7 @@ from ....quant.kinds.integer.scheme import IntScheme
 from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..common.devices import hub_kernel, package, refuses_device
-from ..elementwise.activations import (
+from ..elementwise.reference import (
     ActivationQuant,
     QuantizedActivations,
     Rows,

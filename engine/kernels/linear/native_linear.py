@@ -17,7 +17,7 @@ from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..common.graphs import launch
-from ..elementwise.activations import (
+from ..elementwise.reference import (
     ActivationQuant,
     QuantizedActivations,
     Rows,

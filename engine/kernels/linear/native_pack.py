@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from ....quant.base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
-from ....quant.kinds.ggml.blocks import Blocks, blocks_of
-from ....quant.kinds.ggml.tensor import GgufTensor
+from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
 from ....quant.kinds.lookup.kind import LookupTensor
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ....quant.kinds.e8p.codebook import RESIDUAL_STEPS
-from ....quant.kinds.e8p.kind import E8pTensor
+from ....quant.kinds.e8p.kind import RESIDUAL_STEPS, E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.viterbi import TILE
 from ..common.devices import (

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.kinds.e8p.codebook import DIM, SIGN_BITS, patterns, residual_points
+from ....quant.kinds.e8p.kind import DIM, SIGN_BITS, patterns, residual_points
 from ....quant.kinds.trellis.viterbi import MULTIPLIERS
 
 ROWS = 64

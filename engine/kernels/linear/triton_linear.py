@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ..common.verdicts import current_verdicts, seconds_of
-from ..elementwise.activations import (
+from ..elementwise.reference import (
     ActivationQuant,
     QuantizedActivations,
     Rows,

@@ -14,7 +14,7 @@ import torch
 
 from ....quant.kinds.fp8.kind import BLOCK
 from ..common.devices import package
-from ..elementwise.activations import ActivationQuant, FusesGateQuant, QuantizedActivations, Rows
+from ..elementwise.reference import ActivationQuant, FusesGateQuant, QuantizedActivations, Rows
 from ..elementwise.triton_rows import TritonGate, round_rows
 from ..linear.library_linear import NAME, DeepGemmLinear
 from ..linear.linear import LinearKernel, TorchLinear

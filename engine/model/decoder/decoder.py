@@ -20,9 +20,8 @@ from ...kernels.attention.dispatch import (
     reads_in_place,
     takes_static_metadata,
 )
-from ...kernels.elementwise.activations import Rows
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
-from ...kernels.elementwise.reference import RopeAndCacheKernel
+from ...kernels.elementwise.reference import RopeAndCacheKernel, Rows
 from ...scheduling.block_pool import Window
 from ..layers.altup import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from ..layers.attention import (

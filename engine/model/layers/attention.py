@@ -12,12 +12,13 @@ from ....quant.families.spec_parts import Temperature
 from ...kernels.attention.batch import AttentionBatch, AttentionRule
 from ...kernels.attention.paged_attention import AttentionKernel, ScoredSpan, add_key_scores
 from ...kernels.attention.paged_tensor import PagedTensor
-from ...kernels.elementwise.activations import ActivationQuant, Rows
 from ...kernels.elementwise.dispatch import LATENT, RowKernelQuery
 from ...kernels.elementwise.reference import (
+    ActivationQuant,
     HeadNorms,
     RopeAndCacheKernel,
     RopeCall,
+    Rows,
     TakesWideWeights,
     TorchRopeAndCache,
     apply_rotary_emb,

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
-from ...kernels.elementwise.activations import ActivationQuant, Rows
 from ...kernels.elementwise.dispatch import DELTA_RULE, RECURRENT_STEP, RowKernelQuery
 from ...kernels.elementwise.recurrence import (
     DeltaPlaces,
@@ -27,6 +26,7 @@ from ...kernels.elementwise.recurrence import (
     ssd_step,
     state_space_inputs,
 )
+from ...kernels.elementwise.reference import ActivationQuant, Rows
 from .attention import LayerCache, Step
 from .projection import Projection, Weights
 from .state import StateLayout

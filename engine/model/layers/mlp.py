@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, RouterSpec
-from ...kernels.elementwise.activations import ActivationQuant, FusesGateQuant, Rows
 from ...kernels.elementwise.dispatch import (
     CLAMPED_SWIGLU_GATE,
     GATE,
     GELU_GATE,
     RowKernelQuery,
 )
+from ...kernels.elementwise.reference import ActivationQuant, FusesGateQuant, Rows
 from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
 from ...kernels.moe.experts import ExpertsKernel, Route, RouterLogits, RoutingRule
 from .norm import Norm

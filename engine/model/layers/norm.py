@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from ...kernels.elementwise.activations import ActivationQuant, FusesNormQuant, Rows
 from ...kernels.elementwise.dispatch import NORM, RowKernelQuery
-from ...kernels.elementwise.reference import NormKernel, TakesWideWeights
+from ...kernels.elementwise.reference import (
+    ActivationQuant,
+    FusesNormQuant,
+    NormKernel,
+    Rows,
+    TakesWideWeights,
+)
 from .projection import Weights
 
 

@@ -23,7 +23,7 @@ from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
-from ...kernels.elementwise.activations import (
+from ...kernels.elementwise.reference import (
     ActivationQuant,
     QuantizedActivations,
     Rows,

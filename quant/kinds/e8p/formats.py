@@ -2,8 +2,8 @@
 
 Per linear `P`:
 
-    P.Qidxs      int16    [out, in/8]        2 bits: codes, see `quant/kinds/e8p/codebook.py`
-                 int32    [out, in*b/32]     3 and 4 bits: with a residual, see `quant/kinds/e8p/codebook.py`
+    P.Qidxs      int16    [out, in/8]        2 bits: codes, see `quant/kinds/e8p/kind.py`
+                 int32    [out, in*b/32]     3 and 4 bits: with a residual, see `quant/kinds/e8p/kind.py`
     P.SU         float16  [in]               signs and scales of inputs
     P.SV         float16  [out]              of outputs
     P.Wscale     float32  [] or [out]        of the codes, here 1
@@ -37,8 +37,7 @@ from ..base.format import (
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Floats, Raw, read_array, read_numbers
 from ..base.tensor import QuantizedTensor
-from .codebook import DIM, MULTIPLE, RESIDUAL_STEPS, pack_codes, unpack_codes, words_of
-from .kind import E8pTensor
+from .kind import DIM, MULTIPLE, RESIDUAL_STEPS, E8pTensor, pack_codes, unpack_codes, words_of
 from .scheme import E8pScheme
 
 QUANT_METHOD = "QUiP"

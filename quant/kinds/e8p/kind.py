@@ -1,13 +1,37 @@
-"""E8P lattice codes between Hadamard transforms (QuIP#): tensor, the grid of one weight, and kind.
+"""E8P lattice codes between Hadamard transforms (QuIP#): codebook, tensor, the grid of one weight, and kind.
 
 The grid has vectors of 8 transformed weights, each the nearest point of the codebook; error feedback over it
 is QuIP#'s block LDLQ. A point and its residual cannot be told from their sum.
+
+The codebook (E8 padded) has 65,536 points of the E8 lattice, shifted by a quarter, from 256 patterns.
+
+Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks", ICML 2024
+(arXiv:2402.04396). Vectors of 8 halves of odd integers with an even sum (D8 + 1/2) are told by their
+magnitudes and 7 signs: the eighth makes the sum even. E8P has 256 patterns of magnitudes: all 227 whose
+squared norm is at most 10, and 29 of those whose squared norm is 12. One bit more says whether 1/4 is added
+to all eight numbers or taken away, and these lie in E8 + 1/4 again. The code of 16 bits, as QuIP-for-all
+stores it (`codebook/e8p12.py`; QuIP# has the signs in another order):
+
+    bits 8 to 15   the pattern
+    bits 0 to 7    signs, 1 for minus, of the channels in `SIGN_BITS`; where the number of ones is odd, bit 0
+                   is turned over, and 1/4 is taken away
+
+What 2 bits leave over is quantized again: for 4 bits in E8P, for 3 bits among 256 points of E8 itself.
+
+The nearest code is exact: for a target the best signs of a pattern are the target's own, but for one of a
+wrong parity, where the channel of the least product of magnitudes is turned over. That makes 256 candidates
+for each of the two shifts, in place of the 65,536 points. Residuals are in units of `RESIDUAL_STEPS`.
+
+`Qidxs` has codes in int16 words, or with a residual in 3 or 4 bytes, little-endian, the residual first. Those
+of 3 bits cross words, so that a row's inputs are a multiple of 32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple, Self
 
 import torch
 
@@ -23,8 +47,190 @@ from ..base.incoherence import (
     spread_evenly,
     whole_width,
 )
-from .codebook import DIM, MULTIPLE, Codes, nearest, search_operations, values_of
 from .scheme import E8pScheme
+
+DIM = 8
+CPU = torch.device("cpu")
+SIGN_BITS = (7, 5, 6, 4, 3, 1, 2, 0)
+"""The bit of each channel's sign. That of channel 7 counts from what makes the pattern's own sum even."""
+# Channels of the 1/2 in the patterns of squared norm 12; the other five are 3/2. QuIP#'s choice and order.
+_HALVES = (
+    "123 023 013 012 367 357 347 356 346 345 267 257 247 256 246 "
+    "245 167 157 147 156 146 045 067 057 047 056 046 014 237"
+)
+
+
+@lru_cache
+def patterns(device: torch.device = CPU) -> torch.Tensor:
+    """Magnitudes float32 `[256, 8]`: those of squared norm up to 10 in lexicographic order, then of 12.
+
+    This and the other tables are not to be written to.
+    """
+    inside = []
+    for magnitudes in product((0.5, 1.5, 2.5), repeat=DIM):
+        if sum(value * value for value in magnitudes) <= 10:
+            inside.append(magnitudes)
+    padding = [
+        tuple(0.5 if str(channel) in halves else 1.5 for channel in range(DIM))
+        for halves in _HALVES.split()
+    ]
+    return torch.tensor([*inside, *padding], device=CPU).to(device)
+
+
+@lru_cache
+def points(device: torch.device = CPU) -> torch.Tensor:
+    """The point of every code, float32 `[65536, 8]`."""
+    magnitudes = patterns().clone()
+    magnitudes[:, DIM - 1] *= 1 - 2 * (magnitudes.sum(dim=1) % 2)
+    stored = torch.arange(256, device=CPU)
+    odd = torch.stack([stored >> bit & 1 for bit in range(8)]).sum(dim=0) % 2
+    minus = torch.stack([(stored ^ odd) >> bit & 1 for bit in SIGN_BITS], dim=1)
+    signed = magnitudes[:, None] * (1 - 2 * minus)
+    return (signed + 0.25 * (1 - 2 * odd)[:, None]).flatten(0, 1).to(device)
+
+
+@lru_cache
+def residual_points(device: torch.device = CPU) -> torch.Tensor:
+    """256 points of E8 float32 `[256, 8]`: those of squared norm up to 2, then 15 of the 16 with one ±2.
+
+    Whole numbers come first, in lexicographic order, then halves (QuIP#, `latticee8_padded12_rvq3bit.py`).
+    """
+    inside = [
+        point
+        for values in ((-1, 0, 1), (-0.5, 0.5))
+        for point in product(values, repeat=DIM)
+        if sum(point) % 2 == 0 and sum(value * value for value in point) <= 2
+    ]
+    axes = 2 * torch.eye(DIM, device=CPU)
+    return torch.cat([torch.tensor(inside, device=CPU), axes, -axes[:-1]]).to(device)
+
+
+SHIFT = 0.25
+RESIDUAL_STEPS = {3: 1 / 2.04, 4: 1 / 3.45}
+"""Steps of the residual's points, by bits (QuIP#'s `opt_resid_scale`)."""
+# Operations of a GEMM in the time of a search for one weight: 116,000 to 129,000, measured.
+_SEARCH = 120_000
+_AT_ONCE = 2048  # targets: 2 MiB for a number of each pattern and shift
+
+
+class Codes(NamedTuple):
+    """Codes of vectors of 8 weights.
+
+    Attributes:
+        codes: int32 `[n]`, of E8P.
+        residual: int32 `[n]`, of what that leaves over; None with 2 bits.
+    """
+
+    codes: torch.Tensor
+    residual: torch.Tensor | None
+
+
+def nearest(targets: torch.Tensor, bits: int) -> Codes:
+    """Codes of vectors float32 `[n, 8]`: the nearest point, and the nearest one to what it leaves over."""
+    codes = nearest_codes(targets)
+    if bits == 2:
+        return Codes(codes, None)
+    rest = (targets - values_of(Codes(codes, None), 2)) / RESIDUAL_STEPS[bits]
+    if bits == 4:
+        return Codes(codes, nearest_codes(rest))
+    table = residual_points(targets.device)
+    scores = torch.addmm(-table.square().sum(dim=1), rest, table.T, alpha=2)
+    return Codes(codes, scores.argmax(dim=1).to(torch.int32))
+
+
+def values_of(stored: Codes, bits: int) -> torch.Tensor:
+    """The values float32 `[n, 8]` of codes."""
+    table = points(stored.codes.device)
+    values = table[stored.codes.long() & 0xFFFF]
+    if stored.residual is None:
+        return values
+    if bits == 3:
+        table = residual_points(stored.codes.device)
+    return values.add_(table[stored.residual.long() & 0xFFFF], alpha=RESIDUAL_STEPS[bits])
+
+
+def search_operations(bits: int) -> float:
+    """The cost of the search for one weight, in multiplications and additions of a large GEMM."""
+    return _SEARCH * (2 if bits == 4 else 1)
+
+
+def nearest_codes(targets: torch.Tensor) -> torch.Tensor:
+    """Codes int32 `[n]` of the points of E8P that are nearest to `targets`, float32 `[n, 8]`."""
+    return torch.cat([_nearest_codes(part) for part in targets.split(_AT_ONCE)])
+
+
+def _nearest_codes(targets: torch.Tensor) -> torch.Tensor:
+    table = patterns(targets.device)
+    odd = table.sum(dim=1) % 2  # of the patterns' own sums
+    unshifted = torch.stack([targets - SHIFT, targets + SHIFT])
+    magnitudes, minus = unshifted.abs(), unshifted < 0
+    # A minus changes a sum by an odd number, and the sum must be even.
+    wrong = (odd - (minus.sum(dim=-1, keepdim=True) % 2)).abs_()
+    least = magnitudes[..., :1] * table[:, 0]
+    for channel in range(1, DIM):
+        torch.minimum(least, magnitudes[..., channel, None] * table[:, channel], out=least)
+    scores = 2 * magnitudes @ table.T - table.square().sum(dim=1)
+    scores.addcmul_(least, wrong, value=-4)
+    best, pattern = scores.max(dim=-1)
+    errors = unshifted.square().sum(dim=-1) - best
+    lowered = errors[1] < errors[0]
+    chosen = lowered.long()[None]
+    pattern, magnitudes, minus, wrong = (
+        _of_shift(part, chosen)
+        for part in (pattern, magnitudes, minus, wrong.gather(-1, pattern[..., None]))
+    )
+    turned = (magnitudes * table[pattern]).argmin(dim=1, keepdim=True)
+    minus = minus ^ torch.zeros_like(minus).scatter_(1, turned, wrong > 0)
+    minus[:, DIM - 1] ^= odd[pattern] > 0
+    bits = torch.tensor(SIGN_BITS, dtype=torch.int32, device=CPU).to(targets.device)
+    signs = (minus.to(torch.int32) << bits).sum(dim=1, dtype=torch.int32) ^ lowered.to(torch.int32)
+    return pattern.to(torch.int32) << 8 | signs
+
+
+def _of_shift(both: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Select from `[2, n, ...]` the one that `chosen` `[1, n]` says, for each target."""
+    index = chosen.view(*chosen.shape, *(1,) * (both.dim() - 2)).expand(1, *both.shape[1:])
+    return both.gather(0, index)[0]
+
+
+MULTIPLE = 32
+"""A weight's inputs are a multiple of it."""
+_RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
+
+
+def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) -> torch.Tensor:
+    """`Qidxs`: int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`.
+
+    Args:
+        codes: int16 `[out, in / 8]`.
+        residual: uint8 or int16 `[out, in / 8]`.
+    """
+    if residual is None:
+        return codes
+    both = [_bytes(residual.contiguous()), _bytes(codes.contiguous())]
+    return torch.cat(both, dim=2).flatten(1).view(torch.int32)
+
+
+def unpack_codes(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Inverse of `pack_codes`: codes, and their residual."""
+    if bits == 2:
+        return words, None
+    stored = words.contiguous().view(torch.uint8).unflatten(1, (-1, bits))
+    residual, codes = stored.split([_RESIDUAL_BYTES[bits], 2], dim=2)
+    residual = residual.contiguous().flatten(1)
+    if bits == 4:
+        residual = residual.view(torch.int16)
+    return codes.contiguous().flatten(1).view(torch.int16), residual
+
+
+def words_of(in_features: int, bits: int) -> int:
+    """The length of a row of `Qidxs`."""
+    return in_features // DIM if bits == 2 else in_features * bits // 32
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """The bytes of codes `[out, n]`: uint8 `[out, n, bytes]`."""
+    return codes.view(torch.uint8).unflatten(1, (codes.shape[1], -1))
 
 
 @dataclass(frozen=True, slots=True)

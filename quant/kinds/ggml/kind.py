@@ -17,7 +17,6 @@ from ..base.grid import (
     snap_to_integers,
 )
 from ..base.kind import Kind, Rounding
-from .blocks import quantize_blocks
 from .fit import (
     AffineCodes,
     SignedCodes,
@@ -40,7 +39,7 @@ from .small_blocks import (
     pack_simple,
     pack_xs,
 )
-from .tensor import GgufTensor
+from .tensor import GgufTensor, quantize_blocks
 
 SIMPLE = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1")
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from llmopt.bench.gate.limits import GateOutcome
-from llmopt.bench.gate.sequential import (
+from llmopt.bench.gate.verdict import (
     CODES,
     FALSE_PASS,
     FALSE_REGRESSION,

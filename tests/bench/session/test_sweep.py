@@ -11,7 +11,7 @@ from llmopt.bench.metrics.metrics import slo_share
 from llmopt.bench.metrics.trace import RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.options.values import parse_loads
-from llmopt.bench.report.sweep import sweep_page
+from llmopt.bench.report.run_report import sweep_page
 from llmopt.bench.session import sweep as sweeps
 from llmopt.bench.session.sweep import (
     PRECISION,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.dispatch import attend_native
-from llmopt.engine.kernels.elementwise.activations import ActivationQuant
 from llmopt.engine.kernels.elementwise.native_rows import ACTIVATIONS, NativeGate, NativeNorm
+from llmopt.engine.kernels.elementwise.reference import ActivationQuant
 from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
 from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
 from llmopt.quant.base import processor

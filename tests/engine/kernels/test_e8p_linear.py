@@ -19,8 +19,7 @@ from llmopt.engine.model.layers.parallel import take
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.base.incoherence import whole_width
-from llmopt.quant.kinds.e8p.codebook import RESIDUAL_STEPS, points, residual_points
-from llmopt.quant.kinds.e8p.kind import E8pTensor
+from llmopt.quant.kinds.e8p.kind import RESIDUAL_STEPS, E8pTensor, points, residual_points
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 
 from ...support.format_support import make

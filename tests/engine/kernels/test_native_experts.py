@@ -21,9 +21,8 @@ from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.activations import ActivationQuant, TakesQuantizedInput
 from llmopt.engine.kernels.elementwise.dispatch import GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
 from llmopt.engine.kernels.elementwise.native_rows import (
     NativeGate,
@@ -19,7 +18,9 @@ from llmopt.engine.kernels.elementwise.native_rows import (
     native_layer,
 )
 from llmopt.engine.kernels.elementwise.reference import (
+    ActivationQuant,
     RopeCall,
+    TakesQuantizedInput,
     TorchNorm,
     TorchRopeAndCache,
     expand_cos_sin,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.elementwise.activations import (
+from llmopt.engine.kernels.elementwise.reference import (
     fake_quantize_activations,
     fake_quantize_inputs,
     split_outliers,
@@ -47,10 +47,9 @@ from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.kind import LookupTensor

@@ -11,9 +11,8 @@ from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_look
 from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.native_paths import native_paths

@@ -24,10 +24,9 @@ from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import LAYOUTS, block_codes_torch, quantize_blocks
 from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import LAYOUTS, GgufTensor, block_codes_torch, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme

@@ -9,7 +9,7 @@ import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import decode_graphs, graph_setting
 from llmopt.engine.kernels.common.devices import VARIABLE
-from llmopt.engine.kernels.elementwise.activations import QuantizedActivations
+from llmopt.engine.kernels.elementwise.reference import QuantizedActivations
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.fp8.scheme import FloatScheme

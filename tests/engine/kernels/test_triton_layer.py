@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.activations import ActivationQuant, QuantizedActivations
 from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     GELU_GATE,
@@ -16,7 +15,9 @@ from llmopt.engine.kernels.elementwise.dispatch import (
     RowKernelQuery,
 )
 from llmopt.engine.kernels.elementwise.reference import (
+    ActivationQuant,
     HeadNorms,
+    QuantizedActivations,
     RopeCall,
     TorchNorm,
     TorchRopeAndCache,

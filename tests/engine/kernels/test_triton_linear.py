@@ -9,7 +9,7 @@ import torch
 from llmopt.engine.kernels.common import devices
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
-from llmopt.engine.kernels.elementwise.activations import (
+from llmopt.engine.kernels.elementwise.reference import (
     ActivationQuant,
     fake_quantize_activations,
     fake_quantize_inputs,
@@ -26,9 +26,8 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.kind import Fp8Tensor
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor
+from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme

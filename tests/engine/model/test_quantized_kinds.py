@@ -16,7 +16,7 @@ from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.elementwise.activations import (
+from llmopt.engine.kernels.elementwise.reference import (
     fake_quantize_activations,
     fake_quantize_inputs,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llmopt.cli.main import main
 from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.weight_names import named_recipe
+from llmopt.engine.planner.plan_request import named_recipe
 from llmopt.engine.planner.weights import weight_bytes
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.mix import GGUF_TYPES

@@ -118,7 +118,7 @@ KERNELS = {
     ],
     "engine.kernels.linear.native_linear": ["native_lookup", "native_linear"],
     "engine.kernels.moe.dispatch": ["native_experts"],
-    "quant.kinds.ggml.blocks": ["native_codes"],
+    "quant.kinds.ggml.tensor": ["native_codes"],
     "quant.kinds.trellis.viterbi": ["native_viterbi"],
 }
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from llmopt.quant.kinds.e8p.codebook import (
+from llmopt.quant.kinds.e8p.kind import (
     DIM,
     RESIDUAL_STEPS,
     Codes,

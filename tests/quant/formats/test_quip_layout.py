@@ -10,7 +10,7 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS, config_files, format_of
 from llmopt.quant.kinds.base.kind import kind_of
-from llmopt.quant.kinds.e8p.codebook import points, residual_points
+from llmopt.quant.kinds.e8p.kind import points, residual_points
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 
 from ...support.format_support import MODULE, Tensors, random_weight, stored

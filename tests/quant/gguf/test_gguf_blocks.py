@@ -12,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.base.kind import kind_of
-from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.ggml.k_blocks import pack_affine
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
-from llmopt.quant.kinds.ggml.tensor import GgufTensor, gguf_to_int, int_to_gguf
+from llmopt.quant.kinds.ggml.tensor import (
+    GgufTensor,
+    dequantize_blocks,
+    gguf_to_int,
+    int_to_gguf,
+    quantize_blocks,
+)
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.rounding import round_plain, round_weight

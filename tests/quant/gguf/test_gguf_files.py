@@ -30,9 +30,9 @@ from llmopt.quant.gguf.assemble import assemble, check_source
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
-from llmopt.quant.kinds.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import open_checkpoint, resolve_model

@@ -10,7 +10,7 @@ import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
-from llmopt.quant.kinds.ggml.blocks import quantize_blocks
+from llmopt.quant.kinds.ggml.tensor import quantize_blocks
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.models import open_checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

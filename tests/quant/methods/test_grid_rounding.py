@@ -8,7 +8,7 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
-from llmopt.quant.methods.tuned_roundings import GridRounding
+from llmopt.quant.methods.autoround import GridRounding
 
 from ...support.layer_problems import correlated_inputs, heavy_weight, statistics_of
 

@@ -6,7 +6,7 @@ from llmopt.quant.base.scheme import PER_CHANNEL
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.tuned_roundings import IntRounding
+from llmopt.quant.methods.autoround import IntRounding
 
 from ...support.layer_problems import heavy_weight
 

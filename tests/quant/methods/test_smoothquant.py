@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.elementwise.activations import fake_quantize_activations
+from llmopt.engine.kernels.elementwise.reference import fake_quantize_activations
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.layer_map import Fold, LayerMap

@@ -8,7 +8,7 @@ from llmopt.quant.kinds.base.incoherence import TransformedTensor
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.methods.tuned_roundings import TunedScales
+from llmopt.quant.methods.autoround import TunedScales
 
 from ...support.layer_problems import correlated_inputs, heavy_weight
 
