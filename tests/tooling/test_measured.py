@@ -108,3 +108,14 @@ def test_the_soak_did_what_is_written() -> None:
     assert f"{faults['probes_answered']:,} probes answered" in text
     assert f"{found['preemptions']:,.0f} preemptions" in text
     assert f"{found['resident_bytes_growth'] / 2**20:.1f} MiB between" in text
+
+
+def test_a_mutation_that_nothing_finds_has_a_reason() -> None:
+    rows = record("mutations.json")["mutations"]
+    found, in_tier = (
+        sum(row[key] is not None for row in rows) for key in ("found_by_whole", "found_by_tier")
+    )
+    assert in_tier >= 0.9 * found
+    said = f"Of the {len(rows)} mistakes of the last record everything finds {found} and `make test` {in_tier}."
+    assert said in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert all(row["found_by_whole"] or row["reason"] for row in rows)

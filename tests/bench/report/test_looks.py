@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.page.page import to_html
@@ -118,6 +119,15 @@ def test_axes_of_counts_have_whole_numbers(drawn: list[Figure]) -> None:
     for ticks in (requests, turns, tokens):
         assert len(ticks) >= 2
         assert all(float(tick).is_integer() for tick in ticks)
+
+
+def test_a_timeline_has_every_token_of_its_pass(drawn: list[Figure]) -> None:
+    one = passes(1)[0]
+    figures.timeline_svg(one)
+    (bars,) = drawn[0].axes[1].patches
+    rates, edges, _ = bars.get_data()  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = sum(count for trace in one.traces for count in trace.chunk_tokens)
+    assert edges[0] == 0 and float((rates * np.diff(edges)).sum()) == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("llama-3.1-8b-gptq-4bit", "llama-3.1-8b-awq-4bit")])

@@ -16,8 +16,8 @@ from ...support.launches import launches_per_layer
 from ...support.model_families import FAMILIES
 from ...support.triton_world import DEVICE
 
-MOST = {"llama-3.1": 10, "gemma-3": 12, "qwen3-moe": 14, "gpt-oss": 15, "deepseek-v3": 20}
-MOST |= {"granite-4": 20, "qwen3.5-moe": 20, "lfm-2-moe": 12}
+MOST = {"llama-3.1": 10, "gemma-3": 12, "qwen3-moe": 14, "gpt-oss": 15, "deepseek-v3": 18}
+MOST |= {"granite-4": 20, "qwen3.5-moe": 19, "lfm-2-moe": 12}
 """Their last layers are Mamba 2, a gated delta net and a short convolution."""
 
 
