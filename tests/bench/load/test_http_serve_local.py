@@ -58,7 +58,8 @@ def test_completions_have_exact_lengths(url: str, tmp_path: Path) -> None:
     assert ours["identity"]["server"] == {"model": "stories3M", "version": version("llmopt")}
     # Each pass has prompts of its own, so only what the prompts share among themselves is cached.
     assert ours["prefix_cache_hit_rate"] < 0.2
-    assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
+    # On a busy machine all chunks of an answer may be read at once.
+    assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
     assert ours["peaks"]["requests_in_flight"] <= 4
     table = pq.read_table(folder / "requests.parquet").to_pydict()
     assert set(table["output_len"]) == {10} and all(table["text"])

@@ -249,7 +249,7 @@ def test_a_server_is_loaded_for_a_duration(server: RunningServer) -> None:
     (load,) = run.passes
     window = run.result["llmopt"]["window"]
     assert run.result["duration"] == 0.5 and window["cycles"][0] > 1
-    assert run.result["failed"] == 0 and all(trace.sent < 0.5 for trace in load.traces)
+    assert run.result["failed"] == 0 and all(trace.scheduled < 0.5 for trace in load.traces)
     assert all(trace.output_len == 4 for trace in load.traces)
     assert run.result["llmopt"]["prefix_cache_hit_rate"] == 0.0
 
