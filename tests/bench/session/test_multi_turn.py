@@ -146,7 +146,7 @@ def test_a_fixed_duration_repeats_and_drains() -> None:
     (load,) = run.passes
     record = run.result["llmopt"]
     assert run.result["duration"] == 0.4 and record["window"]["seconds"] == [0.4]
-    assert record["window"]["cycles"][0] > 1 and all(t.sent < 0.4 for t in load.traces)
+    assert record["window"]["cycles"][0] > 1 and all(t.scheduled < 0.4 for t in load.traces)
     assert record["window"]["sent"] == [len(load.traces)] == [run.result["completed"]]
     # No cycle finds the prompts of another in the prefix cache.
     assert record["prefix_cache_hit_rate"] == 0.0
