@@ -1,10 +1,9 @@
 """Evidence on a metric: of paired starts by a sequential rank test, of two single runs by Student's t.
 
 A start is a fresh process that loads the weights and makes a block of passes. Starts of the base and of the
-new build alternate, so that each pair saw the same mood of the machine; passes of one start share its
-addresses, caches and clocks, so they count as one value: the median over its undisturbed passes; a percentile
-over requests is taken of all of them together. If the passes of a pair took turns, the change is the mean
-over them, which the mood of the machine, that neighbouring passes share, leaves alone.
+new build alternate, so that each pair saw the same mood of the machine. Passes of one start share its
+addresses, caches and clocks, so they count as one value: the median over its undisturbed passes, or a
+percentile over all their requests. If the passes of a pair took turns, the change is the mean over them.
 
 A single run is one start, judged over its passes, paired where they took turns: how far two starts of the
 same build differ is assumed, and said. Paired starts measure it.

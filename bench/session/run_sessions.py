@@ -1,13 +1,9 @@
 """Benchmarks from options to run folders: one session, paired sessions, passes in turns, verdicts.
 
-In turns each process waits before every pass. Neighbouring passes share the mood of the machine (another
-virtual machine on the same core makes everything half as slow again for seconds), so that the change
-between two processes is far steadier over passes that alternate than over one process after the other
-(docs/measuring.md has both deviations). The processes are still fresh starts.
-
-The environment variable LLMOPT_PASS_TURNS of a process holds `read,write,pair`: two open file descriptors
-and the shared id of the pair. The process writes a byte when it is ready for a pass (and, behind its last
-pass, for scoring), and goes on when it has read one.
+In turns each process waits before every pass, because neighbouring passes share the mood of the machine
+(docs/measuring.md). The environment variable LLMOPT_PASS_TURNS of a process holds `read,write,pair`: two open
+file descriptors and the shared id of the pair. The process writes a byte when it is ready for a pass (and,
+behind its last pass, for scoring), and goes on when it has read one.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 Matteson and James (2014), A nonparametric approach for multiple change point analysis of multivariate data:
 the series is bisected where the energy distance between both sides is largest, while splits are significant.
-Fleming et al. (2023), Hunter: a t-test in place of the permutation test (deterministic, and it sees short
-segments); windows, so that a long series does not hide a short one; weak change points, merged away again.
+Fleming et al. (2023), Hunter: a t-test in place of the permutation test; windows, so that a long series does
+not hide a short one; weak change points, merged away again.
 
-Three things differ from Hunter. A split is tested against the segment that is most distant from what is
-before it, as E-divisive's permutation test does, and not against all that follows: a loss that is recovered
-is seen. The split with the largest distance was chosen among many, so its p-value is multiplied by their
-number (Bonferroni): without that, noise alone has a change point far more often than `max_pvalue` says. And
-a segment has at least three values, so that one outlier is none.
+Other than in Hunter a split is tested against the segment that is most distant from what is before it, as
+E-divisive does, so that a loss that is recovered is seen; its p-value is multiplied by the number of splits
+that it was chosen among (Bonferroni); and a segment has three values or more, so that one outlier is none.
 """
 
 from __future__ import annotations

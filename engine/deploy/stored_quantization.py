@@ -1,13 +1,8 @@
 """The quantization of a checkpoint, as an engine must be told of it, or the reason why it cannot load it.
 
 ModelOpt's facts are in `quantization_config` of `config.json`, and in `hf_quant_config.json`, the only file
-of the two that TensorRT-LLM 1.2.1 reads for it.
-
-Sources, read in November 2026: `LINEAR_ALGOS` and `QUANT_ALGOS` in vLLM 0.32.0's
-`model_executor/layers/quantization/modelopt.py`; SGLang 0.5.23's `_parse_modelopt_quant_config` in
-`srt/configs/model_config.py`, `modelopt_quant.py` and `arg_groups/choices.py`; `load_modelopt_quant_config`
-and `load_hf_quant_config` in `_torch/model_config.py`, and `quantization/mode.py`, of TensorRT-LLM 1.2
-(github.com/NVIDIA/TensorRT-LLM).
+of the two that TensorRT-LLM 1.2.1 reads for it. Sources: the parsers of vLLM 0.32.0 (`modelopt.py`), SGLang
+0.5.23 (`model_config.py`, `modelopt_quant.py`) and TensorRT-LLM 1.2 (`_torch/model_config.py`, `mode.py`).
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@ A parameter is a value times the factor of each tag of a deployment: its engine,
 attention, parallelism. What was not measured has no factor and takes the shared physics. A correction is what
 remains of a model in an engine and a weight format (and of a version), shrunk by how few rows it rests on.
 
-Rows of the machine that a plan is for correct it further, and narrow its error band. A prediction's error is
-the deployment's, which all its loads share, and the load's own. Before anything is measured, half of a band's
-variance counts for either. Rows then move the level, shrunk by one row of no error, and their spread takes
-the place of the load's share, which counts as one row too. `python -m tools.plan_error` prints what this does
-to the held-out deployments.
+Rows of the machine that a plan is for move the level, shrunk by one row of no error, and narrow the band: of
+its variance half counts for the deployment, which all its loads share, half for the load, until rows tell.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
 """NVIDIA ModelOpt's format (`quant_method: modelopt`), read by TensorRT-LLM, vLLM and SGLang.
 
-Per linear `P`, by `quant_algo`:
-
-    FP8                        P.weight e4m3 [out, in], P.weight_scale and P.input_scale float32 scalars
-    FP8_PER_CHANNEL_PER_TOKEN  P.weight e4m3 [out, in], P.weight_scale float32 [out]
-    FP8_PB_WO                  P.weight e4m3 [out, in], P.weight_scale float32 [out/128, 1, in/128, 1]
-    NVFP4                      P.weight uint8 [out, in/2], P.weight_scale e4m3 [out, in/16],
-                               P.weight_scale_2 and P.input_scale float32 scalars
-    W4A16_NVFP4                the same without P.input_scale
-
-All scales are multipliers: `weight_scale_2 = max|w| / (448 * 6)` is the reciprocal of compressed-tensors'
-global scale, and so is NVFP4's `input_scale`. With several algorithms `quant_algo` is `MIXED_PRECISION`, and
-`quantized_layers` has each linear's. The same facts lie in `hf_quant_config.json`, which TensorRT-LLM reads.
-Scales of an fp8 KV cache are `k_proj.k_scale` and `v_proj.v_scale`.
-
-Source: `modelopt/torch/export` of NVIDIA's TensorRT-Model-Optimizer.
+Layouts by `quant_algo` in `docs/formats.md`. All scales are multipliers: `weight_scale_2 = max|w| / (448 *
+6)` is the reciprocal of compressed-tensors' global scale, and so is NVFP4's `input_scale`. Source:
+`modelopt/torch/export` of NVIDIA's TensorRT-Model-Optimizer.
 """
 
 from __future__ import annotations

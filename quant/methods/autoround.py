@@ -2,20 +2,17 @@
 
 Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
 EMNLP 2024 (arXiv:2309.05516). As in auto-round, a layer reads what the quantized layers before it give, and
-its target is the output of the float model.
+its target is the output of the float model. Gradients pass through the rounding as if it were not there
+(straight-through estimator), and their signs alone move the parameters.
 
 On an integer grid a weight is rounded to `s (clamp(round(w / s + v) + z) - z)`: `v` moves it by up to half
 a step, and the group's range is its smallest and largest weight, each times a share between 0 and 1, which
 give `s` and `z`. On any other grid the groups are fitted once; a weight then goes to the point nearest to
-`w + v s`, where `v` is between -0.5 and 0.5 and `s` is the mean distance of points in the group, from what
-rounding changes its weights by. Gradients pass through the rounding as if it were not there
-(straight-through estimator), so that they follow from that of the rounded weight, without a graph, and
-their signs alone move the parameters.
+`w + v s`, where `v` is between -0.5 and 0.5 and `s` is the mean distance of points in the group.
 
 Scales around transforms are moved by Adam (QuIP#'s fine-tuning; Tseng et al., ICML 2024, arXiv:2402.04396,
-section 5): signs are relaxed to real numbers, which are tuned together with the scales. Both are one vector
-a side in the files. Hadamard transforms act on rows and on columns apart, so that a weight is `diag(sv) C
-diag(su)` with `C` fixed: no graph is needed.
+section 5): signs are relaxed to real numbers, which are tuned together with the scales. A weight is
+`diag(sv) C diag(su)` with `C` fixed, so that no graph is needed.
 """
 
 from __future__ import annotations

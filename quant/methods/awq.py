@@ -1,13 +1,10 @@
 """AWQ: search per-channel input scales, fold them into the previous operation, then round.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration",
-MLSys 2024 (arXiv:2306.00978).
-
-Input channel `j` of a linear is divided by `s_j` by folding the division into the previous operation, and
-column `j` of the weight is multiplied: the float model does not change, but the column takes a larger part
-of its group's range and so is rounded more finely. `s` is searched on a grid of one exponent per fold. In
-the search no linear may become worse than RTN: the identity is a candidate, and scales are compared with it
-on the calibration data. Only experts that read one norm are judged by their summed error. By default GPTQ
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024
+(arXiv:2306.00978). Input channel `j` of a linear is divided by `s_j` in the previous operation, and column
+`j` of the weight is multiplied: it takes a larger part of its group's range and is rounded more finely. `s`
+is searched on a grid of one exponent per fold, the identity among it, so that no linear becomes worse than
+RTN on the calibration data; only experts that read one norm are judged by their summed error. By default GPTQ
 then solves the scaled layer; with the nearest codes ranges are clipped, where that is better than RTN.
 """
 

@@ -1,16 +1,9 @@
 """HQQ: data-free fit of each group's scale and zero point by half-quadratic splitting.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023
-(https://mobiusml.github.io/hqq_blog/).
-
-The rounding error of a group is measured in an lp norm with p < 1, which is robust to outliers. Half-
-quadratic splitting alternates two closed-form steps: shrink the error (a sparse outlier term), and fit the
-grid to the rest.
-
-Three differences from the authors' code: The error is measured in grid steps, so that the shrinkage strength
-is comparable between layers. The scale is fitted along with the zero point. The zero point is rounded to an
-integer, because the formats here store integers; each iterate is judged after that rounding, and the one of
-least squared error is kept. RTN is the first iterate, so no group is worse than RTN.
+(https://mobiusml.github.io/hqq_blog/): the rounding error of a group is measured in an lp norm with p < 1.
+Two closed-form steps alternate: shrink the error (a sparse outlier term), and fit the grid to the rest.
+`docs/quantization.md` has the three differences from the authors' code.
 """
 
 from __future__ import annotations

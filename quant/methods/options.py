@@ -1,13 +1,8 @@
 """Options of methods and schemes, checks that need no method, and the scheme that each method makes of them.
 
-A scheme is made once its bits are decided; no tensor is needed for it.
-
-Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023 (arXiv:2305.14314) for nf4;
-"LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022 (arXiv:2208.07339), whose
-outlier channels are computed in 16 bits; Micikevicius et al., "FP8 Formats for Deep Learning", 2022
-(arXiv:2209.05433), in blocks of 128 × 128 as in DeepSeek-V3 (arXiv:2412.19437); Rouhani et al.,
-"Microscaling Data Formats for Deep Learning", 2023 (arXiv:2310.10537); NVIDIA, "Pretraining Large Language
-Models with NVFP4", 2025 (arXiv:2509.25149).
+A scheme is made once its bits are decided; no tensor is needed for it. Sources of the schemes: nf4
+(arXiv:2305.14314), LLM.int8() (arXiv:2208.07339), fp8 (arXiv:2209.05433), in blocks of 128 × 128 as in
+DeepSeek-V3 (arXiv:2412.19437), MX formats (arXiv:2310.10537), NVFP4 (arXiv:2509.25149).
 """
 
 from __future__ import annotations

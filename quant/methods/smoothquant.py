@@ -1,16 +1,12 @@
 """SmoothQuant (W8A8): migrate activation outliers into the weights, so that both fit into 8 bits.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
-ICML 2023 (arXiv:2211.10438).
+ICML 2023 (arXiv:2211.10438). Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, folded into
+the norm before, and column `j` of the linears that read it is multiplied.
 
-Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, folded into the norm
-before, and column `j` of the linears that read it is multiplied. Only norms are folded into: activations
-between the other linears have no such outliers. Weights are quantized per channel, activations per token.
-
-The weight error alone usually grows. So the errors that are reported, and compared with those without
-smoothing, have two parts: the weight quantization error, measured on the calibration data, and the activation
-quantization error, as an upper bound from the statistics. Where smoothing does not lower the sum over the
-linears behind a norm, that norm is left unchanged and the report shows no ratio.
+The weight error alone usually grows, so that the errors compared have two parts: the weight quantization
+error, measured on the calibration data, and the activation quantization error, as an upper bound from the
+statistics. Where smoothing does not lower the sum over the linears behind a norm, the norm stays as it was.
 """
 
 from __future__ import annotations

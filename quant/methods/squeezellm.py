@@ -1,17 +1,10 @@
 """SqueezeLLM: sensitivity-weighted k-means tables per output channel, and sparse float weights.
 
-Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
-
-The table is a sensitivity-weighted k-means of the channel's weights. The paper's sensitivity is the diagonal
-of the Fisher information, from gradients of the loss. Here no gradients are used: the proxy is the diagonal
-of the Gram matrix of the layer's inputs, the second moment of the weight's input channel. It is the exact
-curvature of the layer's output error where input channels are uncorrelated, and ignores later layers.
-
-Of the weights that stay floats (0.45 % unless asked otherwise), eight in nine are the largest ones and
-one in nine the most sensitive ones, as the paper divides 0.4 % and 0.05 %. The most
-sensitive have the largest sensitivity times squared rounding error under the first table.
-
-A row whose output error exceeds that of a uniform table keeps the uniform table.
+Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629). In place of the paper's
+sensitivity, from gradients of the loss, stands the diagonal of the Gram matrix of the layer's inputs: the
+exact curvature of the layer's output error where input channels are uncorrelated. Of the weights that stay
+floats eight in nine are the largest ones and one in nine the most sensitive ones, as the paper divides 0.4 %
+and 0.05 %. A row whose output error exceeds that of a uniform table keeps the uniform table.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The methods `trellis` and `quip`: codes behind incoherence processing, solved by error feedback.
 
-Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024 (arXiv:2406.11235),
-and "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks", ICML 2024
-(arXiv:2402.04396): a weight is turned on both sides, and vectors of its input channels are rounded to the
-nearest codes, tiles of 16 × 16 to paths of a trellis, 8 weights to points of E8P, each corrected for the
-errors of those before (block LDLQ: GPTQ's feedback on vectors). Then the scales of inputs and outputs are
-fitted to the codes, by least squares, and those of a whole layer are tuned together on the layer's output,
-towards the float model's.
+Tseng et al., "QTIP", NeurIPS 2024 (arXiv:2406.11235), and "QuIP#", ICML 2024 (arXiv:2402.04396): a weight is
+turned on both sides, and vectors of its input channels are rounded to the nearest codes, each corrected for
+the errors of those before (block LDLQ: GPTQ's feedback on vectors). Then the scales of inputs and outputs are
+fitted to the codes, by least squares, and those of a whole layer are tuned together on the layer's output.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """The work folder of a quantize run: a journal of finished layers, and the state to resume from.
 
-`<output>.partial/` holds
-
-    journal.jsonl           one header line, then one line for each finished layer
-    hidden-00003.safetensors  input hidden states of layer 3, exact
-    checkpoint/             the output folder so far
-
-A line is appended only after the layer's shard and output hidden states are fsynced, so the journal never
-lists a layer that a kill lost. At the end `checkpoint/` is renamed
-to `<output>`.
+`<output>.partial/` holds `journal.jsonl`, one header line, then one line for each finished layer, the exact
+input hidden states of a layer (`hidden-00003.safetensors`), and the output folder so far (`checkpoint/`),
+which is renamed to `<output>`. A line is appended only after the layer's shard and output hidden states are
+fsynced, so the journal never lists a layer that a kill lost.
 """
 
 from __future__ import annotations

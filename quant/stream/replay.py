@@ -1,14 +1,9 @@
-"""Layers of any form, by replay: the model's own forward pass, with the layers before one replaced by what
-they returned, leads to that layer's arguments.
+"""Layers of any form, by replay: the model's own forward pass leads to a layer's arguments.
 
-So a layer gets whatever the model tells it: embeddings of the token ids, other layers' outputs, shared keys
-and values. A dry run with zeros as weights shows what each layer returns; which of it a later layer reads is
-found by changing it. That is carried, the rest is dropped.
-
-Samples with images differ in more than their token ids, and are replayed one at a time: the wrapped model's
-pass puts image features in their place, makes M-RoPE positions, masks that are bidirectional within an
-image, and deepstack additions between layers. The features of a sample's images are computed once, by the
-model's own tower and projector, and kept.
+The layers before one are replaced by what they returned, so that it gets whatever the model tells it. A dry
+run with zeros as weights shows what each layer returns; which of it a later layer reads is found by changing
+it. That is carried, the rest is dropped. Samples with images are replayed one at a time, with their features,
+which the model's own tower and projector compute once.
 """
 
 from __future__ import annotations

@@ -2,20 +2,16 @@
 
 A *solver* (nearest, GPTQ's error feedback, signed gradient descent) decides which point each weight takes;
 a *grid* knows the points. A weight `[out, in]` is divided into groups of consecutive input channels. A group
-is fitted as a whole (an integer group, 16 or 32 weights of FP4, the 256 of a K-quant with its sub-blocks, the
-row of an e4m3 channel), which gives *parameters*: scales, zero codes, absmax values, as they are stored. Its
+is fitted as a whole, which gives *parameters*: scales, zero codes, absmax values, as they are stored. Its
 columns are then rounded one by one, or `vector` at a time where the grid is one of vectors (a lattice, a
-trellis).
+trellis). Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a
+trellis, whose states cannot be told from their values, and whose grid belongs to one weight.
 
-Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a trellis,
-whose states cannot be told from their values, and whose grid belongs to one weight.
-
-*Scalar* grids, most of them, have points `level * step + offset` for every weight by itself, with levels that
-are integers or a table; they differ in the levels, and in how many weights share a step. *Ranged* grids are
-scalar ones whose ranges can be searched for the least squared error weighted by the channels' importance:
-several are tried, smaller and a little larger than minimum to maximum; where a group has two ends, each is
-then tried by itself; from the best one, steps are refitted to its codes by least squares. (llama.cpp's
-`make_qx_quants` and `make_qkx3_quants` do likewise, for 19 and 36 ranges.)
+*Scalar* grids have points `level * step + offset` for every weight by itself, with levels that are integers
+or a table. *Ranged* grids are scalar ones whose ranges can be searched for the least squared error weighted
+by the channels' importance: several are tried, smaller and a little larger than minimum to maximum, each end
+by itself, and steps are refitted to the best one's codes by least squares (as llama.cpp's `make_qx_quants`
+and `make_qkx3_quants` do, for 19 and 36 ranges).
 """
 
 from __future__ import annotations

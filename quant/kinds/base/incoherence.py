@@ -7,22 +7,15 @@ al., "QuIP#", ICML 2024, arXiv:2402.04396; scales beside the signs are EXL3's).
 The scales are chosen for the least error. Quantization gives all of `Q` the same noise, so that in a block of
 outputs of root mean square `r` the squared error is `sum(sv^2) sum(r^2 / sv^2)`, which `sv` in proportion to
 `sqrt(r)` makes least; and behind error feedback, where inputs count by the determinant of the Gram matrix,
-`su` in proportion to the root mean square of an input channel.
+`su` in proportion to the root mean square of an input channel. They are fitted again to the codes, in which a
+weight is linear.
 
 A width `2^k m` with `m` odd, as QuIP# transforms it as a whole, has the Kronecker product of an orthogonal
-factor of order `m` and Sylvester's Hadamard matrix of order `2^k`. No Hadamard matrix has an odd order above
-1. QuIP# has tables of orders `4 m`, QuIP-for-all draws the factor at random and stores it; this one is the
-discrete cosine transform's (DCT-II), whose largest entry is sqrt(2) times the least that an orthogonal matrix
-can have.
+factor of order `m` and Sylvester's Hadamard matrix of order `2^k`. QuIP# has tables of orders `4 m`,
+QuIP-for-all draws the factor at random and stores it; this one is the discrete cosine transform's (DCT-II).
 
-Scales are fitted to codes afterwards: with the codes given, a weight is linear in the scales of its outputs,
-and in those of its inputs. Each output channel has a quotient of two products; the inputs have one system,
-whose matrix is the Gram matrix times that of the codes, element by element.
-
-Codes between the transforms have their tensor, the grid of one weight and their kind here. GPTQ's error
-feedback over such a grid, a vector of input channels at a time, is block LDLQ (QuIP#, QTIP). What a code
-stands for cannot be told from the values alone, so that the grid keeps codes while it is solved over; the
-weights are transformed already, so that nothing is fitted.
+Codes between the transforms have their tensor, the grid of one weight and their kind here: what a code stands
+for cannot be told from the values alone, so that the grid keeps codes while it is solved over.
 """
 
 from __future__ import annotations

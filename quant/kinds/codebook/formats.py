@@ -1,13 +1,4 @@
-"""How 4-bit codes are stored: bitsandbytes alone, written without that package.
-
-Per linear `P` of `n` weights, `nf4` or `fp4`:
-
-    P.weight            uint8    [n/2, 1]   row after row, the first of two codes in the high nibble
-    P.weight.absmax     float32  [n/64]     or uint8 with double quantization
-    P.weight.quant_map  float32  [16]       the table
-    P.weight.quant_state.bitsandbytes__nf4  uint8, JSON as text: block size, dtype, shape, nested_offset
-    P.weight.nested_absmax, P.weight.nested_quant_map   float32 [n/64/256], [256]; double only
-"""
+"""How 4-bit codes are stored: bitsandbytes alone, written without that package (`docs/formats.md`)."""
 
 from __future__ import annotations
 

@@ -1,18 +1,7 @@
 """QuIP# format (`quant_method: QUiP`) of QuIP-for-all: E8P codes between Hadamard transforms.
 
-Per linear `P`:
-
-    P.Qidxs      int16    [out, in/8]        2 bits: codes, see `quant/kinds/e8p/kind.py`
-                 int32    [out, in*b/32]     3 and 4 bits: with a residual, see `quant/kinds/e8p/kind.py`
-    P.SU         float16  [in]               signs and scales of inputs
-    P.SV         float16  [out]              of outputs
-    P.Wscale     float32  [] or [out]        of the codes, here 1
-    P.had_left   float32  [m, m]             where `in` is `m` times a power of two, `m` odd and above 1
-    P.had_right  float32  [m, m]             the same of `out`
-
-`quantization_config.json` repeats the `quantization_config`. Layout and names are those of QuIP-for-all
-(`qlinear.py`, `quantizer.py`), of which Aphrodite took the 2 bits; both cast the factors to their own dtype.
-QuIP#'s own files have q, k and v as one matrix, permuted for its CUDA kernels.
+Layout in `docs/formats.md`, codes in `kind.py`. Layout and names are those of QuIP-for-all (`qlinear.py`,
+`quantizer.py`), of which Aphrodite took the 2 bits; both cast the factors to their own dtype.
 """
 
 from __future__ import annotations

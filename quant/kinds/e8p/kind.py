@@ -3,27 +3,18 @@
 The grid has vectors of 8 transformed weights, each the nearest point of the codebook; error feedback over it
 is QuIP#'s block LDLQ. A point and its residual cannot be told from their sum.
 
-The codebook (E8 padded) has 65,536 points of the E8 lattice, shifted by a quarter, from 256 patterns.
-
 Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks", ICML 2024
-(arXiv:2402.04396). Vectors of 8 halves of odd integers with an even sum (D8 + 1/2) are told by their
-magnitudes and 7 signs: the eighth makes the sum even. E8P has 256 patterns of magnitudes: all 227 whose
-squared norm is at most 10, and 29 of those whose squared norm is 12. One bit more says whether 1/4 is added
-to all eight numbers or taken away, and these lie in E8 + 1/4 again. The code of 16 bits, as QuIP-for-all
-stores it (`codebook/e8p12.py`; QuIP# has the signs in another order):
+(arXiv:2402.04396). E8P (E8 padded) has 65,536 points of the E8 lattice, shifted by a quarter, from 256
+patterns of magnitudes of D8 + 1/2: all 227 whose squared norm is at most 10, and 29 of those with 12. The
+code of 16 bits, as QuIP-for-all stores it (`codebook/e8p12.py`; QuIP# has the signs in another order):
 
     bits 8 to 15   the pattern
     bits 0 to 7    signs, 1 for minus, of the channels in `SIGN_BITS`; where the number of ones is odd, bit 0
-                   is turned over, and 1/4 is taken away
+                   is turned over, and 1/4 is taken away from all eight numbers; else it is added
 
-What 2 bits leave over is quantized again: for 4 bits in E8P, for 3 bits among 256 points of E8 itself.
-
-The nearest code is exact: for a target the best signs of a pattern are the target's own, but for one of a
-wrong parity, where the channel of the least product of magnitudes is turned over. That makes 256 candidates
-for each of the two shifts, in place of the 65,536 points. Residuals are in units of `RESIDUAL_STEPS`.
-
-`Qidxs` has codes in int16 words, or with a residual in 3 or 4 bytes, little-endian, the residual first. Those
-of 3 bits cross words, so that a row's inputs are a multiple of 32.
+What 2 bits leave over is quantized again: for 4 bits in E8P, for 3 bits among 256 points of E8 itself, in
+units of `RESIDUAL_STEPS`. The nearest code is exact: for a target the best signs of a pattern are its own,
+but for one of a wrong parity, where the channel of the least product of magnitudes is turned over.
 """
 
 from __future__ import annotations

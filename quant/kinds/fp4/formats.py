@@ -1,20 +1,9 @@
 """How 4-bit floats are stored: compressed-tensors, ModelOpt, and the experts of gpt-oss; and who loads them.
 
-compressed-tensors, `nvfp4-pack-quantized` and `mxfp4-pack-quantized`, per linear `P`:
-
-    P.weight_packed        uint8  [out, in/2]    two e2m1 codes a byte, the even column in the low nibble
-    P.weight_scale         e4m3   [out, in/16]   NVFP4, in units of the global scale
-                           uint8  [out, in/32]   MXFP4, exponents of two with a bias of 127
-    P.weight_global_scale  float32  [1]          NVFP4: 448 * 6 / max|w|, a divisor of the scales
-    P.input_global_scale   float32  [1]          NVFP4 with quantized inputs: the same of the inputs
-
-gpt-oss (`quant_method: mxfp4`, read only) has all experts of a layer in two tensors per projection `P`,
-`gate_up_proj` and `down_proj`:
-
-    P_blocks  uint8 [experts, out, in/32, 16]   two e2m1 codes a byte, the first in the low nibble
-    P_scales  uint8 [experts, out, in/32]       exponents of two, with a bias of 127
-
-Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.
+Layouts in `docs/formats.md`. gpt-oss (`quant_method: mxfp4`, read only) has all experts of a layer in two
+tensors for each of its projections `P`, `gate_up_proj` and `down_proj`: `P_blocks` uint8
+`[experts, out, in/32, 16]`, two e2m1 codes a byte, the first in the low nibble, and `P_scales` uint8
+`[experts, out, in/32]`, exponents of two with a bias of 127 (OCP Microscaling Formats 1.0, 5.3.3 and 5.4).
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """How e4m3 weights are stored: in DeepSeek-V3's block-wise format, compressed-tensors and ModelOpt.
 
-`quant_method: fp8`, read by transformers, vLLM and this engine; per linear `P`, as it is written here:
-
-    P.weight            float8_e4m3fn  [out, in]
-    P.weight_scale_inv  float32        [ceil(out/128), ceil(in/128)]   multiplier
-
-Activations are quantized dynamically in groups of 128 channels. Only this form is read alike by all readers.
-Per-tensor and per-channel scales are read under both names, `weight_scale` (vLLM) and `weight_scale_inv`
-(transformers), with `input_scale` or `activation_scale` where activations are static.
-
-compressed-tensors' `float-quantized` holds `P.weight` float8_e4m3fn `[out, in]`, `P.weight_scale` `[1]`,
-`[out, 1]` or one for each 128 × 128 block, and `P.input_scale` `[1]` for static activations. ModelOpt's
-scales are scalars, vectors or `[out/128, 1, in/128, 1]`.
+Layouts in `docs/formats.md`. Of `quant_method: fp8` only blocks of 128 × 128 with activations in groups of
+128 channels are read alike by all readers, so only they are written. Scales per tensor and per channel are
+read under both names, `weight_scale` (vLLM) and `weight_scale_inv` (transformers), with `input_scale` or
+`activation_scale` where activations are static.
 """
 
 from __future__ import annotations

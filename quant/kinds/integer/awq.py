@@ -1,21 +1,8 @@
 """AWQ format (AutoAWQ, `quant_method: awq`), read by vLLM, transformers and this engine.
 
-The GEMM layout is AutoAWQ's default and the only one written here.
-
-Per linear `P`, with groups of `g` input channels:
-
-    P.qweight  int32    [in, out/8]     nibble i of word c holds output channel 8c + ORDER[i]
-    P.qzeros   int32    [in/g, out/8]   zero points in the same order, unshifted
-    P.scales   float16  [in/g, out]
-
-The matrix is transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
-that a GPU unpacks one word into four half2 with few instructions.
-
-The GEMV layout, which is read too, is neither transposed nor interleaved; its groups are padded to `w` words:
-
-    P.qweight  int32    [out, in/8]
-    P.qzeros   int32    [out, w]
-    P.scales   float16  [out, 8*w]
+Of its layouts (`docs/formats.md`) GEMM is AutoAWQ's default and the only one written. It is transposed to
+torch's `[out, in]`, and its order interleaves even and odd channels, so that a GPU unpacks one word into four
+half2 with few instructions. GEMV, which is read too, is neither; its groups are padded to whole words.
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
 """How integers are stored: the formats of their own, their layouts in compressed-tensors, and who loads them.
 
-`pack-quantized`, for `b`-bit codes and `G` groups per row:
-
-    P.weight_packed      int32        [out, ceil(in*b/32)]  one bit stream per row, LSB first
-    P.weight_scale       model dtype  [out, G]
-    P.weight_zero_point  int32        [ceil(out*b/32), G]   asymmetric only; packed along `out`
-    P.weight_shape       int64        [2]                   (out, in)
-    P.weight_g_idx       int32        [in]                  read only: the library dropped it in 2026
-
-`int-quantized` holds `P.weight` int8 `[out, in]`, `P.weight_scale`, int8 `P.weight_zero_point` where
-asymmetric, and `P.input_scale` `[1]` for static activations.
-
-The library's codes are signed, from `-2**(b-1)`, and it adds `2**(b-1)` before packing; ours are unsigned,
-so packed words hold our codes unchanged.
+Layouts in `docs/formats.md`. The codes of the library are signed, from `-2**(b-1)`, and it adds `2**(b-1)`
+before packing; ours are unsigned, so packed words hold our codes unchanged.
 """
 
 from __future__ import annotations

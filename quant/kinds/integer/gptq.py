@@ -1,15 +1,8 @@
 """GPTQ format (AutoGPTQ, GPTQModel; `quant_method: gptq`), read by vLLM, transformers and this engine.
 
-Per linear `P`, for `b`-bit codes and groups of `g` input channels:
-
-    P.qweight  int32    [in*b/32, out]     one bit stream per column, LSB first
-    P.qzeros   int32    [in/g, out*b/32]   zero points packed along `out`, minus one in v1
-    P.scales   float16  [in/g, out]
-    P.g_idx    int32    [in]               the group of each input channel
-
-The matrix is transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`) cannot store a zero
-point of 0, so it is used for symmetric weights, and `gptq_v2` for the others. Some tools label version 2 as
-version 1; symmetric zero points are all equal and tell the versions apart, so the bytes decide.
+Layout in `docs/formats.md`; it is transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`)
+cannot store a zero point of 0, so it is used for symmetric weights, and `gptq_v2` for the others. Some tools
+label version 2 as version 1; symmetric zero points are all equal and tell them apart, so the bytes decide.
 """
 
 from __future__ import annotations

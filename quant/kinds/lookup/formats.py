@@ -1,16 +1,7 @@
 """SqueezeLLM format: lookup tables and sparse weights (`quant_method: squeezellm`), llmopt's own layout.
 
-Per linear `P` with `b`-bit codes:
-
-    P.qweight        int32    [out, ceil(in*b/32)]  one bit stream per row, LSB first
-    P.lookup_table   float16  [out, 2**b]
-    P.weight_shape   int64    [2]                   (out, in)
-    P.sparse_rows    int32    [out + 1]             CSR row pointers
-    P.sparse_columns int32    [nonzeros]
-    P.sparse_values  float16  [nonzeros]            added to the table's value
-
-Only this engine reads it. The first two names are those of the authors' code
-(github.com/SqueezeAILab/SqueezeLLM), whose packing is tied to its CUDA kernels and has no config.
+Layout in `docs/formats.md`; only this engine reads it. The names `qweight` and `lookup_table` are those of
+the authors' code (github.com/SqueezeAILab/SqueezeLLM), whose packing is tied to its CUDA kernels.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """EXL3 format (`quant_method: exl3`) of exllamav3: packed trellises between Hadamard transforms.
 
-Per linear `P` with `b` bits a weight:
-
-    P.trellis   int16    [in/16, out/16, 16*b]   packed states, see `quant/kinds/trellis/viterbi.py`
-    P.suh       float16  [in]                    signs and scales of inputs
-    P.svh       float16  [out]                   of outputs
-    P.mcg, P.mul1  int32 []                      the multiplier of the codebook; `3inst` has neither
-
-`quantization_config.json` lists every quantized module with its bits and its tensors (`tensor_storage`);
-exllamav3 has it beside `config.json`, GPTQModel wants it inside, so that it is written to both. Layout and
-names: exllamav3 1.4.1, `modules/quant/exl3.py` and `conversion/quant_config.py`.
+Layout in `docs/formats.md`. Layout and names: exllamav3 1.4.1, `modules/quant/exl3.py` and
+`conversion/quant_config.py`. It has `quantization_config` beside `config.json`, GPTQModel wants it inside.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
 """Trellis codes: computed codebooks, the layout of tiles, and the search for the nearest cyclic path.
 
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024 (arXiv:2406.11235)
-compute values from states in place of storing them: a linear congruential step scatters the 16 bits over 32,
-and these become a number that is nearly normally distributed. Constants and order of operations are those of
-exllamav3 (`exllamav3_ext/quant/codebook.cuh`), by whose names they go:
+compute values from states in place of storing them. Constants and order of operations are those of exllamav3
+(`exllamav3_ext/quant/codebook.cuh`), by whose names they go:
 
     3inst   x = 89226354 s + 64248484; the halves of (x & 0x8fff8fff) ^ 0x3b603b60, as float16, added
     mcg     x = 0xCBAC1FED s; the same
     mul1    x = 0x83DCD12D s; the sum of its four bytes, times 0x1eee, plus 0xc931 (bits of float16)
 
-A tile of 16 × 16 weights is one cyclic sequence of 256 states. The order of its weights is that in which the
-32 lanes of a tensor core hold a 16 × 16 operand: eight of each lane, first the first eight output channels.
-A state has 16 bits, of which its successor shares all but `bits`, so that a tile stores `bits` for each
-weight: one stream, highest bits first, in 32-bit words whose int16 halves are swapped (exllamav3,
-`exllamav3_ext/quant/pack.cu`).
-
-The first state of a cyclic path follows its last one. As in QTIP (arXiv:2406.11235, section 3.3) a first
-search over the neighbourhood of the seam says which node the path passes there, and a second one is held to
-it.
+A tile of 16 × 16 weights is one cyclic sequence of 256 states of 16 bits, of which a successor shares all but
+`bits`; `docs/formats.md` has its order (exllamav3, `exllamav3_ext/quant/pack.cu`). The first state of a
+cyclic path follows its last one: a first search over the neighbourhood of the seam says which node the path
+passes there, and a second one is held to it (QTIP, section 3.3).
 
 Up to 4 bits, where errors are large beside the steps of a 16-bit integer, values, targets, squares and costs
 are such integers; beyond, they are float32 whose operations are rounded one by one. C and torch find the same
