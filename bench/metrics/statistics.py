@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -24,43 +25,15 @@ ASSUMED_RUN_CV = 0.05
 
 
 def student_cdf(t: float, df: int) -> float:
-    """P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
-
-    Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    theta = math.atan2(t, math.sqrt(df))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    term, total = 1.0, 0.0
-    if df % 2:
-        if df > 1:
-            term, total = cosine, cosine
-            for k in range(2, df - 1, 2):
-                term *= cosine * cosine * k / (k + 1)
-                total += term
-        within = 2 / math.pi * (theta + sine * total)
-    else:
-        total = 1.0
-        for k in range(1, df - 2, 2):
-            term *= cosine * cosine * k / (k + 1)
-            total += term
-        within = sine * total
-    return 0.5 + within / 2
+    """P(T <= t) of Student's t."""
+    return float(special.stdtr(df, t))
 
 
 def student_quantile(probability: float, df: float) -> float:
     """The t below which `probability` lies. `df` is floored; infinity is the normal distribution."""
     if math.isinf(df) or df > 300:
         return NormalDist().inv_cdf(probability)
-    if probability < 0.5:
-        return -student_quantile(1 - probability, df)
-    low, high = 0.0, 1.0
-    whole = max(int(df), 1)
-    while student_cdf(high, whole) < probability:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, whole) < probability else (low, middle)
-    return (low + high) / 2
+    return float(special.stdtrit(max(int(df), 1), probability))
 
 
 def bootstrap_interval(
@@ -112,10 +85,7 @@ def order_interval(
     ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
     if not count or not 0 < share < 1:
         return None, None
-    ranks = np.arange(count + 1)
-    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
-    logs = factorial[count] - factorial - factorial[::-1]
-    below = np.cumsum(np.exp(logs + ranks * math.log(share) + (count - ranks) * math.log1p(-share)))
+    below = special.bdtr(np.arange(count + 1), count, share)
     tail = (1 - CONFIDENCE) / 2
     # below[k] is P(at most k values lie below the percentile).
     lower = int(np.searchsorted(below, tail, side="right"))  # values[lower - 1] is below it
@@ -233,14 +203,9 @@ def effect_of_level(values: Sequence[float], bound: float) -> Effect:
 
 def binomial_tails(count: int, trials: int, share: float) -> tuple[float, float]:
     """(P(X >= count), P(X <= count)) of X successes in `trials` at `share`: Clopper and Pearson's test."""
-    if share <= 0 or share >= 1:
-        certain = 0 if share <= 0 else trials
-        return float(certain >= count), float(certain <= count)
-    outcomes = np.arange(trials + 1)
-    logs = log_choose(trials, outcomes)
-    logs = logs + outcomes * math.log(share) + (trials - outcomes) * math.log1p(-share)
-    chances = np.exp(logs)
-    return float(min(chances[count:].sum(), 1.0)), float(min(chances[: count + 1].sum(), 1.0))
+    share = min(max(share, 0.0), 1.0)
+    upper = special.bdtrc(count - 1, trials, share) if count else 1.0
+    return float(upper), float(special.bdtr(count, trials, share))
 
 
 def fisher_tails(
@@ -270,8 +235,11 @@ def rate_tails(before: int, after: int, ratio: float = 1.0) -> tuple[float, floa
 
 
 def log_choose(trials: int, counts: np.ndarray) -> np.ndarray:
-    logs = np.array([math.lgamma(value + 1) for value in range(trials + 1)])
-    return logs[trials] - logs[counts] - logs[trials - counts]
+    return (
+        special.gammaln(trials + 1)
+        - special.gammaln(counts + 1)
+        - special.gammaln(trials - counts + 1)
+    )
 
 
 @lru_cache(maxsize=512)
