@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.convert.convert import dequantized_model
+from tests.support.dequantized import dequantized_model
 folder = Path(sys.argv[2])
 tokens = torch.randint(3, 512, (1, 60), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():

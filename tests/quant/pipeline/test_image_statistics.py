@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.quant.base.progress import Silent
-from llmopt.quant.convert.convert import dequantized_model
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import prepare, quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from torch.nn import functional
 
+from ...support.dequantized import dequantized_model
 from ...support.vision_checkpoints import image_pairs_file, save_wrapped
 
 

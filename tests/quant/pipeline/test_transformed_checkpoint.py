@@ -14,7 +14,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
-from llmopt.quant.convert.convert import convert, dequantized_model
+from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import FAILED, PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
 
+from ...support.dequantized import dequantized_model
 from ...support.model_families import save_model
 from ...support.native_paths import needs_compiler
 

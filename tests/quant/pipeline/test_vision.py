@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.convert.convert import convert, dequantized_model
+from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import quantized_modules
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from ...support.dequantized import dequantized_model
 from ...support.quant_support import STORIES
 from ...support.vision_checkpoints import image_pairs_file, save_wrapped
 
