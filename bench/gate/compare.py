@@ -37,6 +37,7 @@ from .limits import (
     Measured,
     Scored,
     TaskScored,
+    default_limits,
     speed_limits,
     with_waiting,
 )
@@ -136,7 +137,7 @@ def compare(
         return comparison
     comparison = replace(comparison, tasks=task_changes(base, new))
     gaps: list[Gap] = []
-    chosen = with_waiting(limits) or speed_limits(threshold)
+    chosen = with_waiting(limits) or default_limits(threshold, base.result, new.result)
     checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
     comparison = replace(comparison, checks=checks)
     if failed := failure_words([base], [new]):
@@ -389,11 +390,12 @@ def unusable(
         result = data.result
         if result["llmopt"]["interrupted"]:
             return Difference(FAILURE, f"the {side} run was interrupted")
-        if result["failed"] > MOST_FAILED * (result["failed"] + result["completed"]):
-            said = f"{result['failed']} requests failed in the {side} run"
+        failed, completed = result["failed"] or 0, result["completed"]
+        if failed > MOST_FAILED * (failed + (completed or 0)):
+            said = f"{failed} requests failed in the {side} run"
             return Difference(FAILURE, said)
-        if result["completed"] < MIN_REQUESTS:
-            said = f"the {side} run has {result['completed']} requests: too few to judge"
+        if completed is not None and completed < MIN_REQUESTS:
+            said = f"the {side} run has {completed} requests: too few to judge"
             return Difference(FAILURE, said)
         client = result["llmopt"].get("client")
         if client and not client["certified"]:

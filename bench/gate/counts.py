@@ -87,8 +87,8 @@ def tails_of(
 
 def failures(starts: Sequence[RunData]) -> tuple[int, int]:
     """(failed requests, all requests) of the starts."""
-    failed = sum(start.result["failed"] for start in starts)
-    return failed, failed + sum(start.result["completed"] for start in starts)
+    failed = sum(start.result["failed"] or 0 for start in starts)
+    return failed, failed + sum(start.result["completed"] or 0 for start in starts)
 
 
 def failure_words(

@@ -125,6 +125,7 @@ RATES = {
     "output_throughput": ("Output throughput", "tokens/s"),
     "total_token_throughput": ("Total token throughput", "tokens/s"),
     "request_throughput": ("Request throughput", "requests/s"),
+    "input_throughput": ("Input throughput", "tokens/s"),
     "duration": ("Duration of a pass", "s"),
     "cpu_seconds": ("CPU time of a pass", "s"),
     "waiting_seconds": ("Waiting time of a pass", "s"),
@@ -216,6 +217,8 @@ def _memory(key: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 
 def _share_failed(result: Mapping[str, Any]) -> float | None:
+    if None in (result["failed"], result["completed"]):
+        return None
     total = result["failed"] + result["completed"]
     return result["failed"] / total if total else None
 
@@ -401,6 +404,30 @@ def speed_limits(threshold: float) -> tuple[Limit, ...]:
     slower = Limit(MEASURED["output_throughput"], False, 1 / (1 + threshold) - 1, relative=True)
     latencies = (f"median_{metric}_ms" for metric in ("ttft", "tpot", "e2el"))
     return slower, *(Limit(MEASURED[key], True, threshold, relative=True) for key in latencies)
+
+
+def default_limits(
+    threshold: float, base: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[Limit, ...]:
+    """`speed_limits`; of other tools' results with at most one such speed every rate and mean that both have,
+    of evaluations every score, which may not fall by more."""
+    usual = speed_limits(threshold)
+    if not {"imported"} <= base["llmopt"].keys() & new["llmopt"].keys():
+        return usual
+    both = {key for key in MEASURED if base.get(key) and new.get(key)}
+    if sum(limit.quantity.key in both for limit in usual) > 1:
+        return usual
+    least = 1 / (1 + threshold) - 1
+    rates = [key for key in RATES if key in both and key.endswith("throughput")]
+    means = [f"mean_{metric}_ms" for metric in SHORT if f"mean_{metric}_ms" in both]
+    tasks = [
+        TaskScored(f"{PREFIX}{row['task']}.{row['metric']}.{row['filter']}")
+        for row in (new["llmopt"]["tasks"] or {"metrics": ()})["metrics"]
+        if row["aggregation"] == "mean" and row["higher_is_better"] is not False
+    ]
+    quantities = [*(MEASURED[key] for key in rates), *tasks]
+    slower = [Limit(MEASURED[key], True, threshold, relative=True) for key in means]
+    return (*(Limit(one, False, least, relative=True) for one in quantities), *slower) or usual
 
 
 def parse_share(text: str) -> float:

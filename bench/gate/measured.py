@@ -204,7 +204,7 @@ def requests_missing(measured: Measured, starts: Sequence[RunData]) -> int:
     """How many more requests a percentile needs before order statistics bound it from above; 0 if none."""
     if measured.statistic not in TAILS:
         return 0
-    completed = sum(start.result["completed"] for start in starts)
+    completed = sum(start.result["completed"] or 0 for start in starts)
     return max(0, requests_for_percentile(TAILS[measured.statistic]) - completed)
 
 

@@ -137,6 +137,33 @@ class TaskItems:
         )
 
 
+def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per metric of the results of `simple_evaluate`; groups follow their tasks."""
+    rows = []
+    groups = outcome.get("groups", {})
+    for task, values in {**outcome["results"], **groups}.items():
+        for key, value in values.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{kept}")
+            rows.append(
+                {
+                    "task": task,
+                    "is_group": task in groups,
+                    "version": outcome["versions"].get(task),
+                    "num_fewshot": outcome["n-shot"].get(task),
+                    "num_samples": outcome["n-samples"].get(task, {}).get("effective"),
+                    "metric": metric,
+                    "filter": kept,
+                    "value": value,
+                    "stderr": stderr if isinstance(stderr, int | float) else None,
+                    "higher_is_better": outcome["higher_is_better"].get(task, {}).get(metric),
+                }
+            )
+    return rows
+
+
 def items_of(
     samples: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[dict[str, Any]]
 ) -> TaskItems:

@@ -12,19 +12,23 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from .imported import unknown_words
+
 PROMPTS = "prompts and their lengths"
 ARRIVAL = "arrival or concurrency"
 SAMPLING = "sampling and seeds"
 MACHINE = "machine and its limits"
+TOOL = "measuring tool and its formulas"
 DISTURBANCE = "disturbance"
 FAILURE = "a failed or truncated run"
 # {condition: its fields}; `x.*` are all fields of x that no list names. Those of the last two are not of the
 # identity: `gate.compare.unusable` reads them.
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
-    PROMPTS: ("workload_sha256", "engine.backend"),
+    PROMPTS: ("workload_sha256", "engine.backend", "shape.*"),
     ARRIVAL: ("load.*", "engine.lora_assignment", "engine.batch_size", "engine.client_workers"),
     SAMPLING: ("load.ignore_eos", "load.temperature", "load.seed", "engine.extra_body"),
     MACHINE: ("machine", "device", "hardware.*", "engine.num_threads"),
+    TOOL: ("tool",),
     DISTURBANCE: ("runs.disturbed", "client.certified"),
     FAILURE: ("interrupted", "failed", "completed"),
 }
@@ -57,7 +61,13 @@ SERIES_KEYS += ("quantization", "dtype")
 # Facts of the hardware, compared one by one. Results from before they were recorded have none.
 HARDWARE = "hardware"
 # Facts that not every target and machine has: one that a side lacks is unknown, not another.
-_MAY_BE_UNKNOWN = (f"{HARDWARE}.", "libraries.", "engine.backend", "engine.client_workers")
+_MAY_BE_UNKNOWN = (
+    f"{HARDWARE}.",
+    "libraries.",
+    "shape.",
+    "engine.backend",
+    "engine.client_workers",
+)
 CLIENT = "client: "
 CLOCK_TOLERANCE = 0.05
 
@@ -172,6 +182,8 @@ def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
     """Clauses on what of the hardware could not be compared; empty where all of it was."""
     if base["llmopt"]["run_id"] == new["llmopt"]["run_id"]:
         return ()
+    if words := unknown_words((base, new)):
+        return words
     identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
     before, after = (identity.get(HARDWARE) for identity in identities)
     if before is None and after is None:
@@ -217,7 +229,9 @@ def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     name = without_folders(str(identity["model"]))
     hardware = identity.get(HARDWARE) or {}
     known = {key: value for key, value in hardware.items() if value is not None}
-    return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known}
+    # Of a result of another tool; one of ours has neither.
+    others = {key: identity[key] for key in ("tool", "shape") if key in identity}
+    return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known, **others}
 
 
 def served_weight_bytes(result: Mapping[str, Any]) -> int | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries, readable
 from ..quality.task_items import TaskItems
+
+if TYPE_CHECKING:
+    from .imported import ImportedRun
 
 SCHEMA_VERSION = 1
 RESULT_NAME = "result.json"
@@ -133,7 +136,7 @@ def mean_output_len(result: Mapping[str, Any]) -> float | None:
 
     The token total of a run of fixed duration counts its window alone, so that run records the mean.
     """
-    if not result["completed"]:
+    if not result["completed"] or result["total_output_tokens"] is None:
         return None
     if window := result["llmopt"].get("window"):
         return window["mean_output_len"]
@@ -163,17 +166,24 @@ def plain(value: Any) -> Any:
 def read_result(path: Path) -> dict[str, Any]:
     """A `result.json`, or the one in a run folder.
 
+    A result of another tool is read as `imported` does.
+
     Raises:
-        BadInput: missing, not JSON, not a result of llmopt, or with a value of another kind.
+        BadInput: missing, not JSON, no result, or with a value of another kind.
     """
     from ...quant.model.checkpoint import check_kinds, read_json
 
+    if (imported := _imported(path)) is not None:
+        return imported.result
     if path.is_dir():
         path = path / RESULT_NAME
     result = read_json(path)
     ours = result.get("llmopt")
     if not isinstance(ours, dict) or "identity" not in ours:
-        raise BadInput(f"{path} is not a result of llmopt bench: it has no llmopt.identity")
+        raise BadInput(
+            f"{path} is not a result of llmopt bench: it has no llmopt.identity, nor the fields of a tool "
+            "that is read (docs/measuring.md lists them)"
+        )
     if ours.get("schema") != SCHEMA_VERSION:
         raise BadInput(
             f"{path} has result schema {ours.get('schema')!r}; this version reads {SCHEMA_VERSION}"
@@ -182,6 +192,17 @@ def read_result(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} has no llmopt.{missing[0]}: measure it again")
     check_kinds(path, result, _KINDS)
     return result
+
+
+def _imported(path: Path) -> ImportedRun | None:
+    """The run of another tool at a path; None where it is one of ours, or nothing known."""
+    from .imported import read_imported
+
+    if (path / RESULT_NAME).is_file():
+        return None
+    if path.is_file() and '"llmopt": {' in path.read_text(encoding="utf-8", errors="replace"):
+        return None
+    return read_imported(path)
 
 
 REQUESTS_NAME = "requests.parquet"
@@ -262,11 +283,13 @@ class RunData:
 
     @classmethod
     def read(cls, path: Path) -> RunData:
-        """Read a run folder, or a `result.json` with the request table beside it.
+        """Read a run folder, a `result.json` with the request table beside it, or another tool's result.
 
         Raises:
             BadInput: no such result, or a damaged file.
         """
+        if (imported := _imported(path)) is not None:
+            return cls(imported.result, imported.requests, items=imported.items)
         result = read_result(path)
         series, items = QualitySeries.beside(path), TaskItems.beside(path)
         table = (path if path.is_dir() else path.parent) / REQUESTS_NAME

@@ -54,7 +54,10 @@ def load_words(load: Mapping[str, Any]) -> str:
 
 
 def _arrivals(load: Mapping[str, Any], what: str) -> str:
-    limit = load["max_concurrency"]
+    if "request_rate" not in load:  # of a tool that says it in its own words, or not at all
+        said = ", ".join(f"{key} {value}" for key, value in load.items())
+        return f"load: {said}" if said else "load unknown"
+    limit = load.get("max_concurrency")
     closed = f"closed loop of {limit}" + (" conversations" if what == "conversations" else "")
     if strategy := load.get("ramp_up_strategy"):
         first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
@@ -63,8 +66,10 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
     if load["request_rate"] == "inf":
         return closed if limit else f"all {what} at once"
     shape = {1: "Poisson", math.inf: "constant"}.get(
-        load["burstiness"] or math.inf, f"gamma, burstiness {load['burstiness']}"
+        load.get("burstiness", 0) or math.inf, f"gamma, burstiness {load.get('burstiness')}"
     )
+    if "burstiness" not in load:
+        shape = "arrivals unknown"
     if load.get("arrivals") == "replayed":
         shape = "mean of the replayed times"
     rate = f"{load['request_rate']:g} {what}/s ({shape})"

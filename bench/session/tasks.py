@@ -21,7 +21,7 @@ from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput, first_line
 from ..options.options import BenchOptions
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
-from ..quality.task_items import TaskItems, items_of
+from ..quality.task_items import TaskItems, items_of, metric_rows
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
 
@@ -193,33 +193,6 @@ def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
     if options.system_instruction is not None:
         words.append(f"system instruction {options.system_instruction!r}")
     return "; ".join(words)
-
-
-def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per metric of the results of `simple_evaluate`; groups follow their tasks."""
-    rows = []
-    groups = outcome.get("groups", {})
-    for task, values in {**outcome["results"], **groups}.items():
-        for key, value in values.items():
-            metric, comma, kept = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            stderr = values.get(f"{metric}_stderr,{kept}")
-            rows.append(
-                {
-                    "task": task,
-                    "is_group": task in groups,
-                    "version": outcome["versions"].get(task),
-                    "num_fewshot": outcome["n-shot"].get(task),
-                    "num_samples": outcome["n-samples"].get(task, {}).get("effective"),
-                    "metric": metric,
-                    "filter": kept,
-                    "value": value,
-                    "stderr": stderr if isinstance(stderr, int | float) else None,
-                    "higher_is_better": outcome["higher_is_better"].get(task, {}).get(metric),
-                }
-            )
-    return rows
 
 
 DEFAULT_NEW_TOKENS = 256

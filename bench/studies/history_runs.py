@@ -21,6 +21,7 @@ from ...quant.base.errors import BadInput
 from ..gate.limits import COUNTED, MEASURED, SCORED
 from ..quality.summary import score_of
 from ..record.comparable import series_identity
+from ..record.imported import UNKNOWN
 from ..record.result import atomic_file, read_result
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def set_aside_because(
         return "it was interrupted"
     if result["failed"]:
         return f"{result['failed']} of its requests failed"
-    if result["completed"] < MIN_REQUESTS:
+    if not record["runs"]:
+        return "it measured no speed"
+    if result["completed"] is not None and result["completed"] < MIN_REQUESTS:
         return f"it has {result['completed']} requests only"
     if (client := record.get("client")) and not client["certified"]:
         return f"its client was not certified: {client['reasons'][0]}"
@@ -158,6 +161,8 @@ def runs_of_results(
     runs = []
     for path in paths:
         result = read_result(path)
+        if stamp is None and result["date"] == UNKNOWN:
+            raise BadInput(f"{path} does not say when it was measured: give --date")
         try:
             run = HistoryRun.of_result(
                 result, commit=commit, date=stamp, max_other_load=max_other_load

@@ -13,6 +13,7 @@ import torch
 import typer
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.page.templates import tables_of
+from llmopt.bench.quality.task_items import metric_rows
 from llmopt.bench.report.parts import shared
 from llmopt.bench.session.sweep import SweepTarget
 from llmopt.bench.session.task_backends import EngineBackend
@@ -23,7 +24,6 @@ from llmopt.bench.session.tasks import (
     decode,
     generation_params,
     lm_eval_model,
-    metric_rows,
     prepare_tasks,
     rolling_windows,
 )

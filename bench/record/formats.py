@@ -1,0 +1,443 @@
+"""Result formats of other benchmarks, a definition each: how a file is recognised by its content, and its
+columns under our names with their units.
+
+A path is dotted: `metrics.request_latency.successful.mean`. A format lists only what its file says; the rest
+is unknown (`imported`). The columns are those of the tools' own writers; docs/measuring.md has the table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+"""A measured point as its tool wrote it."""
+Scaled = tuple[str, float]
+"""A dotted path, and our unit as a multiple of the file's."""
+
+SECONDS, NANOSECONDS = 1000.0, 1e-6
+"""Milliseconds in another unit of time."""
+SAME = {name: name for name in ("mean", "median", "std", "p50", "p90", "p95", "p99")}
+LEVELS = ("p90", "p95", "p99")
+FLAT = "{statistic}_{metric}_ms"
+
+
+def at(row: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for part in path.split("."):
+        if not isinstance(row, Mapping) or part not in row:
+            return None
+        row = row[part]
+    return row
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a JSON file, of a JSON array, or of a file with one on each line.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = value if isinstance(value, list) else [value]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("no JSON objects")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A result format.
+
+    Attributes:
+        marks: paths that every row of it has, and those of no other format together.
+        metrics: {ttft, tpot, itl or e2el: the path of its statistics}, with the unit.
+        statistics: {our statistic: the tool's}; `pattern` joins both to a path.
+        values: {our key: path}, of rates, counts and totals.
+        says: {field of the identity: path}, such as `load.request_rate`; `version.NAME` names a version.
+        date: path of the time at which it was measured.
+        has_units: whether a metric's `unit` stands beside its statistics.
+        target: `http` where a client measured a server.
+        points: the rows of its file, of which each is a pass.
+        requests: the table of requests of a row, where the file has it or names its neighbour.
+    """
+
+    tool: str
+    marks: Sequence[str]
+    metrics: Mapping[str, Scaled] = field(default_factory=dict)
+    statistics: Mapping[str, str] = field(default_factory=lambda: SAME)
+    pattern: str = "{metric}.{statistic}"
+    values: Mapping[str, Scaled] = field(default_factory=dict)
+    says: Mapping[str, str] = field(default_factory=dict)
+    date: str = "date"
+    has_units: bool = False
+    target: str = "http"
+    points: Callable[[Sequence[Row]], Iterable[Row]] = iter
+    requests: Callable[[Row, Path], list[dict[str, Any]]] | None = None
+
+
+def plain_values(*names: str) -> dict[str, Scaled]:
+    """Columns that have our name and unit."""
+    return {name: (name, 1.0) for name in names}
+
+
+def detailed_requests(row: Row, _: Path) -> list[dict[str, Any]]:
+    """The requests of `--save-detailed` and `--output-details`: arrays in seconds, in the prompts' order."""
+    names = ("input_lens", "output_lens", "ttfts", "itls", "errors")
+    if any(not isinstance(row.get(name), list) for name in names):
+        return []
+    table = []
+    for number, (prompt, output, ttft, gaps, error) in enumerate(
+        zip(*(row[name] for name in names), strict=False)
+    ):
+        is_good, decode = not error and output > 0, sum(gaps)
+        table.append(
+            {
+                "request_id": f"{number}:{prompt}",
+                "prompt_len": prompt,
+                "output_len": output,
+                "success": is_good,
+                "error": error or "",
+                "ttft_ms": ttft * SECONDS if is_good else None,
+                "tpot_ms": decode * SECONDS / (output - 1) if is_good and output > 1 else None,
+                "e2el_ms": (ttft + decode) * SECONDS if is_good else None,
+            }
+        )
+    return table
+
+
+def guidellm_requests(row: Row, _: Path) -> list[dict[str, Any]]:
+    """The requests, which GuideLLM lists in the order of their ends, by the hash of what was sent."""
+    table = []
+    for one in at(row, "requests.successful") or ():
+        sent = one.get("request_args")
+        name = hashlib.sha256(str(sent).encode()).hexdigest()[:16] if sent else one["request_id"]
+        seconds = one.get("request_latency")
+        table.append(
+            {
+                "request_id": name,
+                "prompt_len": one.get("prompt_tokens"),
+                "output_len": one.get("output_tokens"),
+                "success": True,
+                "error": "",
+                "ttft_ms": one.get("time_to_first_token_ms"),
+                "tpot_ms": one.get("inter_token_latency_ms"),
+                "e2el_ms": None if seconds is None else seconds * SECONDS,
+            }
+        )
+    return table
+
+
+def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
+    """The records of `profile_export.jsonl` beside the summary."""
+    records = path.with_name("profile_export.jsonl")
+    table = []
+    for one in read_rows(records) if records.is_file() else ():
+        metrics: Row = one.get("metrics") or {}
+        length = at(metrics, "input_sequence_length.value")
+        table.append(
+            {
+                "request_id": f"{at(one, 'metadata.session_num')}:{length}",
+                "prompt_len": length,
+                "output_len": at(metrics, "output_sequence_length.value"),
+                "success": not one.get("error"),
+                "error": str(one.get("error") or ""),
+                "ttft_ms": at(metrics, "time_to_first_token.value"),
+                "tpot_ms": at(metrics, "inter_token_latency.value"),
+                "e2el_ms": at(metrics, "request_latency.value"),
+            }
+        )
+    return table
+
+
+def guidellm_points(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each benchmark of the file, with what the file says of all."""
+    for row in rows:
+        for benchmark in row["benchmarks"]:
+            yield {**benchmark, "file": {key: row[key] for key in row if key != "benchmarks"}}
+
+
+def iterations(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each iteration of `vllm bench latency`, which is a pass."""
+    for row in rows:
+        for seconds in row["latencies"]:
+            every = dict.fromkeys(("mean", "median"), seconds)
+            yield {**row, "iteration": {**every, "seconds": seconds, "batches": 1}}
+
+
+def repetitions(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each repetition of llama-bench, which is a pass; a prompt test and a generation test of one
+    configuration are one point (`pp512`, `tg128`)."""
+    groups: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        tests = ("n_prompt", "n_gen", "test_time")
+        stays = {
+            key: value
+            for key, value in row.items()
+            if key not in tests and not key.startswith(("avg_", "stddev_", "samples_"))
+        }
+        kind = "both" if row["n_prompt"] and row["n_gen"] else "pp" if row["n_prompt"] else "tg"
+        groups.setdefault(str(stays), {}).setdefault(kind, []).append(row)
+    for kinds in groups.values():
+        for tests in zip_longest(*(kinds.get(kind, ()) for kind in ("pp", "tg", "both"))):
+            rates = [(one.get("samples_ts") or [one["avg_ts"]]) if one else () for one in tests]
+            lengths = {
+                name: sum(one[name] for one in tests if one) for name in ("n_prompt", "n_gen")
+            }
+            first = next(one for one in tests if one)
+            for each in zip_longest(*rates):
+                measured = dict(zip(("pp", "tg", "both"), each, strict=True))
+                yield {**first, **lengths, "rate": measured}
+
+
+VLLM_SERVE = Format(
+    "vllm bench serve",
+    ("model_id", "tokenizer_id", "num_prompts", "request_throughput", "duration"),
+    {name: (name, 1.0) for name in ("ttft", "tpot", "itl", "e2el")},
+    pattern=FLAT,
+    values=plain_values(
+        *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+        *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
+        *("max_output_tokens_per_s", "max_concurrent_requests"),
+    ),
+    says={
+        "model": "model_id",
+        "load.num_prompts": "num_prompts",
+        "load.request_rate": "request_rate",
+        "load.burstiness": "burstiness",
+        "load.max_concurrency": "max_concurrency",
+        "load.ramp_up_strategy": "ramp_up_strategy",
+        "load.ramp_up_start_rps": "ramp_up_start_rps",
+        "load.ramp_up_end_rps": "ramp_up_end_rps",
+        "engine.backend": "backend",
+        "shape.total_input_tokens": "total_input_tokens",
+        "shape.input_lens": "input_lens",
+    },
+    requests=detailed_requests,
+)
+FORMATS: tuple[Format, ...] = (
+    replace(VLLM_SERVE, tool="vllm bench sweep", marks=(*VLLM_SERVE.marks, "run_number")),
+    VLLM_SERVE,
+    Format(
+        "vllm bench throughput",
+        ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second"),
+        values={
+            "duration": ("elapsed_time", 1.0),
+            "completed": ("num_requests", 1.0),
+            "request_throughput": ("requests_per_second", 1.0),
+            "total_token_throughput": ("tokens_per_second", 1.0),
+        },
+        says={
+            "model": "model_id",
+            "load.num_prompts": "num_requests",
+            "shape.total_num_tokens": "total_num_tokens",
+        },
+        target="in-process",
+    ),
+    Format(
+        "vllm bench latency",
+        ("avg_latency", "latencies", "percentiles"),
+        {"e2el": ("iteration", SECONDS)},
+        values={"duration": ("iteration.seconds", 1.0), "completed": ("iteration.batches", 1.0)},
+        says={"model": "model_id"},
+        target="in-process",
+        points=iterations,
+    ),
+    Format(
+        "sglang bench_serving",
+        ("mean_e2e_latency_ms", "output_throughput", "backend", "total_output_tokens_retokenized"),
+        {
+            **{name: (name, 1.0) for name in ("ttft", "tpot", "itl")},
+            "e2el": ("e2e_latency", 1.0),
+        },
+        pattern=FLAT,
+        values={
+            **plain_values("duration", "completed", "total_input_tokens", "total_output_tokens"),
+            **plain_values("request_throughput", "input_throughput", "output_throughput"),
+            **plain_values("max_output_tokens_per_s", "max_concurrent_requests"),
+            "total_token_throughput": ("total_throughput", 1.0),
+        },
+        says={
+            "model": "server_info.model_path",
+            "version.sglang": "server_info.version",
+            "load.request_rate": "request_rate",
+            "load.max_concurrency": "max_concurrency",
+            "engine.backend": "backend",
+            "shape.dataset": "dataset_name",
+            "shape.random_input_len": "random_input_len",
+            "shape.random_output_len": "random_output_len",
+            "shape.random_range_ratio": "random_range_ratio",
+            "shape.total_input_tokens": "total_input_tokens",
+            "shape.input_lens": "input_lens",
+        },
+        requests=detailed_requests,
+    ),
+    Format(
+        "guidellm",
+        ("benchmarks", "metadata.guidellm_version"),
+        {
+            "ttft": ("metrics.time_to_first_token_ms.successful", 1.0),
+            # Each request's mean gap, weighted by its gaps: the mean is that of all gaps.
+            "itl": ("metrics.inter_token_latency_ms.successful", 1.0),
+            "e2el": ("metrics.request_latency.successful", SECONDS),
+        },
+        {
+            "mean": "mean",
+            "median": "median",
+            "std": "std_dev",
+            **{level: f"percentiles.{level}" for level in LEVELS},
+        },
+        values={
+            "duration": ("duration", 1.0),
+            "completed": ("metrics.request_totals.successful", 1.0),
+            "failed": ("metrics.request_totals.errored", 1.0),
+            "total_input_tokens": ("metrics.prompt_token_count.successful.total_sum", 1.0),
+            "total_output_tokens": ("metrics.output_token_count.successful.total_sum", 1.0),
+            "request_throughput": ("metrics.requests_per_second.successful.mean", 1.0),
+            "input_throughput": ("metrics.prompt_tokens_per_second.successful.mean", 1.0),
+            "output_throughput": ("metrics.output_tokens_per_second.successful.mean", 1.0),
+            "total_token_throughput": ("metrics.tokens_per_second.successful.mean", 1.0),
+        },
+        says={
+            "model": "config.backend.model",
+            "version.guidellm": "file.metadata.guidellm_version",
+            "load.strategy": "config.strategy",
+            "load.constraints": "config.constraints",
+            "engine.backend": "config.backend.request_format",
+            "shape.requests": "config.requests",
+        },
+        date="start_time",
+        points=guidellm_points,
+        requests=guidellm_requests,
+    ),
+    Format(
+        "aiperf",
+        ("aiperf_version", "request_throughput.avg", "request_latency.unit"),
+        {
+            "ttft": ("time_to_first_token", 1.0),
+            "tpot": ("inter_token_latency", 1.0),
+            "itl": ("inter_chunk_latency", 1.0),
+            "e2el": ("request_latency", 1.0),
+        },
+        {"mean": "avg", "median": "p50", "std": "std", **{level: level for level in LEVELS}},
+        values={
+            "duration": ("benchmark_duration.avg", 1.0),
+            "completed": ("request_count.avg", 1.0),
+            "failed": ("error_request_count.avg", 1.0),
+            "total_input_tokens": ("total_isl.avg", 1.0),
+            "total_output_tokens": ("total_osl.avg", 1.0),
+            "request_throughput": ("request_throughput.avg", 1.0),
+            "request_goodput": ("goodput.avg", 1.0),
+            "output_throughput": ("output_token_throughput.avg", 1.0),
+            "total_token_throughput": ("total_token_throughput.avg", 1.0),
+        },
+        says={
+            "model": "input_config.models",
+            "version.aiperf": "aiperf_version",
+            "load.phases": "input_config.phases",
+            "load.seed": "run_info.random_seed",
+            "engine.backend": "input_config.endpoint.type",
+            "shape.datasets": "input_config.datasets",
+            "shape.total_input_tokens": "total_isl.avg",
+        },
+        date="start_time",
+        has_units=True,
+        requests=aiperf_requests,
+    ),
+    Format(
+        "inference-perf",
+        ("load_summary", "successes.latency", "successes.throughput", "failures"),
+        {
+            "ttft": ("successes.latency.time_to_first_token", SECONDS),
+            "tpot": ("successes.latency.time_per_output_token", SECONDS),
+            "itl": ("successes.latency.inter_token_latency", SECONDS),
+            "e2el": ("successes.latency.request_latency", SECONDS),
+        },
+        values={
+            "completed": ("successes.count", 1.0),
+            "failed": ("failures.count", 1.0),
+            "total_input_tokens": ("successes.prompt_tokens.total", 1.0),
+            "total_output_tokens": ("successes.output_tokens.total", 1.0),
+            "request_throughput": ("successes.throughput.requests_per_sec", 1.0),
+            "input_throughput": ("successes.throughput.input_tokens_per_sec", 1.0),
+            "output_throughput": ("successes.throughput.output_tokens_per_sec", 1.0),
+            "total_token_throughput": ("successes.throughput.total_tokens_per_sec", 1.0),
+        },
+        says={
+            "load.num_prompts": "load_summary.count",
+            "load.request_rate": "load_summary.requested_rate",
+            "load.max_concurrency": "load_summary.concurrency",
+            "shape.total_input_tokens": "successes.prompt_tokens.total",
+        },
+    ),
+    Format(
+        "llama-bench",
+        ("build_commit", "build_number", "n_prompt", "n_gen", "avg_ts"),
+        values={
+            "input_throughput": ("rate.pp", 1.0),
+            "output_throughput": ("rate.tg", 1.0),
+            "total_token_throughput": ("rate.both", 1.0),
+        },
+        says={
+            "model": "model_filename",
+            "model_line": "model_type",
+            "weight_bytes": "model_size",
+            "version.llama.cpp": "build_commit",
+            "hardware.cpu_model": "cpu_info",
+            "hardware.gpu": "gpu_info",
+            "device": "backends",
+            "engine.num_threads": "n_threads",
+            "engine.n_batch": "n_batch",
+            "engine.n_ubatch": "n_ubatch",
+            "engine.n_gpu_layers": "n_gpu_layers",
+            "engine.flash_attn": "flash_attn",
+            "engine.kv_cache_dtype": "type_k",
+            "shape.n_prompt": "n_prompt",
+            "shape.n_gen": "n_gen",
+            "shape.n_depth": "n_depth",
+        },
+        date="test_time",
+        target="in-process",
+        points=repetitions,
+    ),
+    Format(
+        "trtllm-bench",
+        ("performance.total_latency_ms", "performance.request_throughput_req_s", "request_info"),
+        {
+            "ttft": ("streaming_metrics.ttft_percentiles", 1.0),
+            "tpot": ("streaming_metrics.tpot_percentiles", 1.0),
+            "e2el": ("performance.request_latency_percentiles_ms", 1.0),
+        },
+        {"mean": "average", "median": "p50", **{level: level for level in LEVELS}},
+        values={
+            "duration": ("performance.total_latency_ms", 0.001),
+            "completed": ("request_info.num_requests", 1.0),
+            "request_throughput": ("performance.request_throughput_req_s", 1.0),
+            "output_throughput": ("performance.system_output_throughput_tok_s", 1.0),
+            "total_token_throughput": ("performance.system_total_throughput_tok_s", 1.0),
+        },
+        says={
+            "model": "engine.model",
+            "version.tensorrt_llm": "engine.version",
+            "dtype": "engine.dtype",
+            "quantization": "engine.quantization",
+            "hardware.gpu": "machine.name",
+            "engine.kv_cache_dtype": "engine.kv_cache_dtype",
+            "engine.tensor_parallel_size": "world_info.tp_size",
+            "engine.max_num_seqs": "world_info.max_batch_size",
+            "engine.max_num_batched_tokens": "world_info.max_num_tokens",
+            "load.num_prompts": "request_info.num_requests",
+            "shape.mean_input_len": "request_info.avg_input_length",
+            "shape.dataset": "dataset",
+        },
+        target="in-process",
+    ),
+)

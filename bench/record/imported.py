@@ -1,0 +1,415 @@
+"""Results of other benchmarks as runs of ours: read, grouped into passes, and laid out as a record.
+
+A file is recognised by its content (`formats`). Rows of equal settings are passes of one run; a file with
+several settings needs `FILE#2`. What a file does not say stays unknown and is named
+(`llmopt.imported.unknown`); no default stands in for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ..quality.task_items import TaskItems, items_of, metric_rows
+from .formats import FORMATS, SAME, Format, Row, at, read_rows
+
+UNKNOWN = "unknown"
+TIMES = ("ttft", "tpot", "itl", "e2el")
+# Milliseconds in the units that a file may name beside its times.
+UNITS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "sec": 1000.0, "s": 1000.0, "seconds": 1000.0}
+COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "duration")
+KEYS = (*COUNTS, "request_throughput", "request_goodput", "input_throughput", "output_throughput")
+KEYS += ("total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests")
+# What a comparison would like to know, in the words of its last line.
+ASKED = {
+    "version": "the version of the tool",
+    "model": "the model",
+    "hardware": "the hardware",
+    "shape": "prompts and lengths",
+    "load": "the load",
+    "load.seed": "sampling and seeds",
+}
+SUFFIXES = (".json", ".jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRun:
+    """A run of another tool: its record, and where the file has them its requests and scored items."""
+
+    result: dict[str, Any]
+    requests: dict[str, list[Any]] | None = None
+    items: TaskItems | None = None
+
+
+def read_imported(path: Path) -> ImportedRun | None:
+    """The run in a file (`results.json`, `results.json#2`) or in a folder with one such file; None where
+    it is of no known format.
+
+    Raises:
+        BadInput: several runs and none is named, or a value that cannot be read.
+    """
+    name, mark, number = path.name.partition("#")
+    file = path.with_name(name) if mark and not path.exists() else path
+    if file.is_dir():
+        return _in_folder(file)
+    if not file.is_file() or not (rows := _rows(file)):
+        return None
+    for marks, read in EVALUATIONS:
+        if all(at(rows[0], path_) is not None for path_ in marks):
+            return read(rows[0], file)
+    found = next((one for one in FORMATS if _is_of(one, rows)), None)
+    if found is None:
+        return None
+    try:
+        return _chosen(found, [*found.points(rows)], file, number)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput(f"{file} is of {found.tool}, but cannot be read: {error!r}") from error
+
+
+def _is_of(one: Format, rows: Sequence[Row]) -> bool:
+    return all(at(row, mark) is not None for row in rows for mark in one.marks)
+
+
+def _rows(file: Path) -> list[Row]:
+    try:
+        return read_rows(file)
+    except (ValueError, RecursionError):
+        return []
+
+
+def _in_folder(folder: Path) -> ImportedRun | None:
+    """The run of the one file in a folder that is a result."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    every = [*(marks for marks, _ in EVALUATIONS), *(one.marks for one in FORMATS)]
+    known = [
+        file
+        for file in files
+        if (rows := _rows(file))
+        and any(all(at(rows[0], m) is not None for m in marks) for marks in every)
+    ]
+    if len(known) > 1:
+        some = ", ".join(str(path.relative_to(folder)) for path in known[:4])
+        raise BadInput(f"{folder} holds {len(known)} results, name one: {some}")
+    return read_imported(known[0]) if known else None
+
+
+def _chosen(one: Format, points: Sequence[Row], file: Path, number: str) -> ImportedRun:
+    """The run of the settings that `number` names, from 1; the only one without."""
+    groups: dict[str, list[Row]] = {}
+    for row in points:
+        groups.setdefault(json.dumps(_said(one, row), sort_keys=True, default=str), []).append(row)
+    runs = [*groups.values()]
+    if not runs:
+        raise BadInput(f"{file} is of {one.tool} and holds no measurement")
+    if not number and len(runs) > 1:
+        said = [_said(one, rows[0]) for rows in runs]
+        differing = [key for key in said[0] if len({str(each.get(key)) for each in said}) > 1]
+        shown = "; ".join(
+            f"{file.name}#{place} ({', '.join(f'{key} {each.get(key)}'[:60] for key in differing[:3])})"
+            for place, each in enumerate(said[:6], 1)
+        )
+        raise BadInput(f"{file} holds {len(runs)} runs of {one.tool}, name one: {shown}")
+    if number and not (number.isdigit() and 1 <= int(number) <= len(runs)):
+        raise BadInput(f"{file}#{number}: it holds {len(runs)} runs, from #1")
+    return _run(one, runs[int(number or 1) - 1], file, number)
+
+
+def _said(one: Format, row: Row) -> dict[str, Any]:
+    """{field of the identity: what the row says}."""
+    said = {name: at(row, path) for name, path in one.says.items()}
+    if isinstance(said.get("shape.input_lens"), list):
+        said["shape.input_lens"] = _hash(said["shape.input_lens"])
+    if at(row, one.values.get("failed", ("", 1.0))[0]):
+        said.pop("shape.total_input_tokens", None)  # it lacks those of the failed requests
+    known = {name: _plain(value) for name, value in said.items()}
+    return {name: value for name, value in known.items() if value not in (None, "", UNKNOWN)}
+
+
+def _plain(value: Any) -> Any:
+    """Infinity as vLLM's text; a structure by its hash, for people by its first words."""
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if isinstance(value, list | dict):
+        text = json.dumps(value, sort_keys=True, default=str)
+        return text if len(text) <= 80 else f"{text[:60]}… {_hash(value)}"
+    return value
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _measured(one: Format, row: Row) -> dict[str, float | None]:
+    """A pass: our keys in our units, None where the row has no value."""
+    found: dict[str, float | None] = dict.fromkeys(
+        [*KEYS, *(f"{name}_{metric}_ms" for metric in TIMES for name in SAME)]
+    )
+    for key, (path, factor) in one.values.items():
+        found[key] = _number(at(row, path), factor)
+    for metric, (path, unit) in one.metrics.items():
+        if one.has_units and (said := at(row, f"{path}.unit")) is not None:
+            if said not in UNITS:
+                raise ValueError(f"{path} is in {said!r}, which is no known unit of time")
+            unit = UNITS[said]
+        for name, theirs in one.statistics.items():
+            place = one.pattern.format(metric=path, statistic=theirs)
+            found[f"{name}_{metric}_ms"] = _number(at(row, place), unit)
+        # The 50th percentile under either name.
+        pair = [f"p50_{metric}_ms", f"median_{metric}_ms"]
+        known = next((found[key] for key in pair if found[key] is not None), None)
+        found |= dict.fromkeys(pair, known)
+    return found
+
+
+def _number(value: Any, factor: float) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value * factor if is_number and math.isfinite(value) else None
+
+
+def _run(one: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:
+    said, passes = _said(one, rows[0]), [_measured(one, row) for row in rows]
+    tables = [
+        (place, each)
+        for place, row in enumerate(rows)
+        if one.requests
+        for each in one.requests(row, file)
+    ]
+    requests = {key: [each[key] for _, each in tables] for key in tables[0][1]} if tables else None
+    if requests is not None:
+        requests["run"] = [place for place, _ in tables]
+    totals = {key: _over_passes(key, [each[key] for each in passes]) for key in passes[0]}
+    record = _record(one.tool, said, file, number, _stamp(at(rows[0], one.date)))
+    record["llmopt"]["identity"]["target"] = one.target
+    record["llmopt"] |= {"runs": passes, "num_runs": len(passes), "metrics": _distributions(totals)}
+    return ImportedRun({**record, **totals}, requests)
+
+
+def _over_passes(key: str, values: Sequence[float | None]) -> float | None:
+    """The sum of a count, the mean of anything else; None where a pass has none."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(known) if key in COUNTS else sum(known) / len(known)
+
+
+def _distributions(totals: Mapping[str, float | None]) -> dict[str, Any]:
+    count = int(totals.get("completed") or 0)
+    return {
+        metric: {"count": count, **{name: totals.get(f"{name}_{metric}_ms") for name in SAME}}
+        for metric in TIMES
+    }
+
+
+def _record(
+    tool: str, said: Mapping[str, Any], file: Path, number: str, date: str
+) -> dict[str, Any]:
+    """The record without measurements; `said` are fields of the identity by dotted name."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in said.items():
+        group, dot, field = name.partition(".")
+        if dot:
+            groups.setdefault(group, {})[field] = value
+    versions, model = groups.pop("version", {}), str(said.get("model", UNKNOWN))
+    unknown = [
+        words
+        for name, words in ASKED.items()
+        if not any(key == name or key.startswith(f"{name}.") for key in said)
+    ]
+    name = f"{file.parent.name}/{file.stem}".lstrip("/") + (f"#{number}" if number else "")
+    digest = hashlib.sha256(file.read_bytes() + number.encode()).hexdigest()
+    identity = {
+        "model": model,
+        "model_hash": None,
+        "quantization": said.get("quantization"),
+        "dtype": said.get("dtype", UNKNOWN),
+        "target": UNKNOWN,
+        "workload": str(groups.get("shape", {}).get("dataset", "workload unknown")),
+        "workload_sha256": None,
+        "load": {},
+        "engine": {},
+        "device": said.get("device", UNKNOWN),
+        "machine": UNKNOWN,
+        "hardware": None,
+        "tool": tool,
+        **groups,
+    }
+    weight_bytes = said.get("weight_bytes")
+    memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), weight_bytes)
+    memory |= dict.fromkeys(("kv_cache_bytes", "peak_resident_bytes", "kv_cache"))
+    ours = {
+        "schema": 1,
+        "run_id": digest[:32],
+        "arms": None,
+        "name": name,
+        "interrupted": False,
+        "slowdown": 1.0,
+        "imported": {"tool": tool, "file": str(file), "versions": versions, "unknown": unknown},
+        "identity": identity,
+        "model": {"line": said.get("model_line")},
+        "workload": {
+            "name": identity["workload"],
+            "source": tool,
+            "notes": [],
+            "num_requests": None,
+        },
+        "num_runs": 0,
+        "runs": [],
+        "metrics": _distributions({}),
+        "spread": {},
+        "memory": memory,
+        **dict.fromkeys(
+            ("phases", "preemptions", "quality", "roofline", "energy", "tasks", "client")
+        ),
+        "environment": {"libraries": versions, "commit": None},
+    }
+    return {"date": date, "model_id": model, **dict.fromkeys(KEYS), "llmopt": ours}
+
+
+def _stamp(value: Any) -> str:
+    """A time in our form, from ISO text, seconds since 1970, or vLLM's own; `unknown` else."""
+    try:
+        if isinstance(value, int | float):
+            return datetime.fromtimestamp(value, UTC).strftime("%Y%m%d-%H%M%S")
+        return datetime.fromisoformat(str(value).replace("Z", "+00:00")).strftime("%Y%m%d-%H%M%S")
+    except (ValueError, OverflowError, OSError):
+        return str(value) if value else UNKNOWN
+
+
+def _evaluation(
+    tool: str,
+    said: Mapping[str, Any],
+    file: Path,
+    date: Any,
+    protocol: str,
+    rows: list[dict[str, Any]],
+    samples: Mapping[str, Sequence[Row]],
+) -> ImportedRun:
+    """The run of an evaluation: task scores, paired by item where its samples are there; no speeds."""
+    items = items_of(samples, rows)
+    record = _record(tool, said, file, "", _stamp(date))
+    record["llmopt"]["tasks"] = {
+        "lm_eval_version": said.get("version.lm_eval"),
+        "protocol": protocol,
+        "limit": None,
+        "chat_template": None,
+        "error": None,
+        "metrics": rows,
+    }
+    return ImportedRun(record, items=items)
+
+
+def _lm_eval(content: Row, file: Path) -> ImportedRun:
+    """`results_TIME.json` of lm-eval, with `samples_TASK_TIME.jsonl` beside it (`--log_samples`)."""
+    rows = metric_rows({"higher_is_better": {}, "n-samples": {}, "versions": {}, **content})
+    time = file.stem.removeprefix("results_")
+    logged = {
+        path.stem.removeprefix("samples_").removesuffix(f"_{time}"): _rows(path)
+        for path in sorted(file.parent.glob(f"samples_*_{time}.jsonl"))
+    }
+    template = content.get("chat_template_sha") or content.get("chat_template")
+    protocol = (
+        f"chat template {str(template)[:16] if template else 'none'}, "
+        f"system instruction {content.get('system_instruction') or 'none'}, "
+        f"shots as turns: {bool(content.get('fewshot_as_multiturn'))}"
+    )
+    said = {
+        "model": content.get("model_name") or at(content, "config.model_args"),
+        "version.lm_eval": content.get("lm_eval_version"),
+        "version.transformers": content.get("transformers_version"),
+        "load.seed": at(content, "config.random_seed"),
+    }
+    return _evaluation("lm-eval", _known(said), file, content.get("date"), protocol, rows, logged)
+
+
+def _lighteval(content: Row, file: Path) -> ImportedRun:
+    """`results/MODEL/results_TIME.json` of lighteval, with `details/MODEL/TIME/details_TASK_TIME.parquet`."""
+    rows, samples = [], {}
+    time = file.stem.removeprefix("results_")
+    for key, values in content["results"].items():
+        if key == "all":
+            continue
+        name, _, shots = key.rpartition("|")
+        task = name.replace("|", ":") or key
+        samples[task] = _details(file, f"details_{key}_{time}.parquet")
+        rows += [
+            {
+                "task": task,
+                "is_group": key.endswith(":_average|0"),
+                "version": at(content, "versions") and content["versions"].get(key),
+                "num_fewshot": int(shots) if shots.isdigit() else None,
+                "num_samples": len(samples[task]) or None,
+                "metric": metric,
+                "filter": "none",
+                "value": value,
+                "stderr": values.get(f"{metric}_stderr"),
+                "higher_is_better": None,
+            }
+            for metric, value in values.items()
+            if isinstance(value, int | float) and not metric.endswith("_stderr")
+        ]
+    said = {
+        "model": at(content, "config_general.model_name"),
+        "version.lighteval": at(content, "config_general.lighteval_sha"),
+    }
+    said = {
+        **said,
+        "version.lighteval": None
+        if said["version.lighteval"] == "?"
+        else said["version.lighteval"],
+    }
+    return _evaluation("lighteval", _known(said), file, None, "lighteval", rows, samples)
+
+
+def _details(file: Path, name: str) -> list[Row]:
+    """The samples of a task, as lm-eval logs them."""
+    beside = [file.with_name(name)]
+    roots = (parent / "details" for parent in file.parents[:5])
+    found = next(
+        (
+            one
+            for one in chain(beside, *(root.rglob(name) for root in roots if root.is_dir()))
+            if one.is_file()
+        ),
+        None,
+    )
+    if found is None:
+        return []
+    import pyarrow.parquet as pq
+
+    return [
+        {
+            "doc_id": place,
+            "doc_hash": _hash(at(row, "doc.query")),
+            "filter": "none",
+            "filtered_resps": at(row, "model_response.text") or at(row, "model_response.logprobs"),
+            "target": at(row, "doc.gold_index"),
+            **row["metric"],
+        }
+        for place, row in enumerate(pq.read_table(found).to_pylist())
+    ]
+
+
+def _known(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if value is not None}
+
+
+EVALUATIONS: tuple[tuple[tuple[str, ...], Callable[[Row, Path], ImportedRun]], ...] = (
+    (("results", "configs", "n-shot"), _lm_eval),
+    (("results", "config_general", "config_tasks"), _lighteval),
+)
+
+
+def unknown_words(runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A clause on what the files of imported runs do not say; empty for runs of our own."""
+    found = [one["llmopt"]["imported"] for one in runs if "imported" in one["llmopt"]]
+    names = dict.fromkeys(name for one in found for name in one["unknown"])
+    tools = " and ".join(dict.fromkeys(one["tool"] for one in found))
+    return (f"unknown, as {tools} does not say: {', '.join(names)}",) if names else ()

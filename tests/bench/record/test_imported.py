@@ -1,0 +1,183 @@
+"""Results of other benchmarks: real files and files from documented fields (`results/README.md`), compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from llmopt.bench.gate.compare import compare
+from llmopt.bench.gate.limits import GateOutcome, parse_gate
+from llmopt.bench.record.formats import FORMATS
+from llmopt.bench.record.imported import UNKNOWN, read_imported
+from llmopt.bench.record.result import RunData
+from llmopt.bench.report.comparison import comparison_page
+from llmopt.bench.report.joined import joined_page
+from llmopt.bench.studies.history_runs import runs_of_results
+from llmopt.quant.base.errors import BadInput
+
+RESULTS = Path(__file__).with_name("results")
+DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"
+# {tool: (base, new, {our key: its value in the base file})}
+PAIRS = {
+    "sglang bench_serving": (
+        "sglang/base.jsonl",
+        "sglang/new.jsonl",
+        {"median_ttft_ms": 49.0, "mean_e2el_ms": 120.0, "completed": 16},
+    ),
+    "inference-perf": (
+        "inference-perf/base",
+        "inference-perf/new",
+        {"median_ttft_ms": 98.0, "mean_tpot_ms": 15.0, "p99_e2el_ms": 1740.0, "failed": 0},
+    ),
+    "llama-bench": (
+        "llama-bench/base.json",
+        "llama-bench/new.jsonl",
+        {"output_throughput": 119.0, "input_throughput": 7100.0, "completed": None},
+    ),
+    "trtllm-bench": (
+        "trtllm-bench/base.json",
+        "trtllm-bench/new.json",
+        {"duration": 4.0, "p50_tpot_ms": 21.56, "mean_e2el_ms": 3000.0},
+    ),
+}
+
+
+def read(name: str) -> RunData:
+    return RunData.read(RESULTS / name)
+
+
+@pytest.mark.parametrize("tool", PAIRS)
+def test_two_files_of_a_tool_compare(tool: str, tmp_path: Path) -> None:
+    *names, values = PAIRS[tool]
+    base, new = map(read, names)
+    assert base.result["llmopt"]["imported"]["tool"] == tool
+    assert {key: base.result[key] for key in values} == pytest.approx(values)
+    found = compare(base, new, threshold=0.05)
+    assert found.deltas and not found.conditions
+    # Nothing is assumed: what the tool does not say is in the verdict's words.
+    missing = base.result["llmopt"]["imported"]["unknown"]
+    assert all(word in found.sentence for word in missing) and missing
+    comparison_page(base, new, found).write(tmp_path / "page.html", tmp_path / "page.md")
+    joined_page([base, new]).write(tmp_path / "joined.html")
+    assert tool in (tmp_path / "page.md").read_text()
+    assert compare(base, base, threshold=0.05).outcome is GateOutcome.PASS
+
+
+def test_every_format_is_in_the_documents() -> None:
+    page = DOCS.read_text()
+    assert [one.tool for one in FORMATS if f"| `{one.tool}` |" not in page] == []
+
+
+def test_repetitions_are_passes_and_requests_are_paired() -> None:
+    llama = read("llama-bench/base.json")
+    assert len(llama.values("output_throughput")) == 5
+    assert (
+        compare(llama, read("llama-bench/new.jsonl"), threshold=0.05).outcome
+        is GateOutcome.REGRESSION
+    )
+    base, new = read("sglang/base.jsonl"), read("sglang/new.jsonl")
+    assert base.by_request("ttft_ms").keys() == new.by_request("ttft_ms").keys()
+    assert len(base.by_request("tpot_ms")) == 16
+
+
+def test_two_tools_are_not_compared() -> None:
+    found = compare(read("sglang/base.jsonl"), read("trtllm-bench/base.json"), threshold=0.05)
+    assert found.outcome is GateOutcome.NO_VERDICT
+    assert "measuring tool and its formulas" in found.conditions
+
+
+def test_several_settings_in_a_file_are_named(tmp_path: Path) -> None:
+    row = json.loads((RESULTS / "sglang/base.jsonl").read_text())
+    rows = [row, row | {"request_rate": 8.0}, row | {"duration": 9.0}]
+    path = tmp_path / "all.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadInput, match=r"holds 2 runs .* all.jsonl#1 \(load.request_rate 4.0\)"):
+        RunData.read(path)
+    assert (
+        RunData.read(tmp_path / "all.jsonl#2").result["llmopt"]["identity"]["load"]["request_rate"]
+        == 8.0
+    )
+    assert RunData.read(tmp_path / "all.jsonl#1").result["llmopt"]["num_runs"] == 2
+    with pytest.raises(BadInput, match="from #1"):
+        RunData.read(tmp_path / "all.jsonl#3")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1]", "no json", '{"duration": 1}', '[{"a": 1}]'])
+def test_what_is_no_result_says_so(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert read_imported(tmp_path / "x.json") is None
+    with pytest.raises(BadInput):
+        RunData.read(tmp_path / "x.json")
+
+
+def test_a_damaged_result_names_its_tool(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"avg_latency": 1, "latencies": 3, "percentiles": {}}')
+    with pytest.raises(BadInput, match="is of vllm bench latency, but cannot be read"):
+        RunData.read(tmp_path / "x.json")
+
+
+def test_units_are_the_files_own(tmp_path: Path) -> None:
+    row = {
+        "aiperf_version": "0.13.0",
+        "request_throughput": {"unit": "requests/sec", "avg": 2.0},
+        "request_latency": {"unit": "sec", "avg": 0.5, "p50": 0.4},
+    }
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert RunData.read(tmp_path / "a.json").result["median_e2el_ms"] == pytest.approx(400)
+    (tmp_path / "a.json").write_text(
+        json.dumps(row | {"request_latency": {"unit": "ticks", "avg": 1}})
+    )
+    with pytest.raises(BadInput, match="'ticks', which is no known unit"):
+        RunData.read(tmp_path / "a.json")
+
+
+def test_a_history_takes_them_with_a_date() -> None:
+    with pytest.raises(BadInput, match="does not say when it was measured: give --date"):
+        runs_of_results([RESULTS / "sglang/base.jsonl"])
+    paths = [RESULTS / "sglang/base.jsonl", RESULTS / "sglang/new.jsonl"]
+    base, new = runs_of_results(paths, commit="abc", date="2026-11-22T10:00:00")
+    assert base.series == new.series and base.run_id != new.run_id
+    assert base.values["median_ttft_ms"] == pytest.approx(49.0) and base.set_aside is None
+    (dated,) = runs_of_results([RESULTS / "llama-bench/base.json"])
+    assert dated.date == "20250424-115850" and UNKNOWN in dated.commit
+
+
+def test_lighteval_is_paired_by_item(tmp_path: Path) -> None:
+    """Details as `EvaluationTracker.save_details` of lighteval 0.13 writes them: doc, model_response, metric."""
+    sides = []
+    for name, right in (("base", 20), ("new", 8)):
+        (source,) = (RESULTS / "lighteval" / name).rglob("results_*.json")
+        content = json.loads(source.read_text())
+        content["results"]["gsm8k|5"]["extractive_match"] = right / 40
+        place = tmp_path / name / "results" / "some" / "model" / source.name
+        place.parent.mkdir(parents=True)
+        place.write_text(json.dumps(content))
+        time = source.stem.removeprefix("results_")
+        details = (
+            tmp_path
+            / name
+            / "details"
+            / "some"
+            / "model"
+            / time
+            / f"details_gsm8k|5_{time}.parquet"
+        )
+        details.parent.mkdir(parents=True)
+        rows = [
+            {
+                "doc": {"query": f"question {number}", "gold_index": 0},
+                "model_response": {"text": [str(number < right)], "logprobs": []},
+                "metric": {"extractive_match": float(number < right)},
+            }
+            for number in range(40)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), details)
+        sides.append(RunData.read(tmp_path / name))
+    (change,) = compare(*sides, threshold=0.05).tasks
+    assert (change.lost, change.gained, change.num_items) == (12, 0, 40)
+    assert compare(*sides, threshold=0.05).outcome is GateOutcome.REGRESSION
+    limits = parse_gate("task.gsm8k.extractive_match>=-98%")
+    assert compare(*sides, threshold=0.05, limits=limits).outcome is GateOutcome.PASS
