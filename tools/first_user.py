@@ -129,6 +129,11 @@ class FirstUser:
                 self.expect(f"{pair}: the figure has another {delta['label']}", drawn)
         bytes_of = {"Weights as served": "served_weight_bytes", "KV cache": "kv_cache_bytes"}
         for row in rows(text, "", "base", "new", "change"):
+            if row[""] == "KL from the reference (nats)":
+                for name, side in ((base, "base"), (new, "new")):
+                    value = results[name]["llmopt"]["quality"]["kl_nats"]
+                    shown = [] if value is None else [row[side]]
+                    self.same(f"{pair}: KL of the {side}", value or 0.0, shown, len(shown))
             if row[""] in bytes_of:
                 for value, side in zip(
                     found["memory"][bytes_of[row[""]]], ("base", "new"), strict=True

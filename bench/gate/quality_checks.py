@@ -208,6 +208,8 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
         "perplexity_change_interval": None,
         "kl_nats": ours["kl_nats"],
         "top1_agreement": ours["top1_agreement"],
+        "base_kl_nats": theirs.get("kl_nats"),
+        "base_top1_agreement": theirs.get("top1_agreement"),
         "reference": ours["reference"],
     }
     values = {

@@ -135,8 +135,16 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
             number(new, 4),
             percent(scored["perplexity_change"], 2, signed=True) + _interval_of_change(scored),
         ],
-        ["KL from the reference (nats)", "", number(scored["kl_nats"], 5), ""],
-        ["Top-1 agreement with the reference", "", percent(scored["top1_agreement"], 2), ""],
+        [
+            "KL from the reference (nats)",
+            *(number(scored.get(key), 5) for key in ("base_kl_nats", "kl_nats")),
+            "",
+        ],
+        [
+            "Top-1 agreement with the reference",
+            *(percent(scored.get(key), 2) for key in ("base_top1_agreement", "top1_agreement")),
+            "",
+        ],
         *(
             [SCORED[key].label, *(_felt(SCORED[key], value) for value in sides), ""]
             for key, sides in scored.get("felt", {}).items()

@@ -28,7 +28,6 @@ from ..page.plot_style import (
     UNSURE,
     WAIT,
     canvas,
-    label,
     log_scale,
     title,
     to_svg,
@@ -72,15 +71,12 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axis.step(ordered, share, where="post", color=colour, label=name, linewidth=1.8)
             if len(values) == 1:
-                for percentile, line, height, shift in ((50, "-", 0.24, 4), (99, ":", 0.12, -4)):
-                    at = float(np.percentile(ordered, percentile))
-                    axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=line)
-                    style = {
-                        "fontsize": 8.5,
-                        "color": MUTED,
-                        "ha": "left" if shift > 0 else "right",
-                    }
-                    label(axis, f"p{percentile} {at:.3g}", (at, height), (shift, 0), **style)
+                marks = {}
+                for percentile, line in ((50, "-"), (99, ":")):
+                    marks[percentile] = float(np.percentile(ordered, percentile))
+                    axis.axvline(marks[percentile], color=MUTED, linewidth=0.9, linestyle=line)
+                said = " · ".join(f"p{percentile} {at:.3g}" for percentile, at in marks.items())
+                axis.set_title(said, loc="right", fontsize=8.5, color=MUTED)
         title(axis, name_of)
         axis.set_xlabel("ms")
         axis.set_xlim(left=0)
