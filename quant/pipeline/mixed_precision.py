@@ -87,20 +87,20 @@ class Lane:
     stream: LayerStream
     samples: tuple[torch.Tensor, Images]
 
-    def allocate(self, bytes_bound: int, times: TimeBound | None = None) -> Allocation:
+    def allocate(self, bytes_bound: int) -> Allocation:
         """The mixture of least expected KL divergence; of a format that holds one scheme, the best of one.
 
         Args:
             bytes_bound: that the linears may take; the others take `search.rest_bytes`.
         """
-        best = allocate(self.choices, bytes_bound, times)
+        best = allocate(self.choices, bytes_bound)
         if _holds(self.search.plan, self.schemes_of(best)):
             return best
-        return allocate(self.choices, bytes_bound, times, exclusive=True)
+        return allocate(self.choices, bytes_bound, exclusive=True)
 
-    def front(self, points: int, times: TimeBound | None = None) -> list[Allocation]:
+    def front(self, points: int) -> list[Allocation]:
         """Mixtures from the fewest bytes to the most that lower the cost; see `front`."""
-        return front(self.choices, points, lambda bound: self.allocate(bound, times))
+        return front(self.choices, points, self.allocate)
 
     def schemes_of(self, allocation: Allocation) -> dict[str, Scheme]:
         """The schemes of an allocation; modules that stay in 16 bits have none."""
@@ -184,8 +184,6 @@ def _record(search: Search, allocations: list[Allocation]) -> list[dict[str, Any
 _SECONDS = 60.0  # a hundred layers of twenty candidates take less than one
 _GAP = 1e-4
 _TRIES = 8  # with bounds that the solver's tolerances do not break
-_INFEASIBLE = 2  # of scipy's statuses
-_ROUNDING = 1e-9  # of sums of seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ class Allocation:
         bytes, cost: of all together.
         gap: how much less the least cost may be at most, as a share of the cost.
         bound: on the bytes, under which it was found.
-        seconds: of all together, where they were bounded.
     """
 
     chosen: tuple[int, ...]
@@ -204,55 +201,30 @@ class Allocation:
     cost: float
     gap: float
     bound: int
-    seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TimeBound:
-    """Expected time of each candidate of each choice, as the planner has it, and a bound on its sum.
-
-    Attributes:
-        seconds: in the order of the choices and their candidates.
-        most: such as the share of the linears in the time for an output token.
-    """
-
-    seconds: Sequence[Sequence[float]]
-    most: float
-
-
-def allocate(
-    choices: Sequence[Choice],
-    budget: int,
-    times: TimeBound | None = None,
-    *,
-    exclusive: bool = False,
-) -> Allocation:
-    """The candidates of least total cost within `budget` bytes, and within a time where one is given.
+def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False) -> Allocation:
+    """The candidates of least total cost within `budget` bytes.
 
     Args:
         exclusive: all choices take the same candidate, for formats that hold one scheme.
 
     Raises:
-        BadInput: no candidates keep to the bounds.
+        BadInput: the candidates of the fewest bytes take more.
     """
     if exclusive:
-        summed = times and TimeBound([_sums(times.seconds)], times.most)
-        found = allocate([_joined(choices)], budget, summed)
+        found = allocate([_joined(choices)], budget)
         return replace(found, chosen=found.chosen * len(choices))
     least = sum(min(choice.bytes) for choice in choices)
     if least > budget:
         raise too_small(budget, least)
-    parts: list[Sequence[Sequence[float]]] = [[choice.bytes for choice in choices]]
-    if times is not None:
-        parts.append(times.seconds)
-    taken, gap = _solved(choices, parts, [budget, *([times.most] if times else [])])
+    taken, gap = _solved(choices, budget)
     return Allocation(
         taken,
         sum(choice.bytes[number] for choice, number in zip(choices, taken, strict=True)),
         sum(choice.costs[number] for choice, number in zip(choices, taken, strict=True)),
         gap,
         budget,
-        times and sum(each[number] for each, number in zip(times.seconds, taken, strict=True)),
     )
 
 
@@ -278,43 +250,24 @@ def front(
 def _joined(choices: Sequence[Choice]) -> Choice:
     """All choices as one."""
     modules = tuple(module for choice in choices for module in choice.modules)
-    sizes, costs = (
-        _sums([getattr(choice, part) for choice in choices]) for part in ("bytes", "costs")
-    )
+    parts = ([getattr(choice, part) for choice in choices] for part in ("bytes", "costs"))
+    sizes, costs = (tuple(map(sum, zip(*rows, strict=True))) for rows in parts)
     return Choice(modules, sizes, costs)
 
 
-def _sums(rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Sums over the choices, for each candidate."""
-    return tuple(map(sum, zip(*rows, strict=True)))
-
-
-def _solved(
-    choices: Sequence[Choice], parts: Sequence[Sequence[Sequence[float]]], bounds: Sequence[float]
-) -> tuple[tuple[int, ...], float]:
-    """The candidate of each choice, and the gap to the optimum.
-
-    Args:
-        parts: what candidates of choices take of each resource: bytes first.
-        bounds: of these, on their sums.
-    """
+def _solved(choices: Sequence[Choice], budget: int) -> tuple[tuple[int, ...], float]:
+    """The candidate of each choice, and the gap to the optimum."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    pairs = [
-        (at, number)
-        for at, choice in enumerate(choices)
-        for number in _undominated([choice.costs, *(part[at] for part in parts)])
-    ]
+    pairs = [(at, number) for at, choice in enumerate(choices) for number in choice.efficient]
     costs = np.array([choices[at].costs[number] for at, number in pairs])
-    taken_of = np.array([[part[at][number] for at, number in pairs] for part in parts])
+    sizes = np.array([choices[at].bytes[number] for at, number in pairs], dtype=np.int64)
     # Bytes are whole numbers of the largest unit, bounded by half a one more for the solver's rounding.
-    unit = np.gcd.reduce(taken_of[0].astype(np.int64))
-    most: Any = np.array([bounds[0] // unit * unit + unit / 2, *bounds[1:]], dtype=float)
-    scales = np.array([row.max() or 1.0 for row in taken_of])
+    unit = np.gcd.reduce(sizes)
+    most, scale = budget // unit * unit + unit / 2, sizes.max() or 1
     one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], np.arange(len(pairs)))))
-    rounding = np.array([0, *(_ROUNDING * bound for bound in bounds[1:])])
-    for attempt in range(_TRIES):
+    for _ in range(_TRIES):
         with c_prints_on_stderr():
             result = milp(
                 costs / (costs.max() or 1.0),
@@ -322,33 +275,18 @@ def _solved(
                 bounds=Bounds(0, 1),
                 constraints=[
                     LinearConstraint(one_each, 1, 1),
-                    LinearConstraint(taken_of / scales[:, None], ub=most / scales),
+                    LinearConstraint(sizes[None] / scale, ub=most / scale),
                 ],
                 options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
             )
-        if result.status == _INFEASIBLE and not attempt:
-            within = " s within ".join(f"{bound:,.10g}" for bound in reversed(bounds))
-            raise BadInput(f"no candidates keep to {within} bytes")
         if result.x is None:
             raise RuntimeError(f"HiGHS found no allocation: {result.message}")
-        over = taken_of @ (result.x > 0.5) - bounds
-        if (over <= rounding).all():
+        over = sizes @ (result.x > 0.5) - budget
+        if over <= 0:
             taken = dict(pair for pair, on in zip(pairs, result.x > 0.5, strict=True) if on)
             return tuple(taken[at] for at in range(len(choices))), float(result.mip_gap or 0.0)
-        most -= over.clip(min=0)  # many small choices go beyond a bound within its tolerances
-    raise RuntimeError(f"HiGHS keeps to no bound of {bounds[0]:,} bytes for such candidates")
-
-
-def _undominated(parts: Sequence[Sequence[float]]) -> list[int]:
-    """The candidates that no other beats in all parts; of equal ones the first."""
-    points = list(zip(*parts, strict=True))
-
-    def beats(other: int, number: int) -> bool:
-        less = all(a <= b for a, b in zip(points[other], points[number], strict=True))
-        return less and (points[other] != points[number] or other < number)
-
-    numbers = range(len(points))
-    return [one for one in numbers if not any(beats(other, one) for other in numbers)]
+        most -= over  # many small choices go beyond a bound within its tolerances
+    raise RuntimeError(f"HiGHS keeps to no bound of {budget:,} bytes for such candidates")
 
 
 @contextlib.contextmanager

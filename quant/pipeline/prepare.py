@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
+
 from ...recipes import DATA
 from ..base.device import HOST
 from ..base.errors import BadInput
@@ -24,7 +26,7 @@ from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
 from ..plan.request import QuantizeRequest, require_target, searches
 from ..plan.selection import Shapes
-from ..stream.calibration import Calibration, load_calibration, no_calibration
+from ..stream.calibration import Calibration, Images, load_calibration, no_calibration
 from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
 from ..stream.layer_stream import LayerStream
 from ..stream.sources import (
@@ -218,16 +220,18 @@ def _measure(
         folder.measure(begun.stream, calibration, progress, head=head, kv=kv, replaced=replaced)
     sensitivities = Sensitivities(folder.folder)
     if not sensitivities.complete:
-        sensitivities.measure(begun.stream, *calibration.samples, progress)
+        sensitivities.measure(begun.stream, *_checked(calibration), progress)
 
 
 def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
-    """The candidates with their costs, and the held-out samples, or the calibration ones without these."""
-    calibration = begun.calibration
+    """The candidates with their costs."""
     choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
-    held_out = bool(len(calibration.held_out))
-    checked = calibration.held_out_samples if held_out else calibration.samples
-    return Lane(search, choices, folder, begun.stream, checked)
+    return Lane(search, choices, folder, begun.stream, _checked(begun.calibration))
+
+
+def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:
+    """The held-out samples, or the calibration ones without these."""
+    return calibration.held_out_samples if len(calibration.held_out) else calibration.samples
 
 
 def _check_data_free(plan: QuantizePlan) -> None:

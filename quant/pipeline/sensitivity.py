@@ -8,8 +8,9 @@ tokens. The weight of an output is its mean `g_o²`; that of a token, by which t
 is taken, is its sum of `g²` over outputs: the first token of a text may have large inputs that nothing feels.
 
 One pass forward and one backward over few samples measure it, a layer in memory at a time, with the states
-that enter each layer on disk between the two. Errors are in nats a token, whatever layer they are in, and so
-add up.
+that enter each layer on disk between the two: a pass that was killed goes on at its layer. The samples are
+held out, because the solver fits the codes to those of the calibration, whose errors are too small. Errors are
+in nats a token, whatever layer they are in, and so add up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from .quantized_layer import HEAD_FAMILY
 
 _TOKENS = 8192
 _ROWS = 4096  # of an embedding or output head by which the errors of all are told
-_ENTERING, _HEAD, _EMBEDDING = "entering", "sensitivity-head", "sensitivity-embedding"
+_ENTERING, _BEHIND, _HEAD, _EMBEDDING = (
+    "entering",
+    "behind",
+    "sensitivity-head",
+    "sensitivity-embedding",
+)
 _TABLE = "model.embed_tokens"
 Tensors = Mapping[str, torch.Tensor]
 
@@ -129,32 +135,80 @@ class Sensitivities:
         """Run the model forward and backward over the first samples `[samples, length]`."""
         count = max(1, _TOKENS // token_ids.shape[1])
         samples = token_ids[:count], images[:count]
-        progress.start("measuring gradients", 2 * stream.num_layers, "layers")
+        layers = range(stream.num_layers)
+        progress.start("measuring gradients", 2 * len(layers), "layers")
         stream.prepare(*samples)
-        states = stream.embed(*samples)
-        for index in range(stream.num_layers):
-            self._write(f"{_ENTERING}-{index:05d}", states.stored(_ENTERING))
+        backward = _Backward(stream, samples[0])
+        behind = [index for index in (*layers, len(layers)) if self._path(_BEHIND, index).is_file()]
+        if behind:
+            backward.behind = self._batched(behind[0], stream.device)
+        else:
+            self._forward(stream, samples, backward, progress)
+        left = layers[: behind[0] if behind else None]
+        progress.advance(2 * len(layers) - len(left) if behind else 0)
+        for index in reversed(left):
+            entering = load_file(self._path(_ENTERING, index))
             stream.load(index, stream.tensors(index))
-            states = stream.run(index, states, in_place=True)
-            _leave(stream, index, progress)
-        backward = _Backward(stream, states, samples[0].numel())
-        self._write(_HEAD, backward.stored(HEAD_FAMILY))
-        for index in reversed(range(stream.num_layers)):
-            path = self._path(f"{_ENTERING}-{index:05d}")
-            stream.load(index, stream.tensors(index))
-            backward.through(index, States.restored(_ENTERING, samples, load_file(path)))
-            self._write(f"sensitivity-{index:05d}", backward.stored(stream.family(index)))
+            backward.through(index, States.restored(_ENTERING, samples, entering))
+            self._write("sensitivity", index, backward.stored(stream.family(index)))
             if not index:
-                self._write(_EMBEDDING, backward.stored_embedding(load_file(path)))
-            path.unlink()
+                self._write(_EMBEDDING, None, backward.stored_embedding(entering))
+            self._keep(backward.behind, index)
             _leave(stream, index, progress)
         progress.finish()
         write_atomically(self._path("sensitivity"), b"")
+        for name in (_ENTERING, _BEHIND):
+            for path in self._folder.glob(f"{name}-*"):
+                path.unlink()
+
+    def _forward(
+        self,
+        stream: LayerStream,
+        samples: tuple[torch.Tensor, Images],
+        backward: _Backward,
+        progress: Progress,
+    ) -> None:
+        """Write the states that enter each layer, and begin the backward pass behind the last."""
+        layers = range(stream.num_layers)
+        begun = [index for index in layers if self._path(_ENTERING, index).is_file()]
+        if begun:
+            stored = load_file(self._path(_ENTERING, begun[-1]))
+            states = States.restored(_ENTERING, samples, stored)
+        else:
+            states = stream.embed(*samples)
+        first = len(begun[:-1])
+        progress.advance(first)
+        for index in layers[first:]:
+            self._write(_ENTERING, index, states.stored(_ENTERING))
+            stream.load(index, stream.tensors(index))
+            states = stream.run(index, states, in_place=True)
+            _leave(stream, index, progress)
+        backward.begin(states)
+        self._write(_HEAD, None, backward.stored(HEAD_FAMILY))
+        self._keep(backward.behind, len(layers))
+
+    def _keep(self, behind: Sequence[Tensors], index: int) -> None:
+        """Keep the gradients of the states that enter a layer, in place of those that leave it."""
+        named = {
+            f"{at}.{name}": each.to(HOST)
+            for at, one in enumerate(behind)
+            for name, each in one.items()
+        }
+        self._write(_BEHIND, index, named)
+        for path in (self._path(_ENTERING, index), self._path(_BEHIND, index + 1)):
+            path.unlink(missing_ok=True)
+
+    def _batched(self, index: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+        """The gradients that were kept, batch by batch."""
+        batches: dict[int, dict[str, torch.Tensor]] = {}
+        for key, tensor in load_file(self._path(_BEHIND, index)).items():
+            at, _, name = key.partition(".")
+            batches.setdefault(int(at), {})[name] = tensor.to(device)
+        return [batches[at] for at in sorted(batches)]
 
     def read(self, index: int | None, family: LayerMap) -> LayerSensitivity:
         """The sensitivity of a layer, or of the output projection (None)."""
-        name = _HEAD if index is None else f"sensitivity-{index:05d}"
-        tensors = load_file(self._path(name))
+        tensors = load_file(self._path(_HEAD if index is None else "sensitivity", index))
         return LayerSensitivity(
             {
                 linear: tensors[f"outputs.{linear}"]
@@ -179,11 +233,12 @@ class Sensitivities:
             head[f"inputs.{HEAD}"],
         )
 
-    def _write(self, name: str, tensors: Tensors) -> None:
-        write_tensors(self._path(name), tensors, layout_of(tensors))
+    def _write(self, name: str, index: int | None, tensors: Tensors) -> None:
+        write_tensors(self._path(name, index), tensors, layout_of(tensors))
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.safetensors"
+    def _path(self, name: str, index: int | None = None) -> Path:
+        layer = "" if index is None else f"-{index:05d}"
+        return self._folder / f"{name}{layer}.safetensors"
 
 
 def _leave(stream: LayerStream, index: int, progress: Progress) -> None:
@@ -193,28 +248,35 @@ def _leave(stream: LayerStream, index: int, progress: Progress) -> None:
 
 
 class _Backward:
-    """The backward pass, layer by layer, and what it saw of the last one."""
+    """The backward pass, layer by layer, and what it saw of the last one.
 
-    def __init__(self, stream: LayerStream, states: States, num_tokens: int):
-        """Begin at the head, with the states behind the last layer."""
-        self._stream, self._num_tokens = stream, num_tokens
+    Attributes:
+        behind: gradients of the states behind the layer that is next, batch by batch.
+    """
+
+    def __init__(self, stream: LayerStream, token_ids: torch.Tensor):
+        self._stream, self._token_ids = stream, token_ids
         self._generator = torch.Generator().manual_seed(0)
         self._outputs: dict[str, torch.Tensor] = {}
         self._inputs: dict[str, InputStatistics] = {}
-        batches = self._batches(states)
-        self._token_ids = [batch.token_ids for batch in batches]
-        self._behind = [self._from_head(batch) for batch in batches]
+        self.behind: list[dict[str, torch.Tensor]] = []
+
+    def begin(self, states: States) -> None:
+        """Begin at the head, with the states behind the last layer."""
+        self.behind = [self._from_head(batch) for batch in self._batches(states)]
 
     def through(self, index: int, states: States) -> None:
         """Go on through a loaded layer, which these states enter."""
         if not self._stream.called(index):
             return
         for number, batch in enumerate(self._batches(states)):
-            self._behind[number] = self._through_batch(index, batch, self._behind[number])
+            self.behind[number] = self._through_batch(index, batch, self.behind[number])
 
     def stored(self, family: LayerMap) -> dict[str, torch.Tensor]:
         """The sensitivity of the last layer, for its file; what was seen is forgotten."""
-        tensors = {f"outputs.{n}": each / self._num_tokens for n, each in self._outputs.items()}
+        tensors = {
+            f"outputs.{n}": each / self._token_ids.numel() for n, each in self._outputs.items()
+        }
         for group in family.shared_inputs:
             if group[0] in self._inputs:
                 total = sum(float(self._outputs[linear].sum()) for linear in group)
@@ -230,8 +292,8 @@ class _Backward:
         table, states = f"{_TABLE}.weight", entering.get(f"{_ENTERING}.hidden")
         if states is None or table not in self._stream.checkpoint:
             return {}
-        ids = torch.cat(self._token_ids).flatten()
-        gradients = torch.cat([each["hidden"] for each in self._behind]).to(HOST, torch.float32)
+        ids = self._token_ids.flatten()
+        gradients = torch.cat([each["hidden"] for each in self.behind]).to(HOST, torch.float32)
         squares = gradients.flatten(0, -2).square()
         rows = self._stream.checkpoint.tensor(table)
         scale = states.float().square().sum() / rows[ids].float().square().sum()
