@@ -77,6 +77,7 @@ def show_front(decision: Record, console: Console) -> None:
         if lane["refused"] is not None:
             say(f"{lane['name']}: refused: {lane['refused']}", console)
     console.print(_front_table(decision))
+    say(_gap(decision), console)
     for one in decision["usual"]:
         if one["breaks"] and one["id"] is None:
             say(f"not {one['name']}: {one['why']}", console)
@@ -98,6 +99,7 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
         console.print(_finalists_table(decision, console.width))
     for line in _neighbours(decision, named):
         say(line, console)
+    say(_gap(decision), console)
     for usual in decision["usual"]:
         say(f"why not {usual['name']}: {usual['why']}", console)
     say(f"Report: {folder / 'best.html'}, {folder / 'decision.json'}", console)
@@ -155,6 +157,13 @@ def _neighbours(decision: Record, named: Mapping[str, Record]) -> Iterator[str]:
             size, kl = one["bytes"] / base["bytes"] - 1, one["kl"]["value"] - base["kl"]["value"]
             broken = f"; it breaks {'; '.join(one['breaks'])}" if one["breaks"] else ""
             yield f"{said}: {one['id']}, {size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
+
+
+def _gap(decision: Record) -> str:
+    """How far the solver may be from the optimum."""
+    from ..bench.best.decision import gap_words
+
+    return f"search: {gap_words(decision['front'])}"
 
 
 def _size(count: int) -> str:

@@ -37,6 +37,7 @@ from ..page.plot_style import (
 )
 from ..page.templates import page_of
 from ..quality.summary import FORMULAS
+from .decision import gap_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,6 +72,7 @@ def best_page(decision: Decision) -> Page:
         pictures=list({one.name: one for one in pictures if one}.values()),
         predicted=predicted_figure(decision, points),
         front=[(point, words(point)) for point in decision["front"]],
+        gap=gap_words(decision["front"]),
         formulas={name: FORMULAS[name] for name in SHOWN_FORMULAS if name in FORMULAS},
     )
 

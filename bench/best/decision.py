@@ -76,9 +76,7 @@ def check_point(asked: Record, point: Record, band: tuple[float, float] | None) 
         kept = True if high <= promise["limit"] else False if low > promise["limit"] else None
         said = f"expected KL {expected:.3g} > {promise['limit']:g}"
         broken.append((kept, said, (expected - promise["limit"]) / (promise["limit"] or 1.0)))
-    shown = {
-        name: value for name, value in point.items() if name not in ("quantize", "unfit", "gap")
-    }
+    shown = {name: value for name, value in point.items() if name not in ("quantize", "unfit")}
     breaks = [said for kept, said, _ in broken if kept is False]
     return {
         **shown,
@@ -90,9 +88,8 @@ def check_point(asked: Record, point: Record, band: tuple[float, float] | None) 
 
 
 def choose(asked: Record, searched: Record, count: int) -> list[str]:
-    """The finalists: usual quantizations that may keep the promises, and the points of the front around the
-    one that is expected to be the answer, nearest first, in the order of bytes."""
-    usual = [one["id"] for one in searched["usual"] if one["refused"] is None and _may(asked, one)]
+    """The finalists in the order of bytes: points of the front around the one that is expected to be the
+    answer, and fewer usual quantizations that may keep the promises; the nearest of both."""
     points = [one for one in undominated(searched["front"]) if _may(asked, one)]
     most = next((one["limit"] for one in asked["promises"] if one["metric"] == "kl"), None)
     at = len(points) - 1
@@ -100,9 +97,19 @@ def choose(asked: Record, searched: Record, count: int) -> list[str]:
         at = next((n for n, one in enumerate(points) if one["expected_kl"] <= most), at)
     # The smaller neighbour first: it is what the answer has to be defended against.
     near = sorted(range(len(points)), key=lambda n: (abs(n - at), n))
-    wanted = max(1, count - len(usual))
-    chosen = [points[n]["id"] for n in sorted(near[:wanted])]
-    return [*chosen, *usual][: max(count, 1)]
+    usual = [one for one in searched["usual"] if one["refused"] is None and _may(asked, one)]
+    if points:
+        usual.sort(key=lambda one: abs(one["bytes"] - points[at]["bytes"]))
+        usual = usual[: max((count - 1) // 2, count - len(points))]
+    chosen = sorted(near[: max(1, count - len(usual))])
+    return [*(points[n]["id"] for n in chosen), *(one["id"] for one in usual[:count])]
+
+
+def gap_words(front: Sequence[Record]) -> str:
+    """How far the solved points of a front are from the optimum at most."""
+    gaps = [one["gap"] for one in front if one.get("gap") is not None]
+    most = max(gaps, default=0.0)
+    return f"expected KL of each of {len(gaps)} mixtures at most {most:.2%} above the least in its bytes"
 
 
 def _may(asked: Record, point: Record) -> bool:

@@ -93,7 +93,12 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     if kv_dtype not in _DTYPES:
         bench["kv_cache_dtype"] = kv_dtype
-    variants = [{"name": one["id"], "quantize": dict(one["quantize"])} for one in points]
+    variants = []
+    for one in points:
+        made = dict(one["quantize"])
+        if "stats" in made:  # resumed from any folder
+            made["stats"] = str(Path(made["stats"]).resolve())
+        variants.append({"name": one["id"], "quantize": made})
     return Recipe.model_validate(
         {
             "name": FINALISTS,

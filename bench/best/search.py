@@ -47,6 +47,7 @@ from .target import STATISTICS, BestRequest, local_gpu
 SEARCH_NAME, MACHINE = "search.json", "machine"
 POINTS = 16
 """Bounds of the front of each lane."""
+TIMES = ("tpot_ms", "ttft_ms", "e2el_ms")
 _ROWS = {
     "llmopt": "llmopt",
     "vllm": "vLLM",
@@ -249,7 +250,7 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
     """
     path = folder / SEARCH_NAME
     if path.is_file():
-        return read_json(path)
+        return _with_paths(read_json(path), folder)
     stats = target.asked.stats or folder / STATISTICS
     kv_dtype = _kv_dtype(target)
     lanes, requests = _lanes(target, stats, kv_dtype)
@@ -263,6 +264,9 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
     target, points = measure_machine(target, folder / MACHINE, progress), []
     for request, lane in zip(requests, fronts, strict=True):
         points += _front(target, lane, request, kv_dtype)
+    named = STATISTICS if target.asked.stats is None else str(stats.resolve())
+    for point in points:
+        point["quantize"] |= {"stats": named, **target.asked.shared}
     found = {
         "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
         "context": target.longest,
@@ -272,6 +276,13 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         "usual": [_usual(target, name, kv_dtype) for name in USUAL],
     }
     write_atomically(path, json.dumps(found, indent=1) + "\n")
+    return _with_paths(found, folder)
+
+
+def _with_paths(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The search with the statistics' folder, which it names from its own, as it is named from here."""
+    for point in found["front"]:
+        point["quantize"]["stats"] = str(folder / point["quantize"]["stats"])
     return found
 
 
@@ -418,24 +429,49 @@ def _point(
         "bits_per_weight": bits,
         "expected_kl": allocation.cost,
         "gap": allocation.gap,
-        **target.planned(_weights(schemes, search.plan, size), kv_dtype),
+        **_planned(target, schemes, search.plan, size, kv_dtype),
         "layers": layers,
-        "quantize": {**made, "stats": str(request.stats), **target.asked.shared},
+        "quantize": made,
     }
 
 
-def _weights(schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int) -> WeightRecipe:
-    """Weights as the planner has them: of their exact bytes, and computed as most of them are."""
-    counts: Counter[str] = Counter()
-    held, total = Fraction(0), 0
+def _planned(
+    target: Target, schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int, kv_dtype: str
+) -> dict[str, Any]:
+    """Fit of weights of their exact bytes, and expected speed: linears run one after the other, so times are
+    the mean of those of each kind by its share of the weights."""
+    weights: Counter[str] = Counter()
+    bits: dict[str, Fraction] = {}
     for module, (rows, columns) in plan.modules.items():
         scheme = schemes.get(module)
-        counts[scheme.label if scheme else "bf16"] += rows * columns
-        bits = 16 if scheme is None else scheme.bits_per_weight(rows, columns)
-        held, total = held + Fraction(bits) * rows * columns, total + rows * columns
-    (label, _), *_ = counts.most_common(1)
-    width = (held / total).limit_denominator(1 << 20)
-    return WeightRecipe(label, width, scale_bits=0, stored_bytes=size)
+        kind = scheme.label if scheme else "bf16"
+        width = 16 if scheme is None else scheme.bits_per_weight(rows, columns)
+        weights[kind] += rows * columns
+        bits[kind] = bits.get(kind, Fraction(0)) + Fraction(width) * rows * columns
+    parts = []
+    for kind, count in weights.items():
+        width = (bits[kind] / count).limit_denominator(1 << 20)
+        recipe = WeightRecipe(kind, width, scale_bits=0, stored_bytes=size)
+        parts.append((count / weights.total(), target.planned(recipe, kv_dtype)))
+    _, found = parts[0]
+    if found["speed"] is None:
+        return found
+    return found | {"speed": mean_speed([(share, part["speed"]) for share, part in parts])}
+
+
+def mean_speed(parts: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Times of a mixture from the shares and the times of its kinds; without a band where one has none."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(share * value for (share, _), value in zip(parts, values, strict=True))
+
+    speeds = [speed for _, speed in parts]
+    found: dict[str, Any] = {name: mean([speed[name] for speed in speeds]) for name in TIMES}
+    for name in ("band", "ttft_band"):
+        edges = [speed[name] for speed in speeds]
+        found[name] = None if None in edges else [mean(one) for one in zip(*edges, strict=True)]
+    found["tokens_per_s"] = 1 / mean([1 / speed["tokens_per_s"] for speed in speeds])
+    return {**speeds[0], **found}
 
 
 def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
@@ -459,6 +495,7 @@ def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
         * 8
         / sum(rows * columns for rows, columns in plan.modules.values()),
         "expected_kl": None,
-        **target.planned(_weights(plan.schemes, plan, size), kv_dtype),
+        "gap": None,
+        **_planned(target, plan.schemes, plan, size, kv_dtype),
         "layers": {module: scheme.label for module, scheme in plan.schemes.items()},
     }

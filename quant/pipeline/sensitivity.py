@@ -9,7 +9,7 @@ is taken, is its sum of `g²` over outputs: the first token of a text may have l
 
 One pass forward and one backward over few samples measure it, a layer in memory at a time, with the states
 that enter each layer on disk between the two: a pass that was killed goes on at its layer. The samples are
-held out, because the solver fits the codes to those of the calibration, whose errors are too small. Errors are
+held out: the solver fits the codes to those of the calibration, and errors on them are too small. Errors are
 in nats a token, whatever layer they are in, and so add up.
 """
 

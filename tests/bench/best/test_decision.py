@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from llmopt.bench.best.decision import check_point, choose, decide, slo_breaks
+from llmopt.bench.best.decision import check_point, choose, decide, gap_words, slo_breaks
 
 SIZES = (100, 200, 300, 400)
 EXPECTED = (0.4, 0.1, 0.04, 0.01)
@@ -157,7 +157,7 @@ def test_what_does_not_fit_leaves_the_front() -> None:
 @pytest.mark.parametrize(
     ("question", "count", "chosen"),
     [
-        (asked(), 2, ["p300", "awq"]),
+        (asked(), 2, ["p200", "p300"]),
         (asked(), 3, ["p200", "p300", "awq"]),
         (asked(), 10, ["p100", "p200", "p300", "p400", "awq"]),
         (asked(is_bounded=True, size_bytes=400, promises=[]), 3, ["p300", "p400", "awq"]),
@@ -169,6 +169,20 @@ def test_finalists_are_around_the_expected_answer(
 ) -> None:
     usuals = [usual("awq"), usual("Q4_K_M", refused="vLLM does not load it")]
     assert choose(question, searched(usuals), count) == chosen
+
+
+def test_most_finalists_are_searched_and_the_usual_ones_the_nearest() -> None:
+    usuals = [usual("awq", 360), usual("Q4_K_M", 310), usual("fp8", 390)]
+    assert choose(asked(), searched(usuals), 3) == ["p200", "p300", "Q4_K_M"]
+    assert choose(asked(), searched(usuals), 6)[-2:] == ["Q4_K_M", "awq"]
+    few = searched(usuals) | {"front": searched()["front"][2:3]}
+    assert choose(asked(), few, 4) == ["p300", "Q4_K_M", "awq", "fp8"]
+
+
+def test_the_gap_to_the_optimum_in_words() -> None:
+    front = [point("p100", 100, 0.4, gap=0.0), point("p200", 200, 0.1, gap=1e-4), usual("awq")]
+    assert "each of 2 mixtures at most 0.01% above" in gap_words(front)
+    assert decide(asked(), searched() | {"front": front[:2]}, [])["front"][1]["gap"] == 1e-4
 
 
 def test_points_that_others_beat_are_no_finalists() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llmopt.bench.best import search
-from llmopt.bench.best.search import Target
+from llmopt.bench.best.finalists import affordable
+from llmopt.bench.best.search import Target, mean_speed
 from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
+from llmopt.engine.planner.weights import WeightRecipe
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
+from llmopt.quant.pipeline import preflight, timed_layer
 
 
 @pytest.mark.parametrize(
@@ -102,3 +108,37 @@ def test_speed_is_measured_where_this_machine_and_its_engine_are_the_target(
 def test_a_gpu_that_the_table_lacks_is_named_with_what_helps() -> None:
     with pytest.raises(BadInput, match=r"--gpu: no GPU 'h1000' in the table .*, or cpu$"):
         Target.of(BestRequest(gpu="h1000"), "stories3M")
+
+
+def test_the_speed_of_a_mixture_is_that_of_its_kinds() -> None:
+    """On a card that multiplies fp8 twice as fast, half of each is between the two; a mean of one kind is
+    that kind's."""
+    target = Target.of(BestRequest(gpu="h100", context="512", loads_in="vllm"), "stories3M")
+    kinds = [WeightRecipe(name, 8, scale_bits=0, stored_bytes=10**7) for name in ("fp8", "int8")]
+    fast, slow = (target.planned(kind, "bf16")["speed"] for kind in kinds)
+    alone = mean_speed([(1.0, fast)])
+    assert alone["tokens_per_s"] == pytest.approx(fast["tokens_per_s"])
+    assert alone | {"tokens_per_s": fast["tokens_per_s"]} == fast
+    mixed = mean_speed([(0.5, fast), (0.5, slow)])
+    for name in ("tpot_ms", "ttft_ms", "e2el_ms"):
+        assert fast[name] != slow[name] and mixed[name] == (fast[name] + slow[name]) / 2
+    edges = zip(fast["band"], slow["band"], strict=True)
+    assert mixed["band"] == pytest.approx([sum(one) / 2 for one in edges])
+    assert mean_speed([(0.5, fast), (0.5, slow | {"band": None})])["band"] is None
+
+
+def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on five seconds at every look; one is made however little time there is."""
+    made = {"method": "gptq", "bits": 4, "num_samples": 2, "seq_len": 64}
+    monkeypatch.setattr(preflight, "_operations_per_second", lambda: 1e6)  # so a layer is timed
+
+    def most(budget: float, tick: float) -> int:
+        clock = itertools.count(step=tick)
+        fake = SimpleNamespace(perf_counter=lambda: next(clock))
+        monkeypatch.setattr(timed_layer, "time", fake)
+        target = Target.of(BestRequest(budget=budget), "stories3M")
+        return affordable(target, [{"quantize": made}], 8, Silent())
+
+    counts = [most(3600.0 * hours, 5.0) for hours in (0, 1, 2, 4, 1000)]
+    assert counts[0] == 1 and counts[-1] == 8 and counts == sorted(counts)
+    assert 1 < counts[1] == most(7200.0, 10.0) < 8
