@@ -47,6 +47,24 @@ _BANDED = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "tpot_ms"}
 """The time whose band a metric has."""
 
 
+TIMES = ("tpot_ms", "ttft_ms", "e2el_ms")
+
+
+def mean_speed(parts: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Times of a mixture from the shares and the times of its kinds; without a band where one has none."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(share * value for (share, _), value in zip(parts, values, strict=True))
+
+    speeds = [speed for _, speed in parts]
+    found: dict[str, Any] = {name: mean([speed[name] for speed in speeds]) for name in TIMES}
+    for name in ("band", "ttft_band"):
+        edges = [speed[name] for speed in speeds]
+        found[name] = None if None in edges else [mean(one) for one in zip(*edges, strict=True)]
+    found["tokens_per_s"] = 1 / mean([1 / speed["tokens_per_s"] for speed in speeds])
+    return {**speeds[0], **found}
+
+
 def keeps(parts: Sequence[bool | None]) -> bool | None:
     """Whether all are kept: one that is broken decides, then one that is unsure."""
     return False if False in parts else None if None in parts else True

@@ -42,12 +42,12 @@ from ...quant.plan.plan import QuantizePlan, make_plan
 from ...quant.plan.request import QuantizeRequest
 from ..options.options import BenchOptions
 from ..session.run_sessions import run_bench, write_run
+from .decision import mean_speed
 from .target import STATISTICS, BestRequest, local_gpu
 
 SEARCH_NAME, MACHINE = "search.json", "machine"
 POINTS = 16
 """Bounds of the front of each lane."""
-TIMES = ("tpot_ms", "ttft_ms", "e2el_ms")
 _ROWS = {
     "llmopt": "llmopt",
     "vllm": "vLLM",
@@ -457,21 +457,6 @@ def _planned(
     if found["speed"] is None:
         return found
     return found | {"speed": mean_speed([(share, part["speed"]) for share, part in parts])}
-
-
-def mean_speed(parts: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Times of a mixture from the shares and the times of its kinds; without a band where one has none."""
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(share * value for (share, _), value in zip(parts, values, strict=True))
-
-    speeds = [speed for _, speed in parts]
-    found: dict[str, Any] = {name: mean([speed[name] for speed in speeds]) for name in TIMES}
-    for name in ("band", "ttft_band"):
-        edges = [speed[name] for speed in speeds]
-        found[name] = None if None in edges else [mean(one) for one in zip(*edges, strict=True)]
-    found["tokens_per_s"] = 1 / mean([1 / speed["tokens_per_s"] for speed in speeds])
-    return {**speeds[0], **found}
 
 
 def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:

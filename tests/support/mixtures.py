@@ -34,7 +34,8 @@ class Measured:
     def of(
         cls, model: Path, folder: Path, bpw: float, kept: int | None = None, **options: Any
     ) -> Measured:
-        """Search a model with gptq's codes, on `kept` evenly spaced candidates."""
+        """Search a model with gptq's codes, on `kept` evenly spaced candidates; half of the held-out samples
+        are for sensitivities, mixtures are measured on the others."""
         request = QuantizeRequest(
             model, folder / "out", method="gptq", format="compressed-tensors", **options
         )
@@ -54,10 +55,11 @@ class Measured:
             session.stream, calibration, Silent(), head=False, kv=False,
             replaced=search.round_uniform,
         )  # fmt: skip
-        sensitivities = Sensitivities(statistics.folder)
-        sensitivities.measure(session.stream, *calibration.samples, Silent())
+        sensitivities, half = Sensitivities(statistics.folder), len(calibration.held_out) // 2
+        sensitivities.measure(session.stream, calibration.held_out[:half], (), Silent())
         choices = measure_choices(search, sensitivities, statistics, Silent())
-        return cls(Lane(search, choices, statistics, session.stream, calibration.held_out_samples))
+        others = calibration.held_out[half:], ()
+        return cls(Lane(search, choices, statistics, session.stream, others))
 
     def divergences(self, mixtures: Sequence[tuple[int, ...]]) -> list[float]:
         """Measured KL divergence of mixtures, on text that calibration did not see."""

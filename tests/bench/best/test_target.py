@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from llmopt.bench.best import search
+from llmopt.bench.best.decision import mean_speed
 from llmopt.bench.best.finalists import affordable
-from llmopt.bench.best.search import Target, mean_speed
+from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.engine.planner.weights import WeightRecipe
 from llmopt.quant.base.errors import BadInput
