@@ -76,7 +76,12 @@ def _serve(
 ) -> None:
     """Validate all options before the model loads, then serve."""
     from ..engine.planner.facts import facts_of
-    from ..engine.server.launch import base_url, bind, bound_kernel_caches
+    from ..engine.server.launch import (
+        answering_while_loading,
+        base_url,
+        bind,
+        bound_kernel_caches,
+    )
     from ..engine.server.requests.observe import configure_logging
 
     described = facts_of(folder).line
@@ -85,12 +90,13 @@ def _serve(
     configure_logging(options.log_format)
     _tell(options, "loading", f"loading {folder} ({described}) ...", model=str(folder))
     bound_kernel_caches()
-    from ..engine.engine import Engine
-    from ..engine.server.app import create_app, describe_template
-    from ..engine.server.launch import serve
+    with answering_while_loading(listener, options.tls):
+        from ..engine.engine import Engine
+        from ..engine.server.app import create_app, describe_template
+        from ..engine.server.launch import serve
 
-    opened = Engine(config)
-    app = create_app(opened, model_name=served, options=options, **for_app)
+        opened = Engine(config)
+        app = create_app(opened, model_name=served, options=options, **for_app)
     url = base_url(listener, options.tls)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "

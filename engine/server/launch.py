@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -23,6 +26,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...quant.base.errors import BadInput, Failure
+from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions
 from .requests.loop import EngineLoop
 from .requests.observe import configure_logging
@@ -168,7 +172,7 @@ def bound_kernel_caches() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until `serve`.
+    """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until it listens.
 
     Raises:
         BadInput: the port is in use, or the address is not one of this machine's.
@@ -214,6 +218,58 @@ def base_url(listener: socket.socket, tls: TlsOptions | None = None) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def _listen(listener: socket.socket) -> None:
+    try:
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+@contextlib.contextmanager
+def answering_while_loading(listener: socket.socket, tls: TlsOptions | None) -> Iterator[None]:
+    """Answer every request with 503 and `Retry-After`, as llama.cpp's server does, until the model is loaded.
+
+    Under TLS, whose handshakes are the server's, connections are refused until then.
+
+    Raises:
+        BadInput: another process has begun to listen on the port since `bind`.
+    """
+    if tls is not None:
+        yield
+        return
+    _listen(listener)
+    server = ThreadingHTTPServer(listener.getsockname()[:2], _Loading, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    answers = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    answers.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        answers.join()
+
+
+class _Loading(BaseHTTPRequestHandler):
+    timeout = 5
+    """Seconds that a connection has for its request."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(error_body(503, "the model is loading", code="loading_model")).encode()
+        self.send_response(503)
+        self.send_header("Retry-After", "1")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing: it is a server's first seconds."""
+
+
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
     """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight.
 
@@ -225,11 +281,7 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
         BadInput: another process has begun to listen on the port since `bind`.
         Failure: the engine failed, so that a supervisor should start the server again.
     """
-    try:
-        listener.listen()
-    except OSError as error:
-        host, port = listener.getsockname()[:2]
-        raise _cannot_listen(host, port, error) from error
+    _listen(listener)
     server = Server(app, on_ready)
     server.run(sockets=[listener])
     app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown

@@ -1,4 +1,4 @@
-"""Shutdown without a failed request: the delay after SIGTERM, the drain, and what systemd is told."""
+"""A server's start and end: answers while the model loads, the delay after SIGTERM, the drain, and systemd."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ STREAM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def serve_while(client: Callable[[str], None], engine: Any = None, **options: Any) -> None:
+def serve_while(
+    client: Callable[[str], None],
+    engine: Any = None,
+    listener: socket.socket | None = None,
+    **options: Any,
+) -> None:
     """Serve until the client, in a thread, has sent SIGTERM; what it raises is raised here."""
-    listener, failures = bind("127.0.0.1", 0), []
+    listener, failures = listener or bind("127.0.0.1", 0), []
     app = create_app(
         engine or make_engine("stories260K"), model_name="tiny", options=ServerOptions(**options)
     )
@@ -48,6 +53,22 @@ def serve_while(client: Callable[[str], None], engine: Any = None, **options: An
     thread.join(20)
     if failures:
         raise failures[0]
+
+
+def test_while_the_model_loads_every_path_is_503() -> None:
+    listener = bind("127.0.0.1", 0)
+    url = base_url(listener)
+    with launch.answering_while_loading(listener, None):
+        for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+            answer = httpx.request(method, url + path, trust_env=False)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["code"] == "loading_model"
+
+    def client(url: str) -> None:
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serve_while(client, listener=listener)
 
 
 def test_after_sigterm_it_is_not_ready_but_serves_until_the_delay_is_over(
