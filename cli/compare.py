@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options.command import with_options
-from .options.shared import LimitOptions, StartOptions, VerdictFileOptions
+from .options.shared import LimitOptions, RunPlanOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
@@ -25,11 +25,13 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="[BASE NEW]",
-            help="Two runs, each a folder or its result.json. With --run: `--` and options of bench.",
+            help="Two runs, each a folder, its result.json, or a result of another tool. With --run: "
+            "`--` and options of bench.",
         ),
     ] = None,
     *,
     limits: LimitOptions,
+    plan: RunPlanOptions,
     starts: StartOptions,
     files: VerdictFileOptions,
 ) -> None:
@@ -37,6 +39,9 @@ def compare(
     from .output.bench_tables import print_comparison
     from .output.console import result_console
 
+    if plan.plan_runs is not None:
+        _print_plan(plan.plan_runs, arguments or [], as_json=files.as_json)
+        return
     if starts.is_asked_for:
         comparison, record = compare_starts(arguments or (), limits, starts, files)
     else:
@@ -71,6 +76,31 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
         page.write(files.output, files.markdown)
     write_outputs(after, comparison, files.junit, files.benchmark_json)
     return comparison
+
+
+def _print_plan(text: str, paths: list[str], *, as_json: bool) -> None:
+    """Print the pairs of runs that tell a change of this size, by the noise of a run."""
+    from ..bench.gate.compare import RunData, noise_of_runs
+    from ..bench.gate.limits import parse_share
+    from ..bench.gate.verdict import planned_pairs
+    from .output.bench_tables import plain_table
+    from .output.console import result_console
+
+    share = parse_share(text)
+    noises = noise_of_runs([RunData.read(Path(path)) for path in paths])
+    found = {where: (noise, planned_pairs(noise, share)) for where, noise in noises.items()}
+    record = {where: {"run_cv": noise, "pairs": pairs} for where, (noise, pairs) in found.items()}
+    out = result_console(as_json, {"change": share, "noise": record})
+    rows = [
+        (where, f"{noise:.1%}", *((f"{pairs}", f"{2 * pairs}") if pairs else ("over 240", "")))
+        for where, (noise, pairs) in found.items()
+    ]
+    title = f"Runs that tell {share:.1%}"
+    out.print(plain_table(("noise of a run", "CV", "pairs", "runs"), rows, title=title))
+    out.print(
+        f"A limit of {share:.1%} then passes an equal build, and finds one that is {2 * share:.1%} worse, "
+        "each with a chance of 80 %."
+    )
 
 
 def compare_starts(

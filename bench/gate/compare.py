@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ..metrics.run_statistics import HEADLINES
+from ..metrics.statistics import ASSUMED_RUN_CV, run_cv
 from ..record.comparable import (
     DISTURBANCE,
     FAILURE,
@@ -31,6 +33,7 @@ from .aspects import ASPECTS, AspectVerdict, aspects_of
 from .counts import check_count, failure_words, length_change, mean_value, relative_change
 from .limits import (
     COUNTED,
+    MEASURED,
     Counted,
     GateOutcome,
     Limit,
@@ -43,12 +46,15 @@ from .limits import (
 )
 from .measured import (
     BUSY,
+    FEW_PASSES_CV,
     NO_VALUE,
+    START_CV,
     background_error,
     is_paired,
     judge_in_runs,
     judge_in_starts,
     other_load,
+    value_of_start,
 )
 from .quality_checks import QualityGate, check_quality, quality_changes
 from .task_checks import TaskChange, check_task, task_changes
@@ -340,6 +346,29 @@ def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
         if background_error(data) and (load := other_load(data)) > BUSY:
             notes.append(f"background load: {load:.0%} of the CPUs during the {side} run")
     return tuple(notes)
+
+
+def noise_of_runs(runs: Sequence[RunData]) -> dict[str, float]:
+    """{where it was seen: coefficient of variation of a run}: between the runs, of one between its passes;
+    without any the three that verdicts assume."""
+    if not runs:
+        return {
+            "two starts on a quiet machine, least": START_CV,
+            "runs of one build, usual": ASSUMED_RUN_CV,
+            "single passes, assumed by a verdict": FEW_PASSES_CV,
+        }
+    found = {}
+    for key in HEADLINES:
+        by_run = [value for run in runs if (value := value_of_start(run, key))]
+        values = by_run if len(runs) > 1 else runs[0].values(key)
+        if len(values) > 1:
+            between = f"{len(values)} {'runs' if len(runs) > 1 else 'passes'}"
+            found[f"{MEASURED[key].label}, {between}"] = run_cv(values)
+    if not found:
+        raise BadInput(
+            "--plan-runs: these runs have one pass and one value: give two runs of one build"
+        )
+    return found
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from .limits import MEASURED, GateOutcome, Limit, Measured
 from .verdict import (
     FALSE_PASS,
     FALSE_REGRESSION,
+    POWER,
     Evidence,
     Excess,
     MeasuredVerdict,
@@ -100,7 +101,7 @@ def _verdict(
     undecided: str,
     sides: tuple[float, float],
     change: tuple[float, float, float],
-    **pairs: int | None,
+    **more: Any,
 ) -> MeasuredVerdict:
     """The verdict on a metric between its values of both `sides`; its `change` (estimate, low, high) is a
     logarithm, of waiting time a share."""
@@ -123,7 +124,7 @@ def _verdict(
         low=low,
         high=high,
         allowed=relative(limit.allowed(is_share=is_share)) if limit.relative else None,
-        **pairs,
+        **more,
     )
 
 
@@ -328,12 +329,17 @@ def judge_in_runs(
     bounds = (change.log_ratio - width, change.log_ratio + width)
     low, high = bounds if is_share else map(math.expm1, bounds)
     shown = (high - low) / 2 if limit.relative else math.expm1(reach)
+    level = FALSE_REGRESSION / num_limits
+    told = effect.half_width(1 - level) + effect.half_width(POWER)
+    visible = limit.allowed(is_share=is_share) + told
     return _verdict(
         limit,
-        Excess(excess - effect.half_width(1 - FALSE_REGRESSION / num_limits), excess + reach),
+        Excess(excess - effect.half_width(1 - level), excess + reach),
         f" ± {shown:.1%}: too noisy to tell the limit {limit.text}",
         (value_of_run(measured, base), value_of_run(measured, new)),
         (change.log_ratio, *bounds),
+        pairs_to_settle=pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS)),
+        visible=visible if is_share else math.expm1(visible),
     )
 
 

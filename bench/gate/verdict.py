@@ -336,6 +336,8 @@ class MeasuredVerdict(LimitVerdict):
         allowed: the limit in terms of `worse`; None where it is on the value itself.
         num_pairs: pairs of starts that led to the outcome; 0 for single runs.
         pairs_to_settle: about how many more would settle an undecided one; None: no reasonable number.
+        visible: of two single runs, the smallest worsening that they would have called a regression with a
+            chance of 80 %.
     """
 
     base: float
@@ -347,6 +349,7 @@ class MeasuredVerdict(LimitVerdict):
     allowed: float | None
     num_pairs: int = 0
     pairs_to_settle: int | None = None
+    visible: float | None = None
 
     @property
     def half_width(self) -> float:
@@ -378,6 +381,28 @@ def pairs_to_settle(
     return more if more <= MOST_TIMES_AS_MANY * pairs else None
 
 
+PLANNED_PAIRS = (6, 8, 10, 12, 16, 20, 30, 40, 60, 80, 120, 160, 240)
+
+
+def planned_pairs(noise: float, share: float) -> int | None:
+    """The fewest pairs of runs with which a limit of `share` passes an equal build, and calls one that is
+    worse by twice the limit a regression, each with a chance of 80 %; None beyond 240.
+
+    Args:
+        noise: coefficient of variation of a run; pairs are simulated with it, and judged as real ones.
+    """
+    limit = math.log1p(share)
+    residuals = np.array([NormalDist().inv_cdf((rank + 0.5) / 200) for rank in range(200)])
+    residuals *= noise * math.sqrt(2)
+    for pairs in PLANNED_PAIRS:
+        plan = SequentialPlan(pairs)
+        equal, _ = chances(residuals, -limit, plan, draws=400)
+        twice, _ = chances(residuals, math.log1p(2 * share) - limit, plan, draws=400)
+        if min(equal[GateOutcome.PASS], twice[GateOutcome.REGRESSION]) >= POWER:
+            return pairs
+    return None
+
+
 def undecided_words(
     verdicts: Sequence[LimitVerdict], others: Sequence[str], *, by_starts: bool
 ) -> tuple[str, ...]:
@@ -396,10 +421,21 @@ def undecided_words(
 
 def settle_words(undecided: Sequence[MeasuredVerdict], *, by_starts: bool) -> str:
     """The runs that would settle the undecided limits, as the end of a sentence."""
-    if not by_starts:
-        return "paired starts would settle it: llmopt compare --run base=… --run new=…"
     known = [one.pairs_to_settle for one in undecided if one.pairs_to_settle is not None]
     near = [one for one in undecided if one.pairs_to_settle is None]
+    if not by_starts:
+        labels: dict[str, list[str]] = {}
+        for one in undecided:
+            if one.visible is not None:
+                labels.setdefault(f"{one.visible:.0%}", []).append(one.label)
+        seen = names(f"{size} in {names(each)}" for size, each in labels.items())
+        said = f"the smallest worsening that these runs could show is {seen}; "
+        more = (
+            f"about {max(known)} more runs of each side" if known and not near else "paired starts"
+        )
+        return (
+            f"{said if seen else ''}{more} would settle it: llmopt compare --run base=… --run new=…"
+        )
     if any(one.num_pairs < MIN_PAIRS for one in near):
         return f"fewer than {MIN_PAIRS} pairs of starts do not say how many would settle it"
     if near:

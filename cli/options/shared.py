@@ -271,6 +271,18 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RunPlanOptions:
+    """How many runs a comparison needs, before any is made."""
+
+    plan_runs: str | None = option(
+        None,
+        "Print how many pairs of runs tell a change of this size, such as 3%, at the noise of the "
+        "given runs or at three usual ones, and end.",
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class StartOptions:
     """Two builds, measured in fresh processes that alternate."""
 

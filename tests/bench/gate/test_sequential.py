@@ -16,6 +16,7 @@ from llmopt.bench.gate.verdict import (
     decide,
     nominal_levels,
     operating_points,
+    planned_pairs,
 )
 from llmopt.bench.metrics.statistics import centre_interval, hodges_lehmann, p_values, upper_tails
 
@@ -94,3 +95,18 @@ def test_the_operating_curve_rises_from_pass_to_regression() -> None:
     assert regressions[-1] >= 0.99 and regressions == sorted(regressions)
     found, _ = chances(residuals, 0.0, SequentialPlan(24))
     assert found[GateOutcome.REGRESSION] <= 0.02 and found[GateOutcome.PASS] <= 0.08
+
+
+def test_more_noise_and_smaller_changes_need_more_pairs() -> None:
+    """As many as the plan says: an equal build passes, and one worse by twice the limit is found."""
+    pairs = planned_pairs(0.015, 0.03)
+    assert (
+        pairs is not None and planned_pairs(0.005, 0.03) == 8 and planned_pairs(0.3, 0.03) is None
+    )
+    assert pairs < (planned_pairs(0.015, 0.02) or 0)
+    plan, noise = SequentialPlan(pairs), 0.015 * math.sqrt(2)
+    draws = np.random.default_rng(5).normal(0, noise, (TRIALS, pairs))
+    limit = math.log1p(0.03)
+    equal, _ = decide(draws - limit, plan)
+    twice, _ = decide(draws + math.log1p(0.06) - limit, plan)
+    assert np.mean(equal == 2) > 0.77 and np.mean(twice == 1) > 0.77

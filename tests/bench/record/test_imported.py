@@ -8,8 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.gate.compare import compare
+from llmopt.bench.gate.compare import compare, noise_of_runs
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
+from llmopt.bench.metrics.statistics import run_cv
 from llmopt.bench.record.formats import FORMATS
 from llmopt.bench.record.imported import UNKNOWN, read_imported
 from llmopt.bench.record.result import RunData
@@ -81,6 +82,25 @@ def test_repetitions_are_passes_and_requests_are_paired() -> None:
     base, new = read("sglang/base.jsonl"), read("sglang/new.jsonl")
     assert base.by_request("ttft_ms").keys() == new.by_request("ttft_ms").keys()
     assert len(base.by_request("tpot_ms")) == 16
+
+
+def test_a_single_pair_says_what_it_could_see_and_what_settles_it() -> None:
+    base, new = read("sglang/base.jsonl"), read("sglang/new.jsonl")
+    found = compare(base, new, limits=parse_gate("median_ttft_ms<=+5%"), threshold=0.05)
+    (delta,) = found.deltas
+    assert delta.visible is not None and delta.visible > delta.worse > 0.05
+    said = (
+        f"the smallest worsening that these runs could show is {delta.visible:.0%} in Median TTFT"
+    )
+    assert said in found.sentence
+    assert f"about {delta.pairs_to_settle} more runs of each side would settle it" in found.sentence
+    noise = noise_of_runs([base, new])
+    assert noise["Output throughput, 2 runs"] == pytest.approx(
+        run_cv([delta_.result["output_throughput"] for delta_ in (base, new)])
+    )
+    assert noise_of_runs([read("llama-bench/base.json")])["Output throughput, 5 passes"] < 0.01
+    with pytest.raises(BadInput, match="one pass and one value"):
+        noise_of_runs([base])
 
 
 def test_two_tools_are_not_compared() -> None:
