@@ -11,10 +11,13 @@ from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.devices import gpu_limits
 from llmopt.engine.kernels.elementwise.recurrence import (
+    ConvCall,
+    DeltaCall,
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
     StateRows,
+    StateSpaceCall,
 )
 from llmopt.engine.kernels.elementwise.reference import ActivationQuant, HeadNorms, RopeCall
 from llmopt.engine.kernels.linear.triton_packed_weight import (
@@ -276,23 +279,25 @@ def recurrent_steps() -> None:
     rows = StateRows(torch.arange(4), torch.zeros(4, dtype=torch.bool))
     window, weight = torch.zeros(5, channels, 4, dtype=BF16), torch.zeros(channels, 4, dtype=BF16)
     given = {"places": places.mixed, "activated": True}
-    mixed = kernel.conv(projected, window, rows, weight, None, **given)
+    mixed = kernel.conv(ConvCall(projected, window, rows, weight, None, **given))
     floats = torch.zeros(heads)
     of_delta = DeltaWeights(floats, floats, torch.zeros(128, dtype=BF16), 1e-6)
     states = torch.zeros(5, heads, 128, 128)
-    kernel.delta(mixed, projected, places, states, rows, of_delta, delta)
+    kernel.delta(DeltaCall(mixed, projected, places, states, rows, of_delta, delta))
     floats, norm = torch.zeros(128), torch.zeros(1, mamba.width, dtype=BF16)
     wide = torch.zeros(4, mamba.width + mamba.conv_width + 128, dtype=BF16)
     gate, mixed, length = wide.split([mamba.width, mamba.conv_width, 128], dim=1)
     weight, bias = torch.zeros(mamba.conv_width, 4, dtype=BF16), mixed[0].contiguous()
     window = torch.zeros(5, mamba.conv_width, 4, dtype=BF16)
-    mixed = kernel.conv(mixed, window, rows, weight, bias, activated=True)
+    mixed = kernel.conv(ConvCall(mixed, window, rows, weight, bias, activated=True))
     of_mamba = MambaWeights(floats, floats, floats, norm, 1e-6)
     states = torch.zeros(5, 128, 64, 128)
-    kernel.state_space(mixed, (gate, length), states, rows, of_mamba, mamba)
+    kernel.state_space(StateSpaceCall(mixed, (gate, length), states, rows, of_mamba, mamba))
     short = torch.zeros(2048, 3, dtype=BF16)
     window = torch.zeros(5, 2048, 3, dtype=BF16)
-    kernel.conv(torch.zeros(4, 3 * 2048, dtype=BF16), window, rows, short, None, gated=True)
+    kernel.conv(
+        ConvCall(torch.zeros(4, 3 * 2048, dtype=BF16), window, rows, short, None, gated=True)
+    )
 
 
 LAUNCHES |= {

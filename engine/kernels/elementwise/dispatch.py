@@ -25,12 +25,15 @@ from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .native_rows import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
 from .recurrence import (
+    ConvCall,
+    DeltaCall,
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
     Recurrence,
     RecurrentKernel,
     StateRows,
+    StateSpaceCall,
     TorchRecurrence,
     delta_rule,
 )
@@ -268,13 +271,17 @@ def recurrence_trial(query: RowKernelQuery) -> Trial[Any]:
     def compute(make: Callable[[], RecurrentKernel]) -> list[torch.Tensor]:
         states, kernel = [each.clone() for each in kept], make()
         mixed = kernel.conv(
-            projected, states[0], rows, weight, None, places=places.mixed, activated=True
+            ConvCall(projected, states[0], rows, weight, None, places=places.mixed, activated=True)
         )
-        of_heads = kernel.delta(mixed, projected, places, states[1], rows, of_delta, delta)
+        of_heads = kernel.delta(
+            DeltaCall(mixed, projected, places, states[1], rows, of_delta, delta)
+        )
         gate, mixed, length = spaced.split([64, 192, 4], dim=1)
-        mixed = kernel.conv(mixed, states[2], rows, kernel_of_mamba, bias, activated=True)
-        scanned = kernel.state_space(mixed, (gate, length), states[3], rows, of_mamba, mamba)
-        convolved = kernel.conv(gated, states[4], rows, short, None, gated=True)
+        mixed = kernel.conv(ConvCall(mixed, states[2], rows, kernel_of_mamba, bias, activated=True))
+        scanned = kernel.state_space(
+            StateSpaceCall(mixed, (gate, length), states[3], rows, of_mamba, mamba)
+        )
+        convolved = kernel.conv(ConvCall(gated, states[4], rows, short, None, gated=True))
         return [of_heads, scanned, convolved, *states]
 
     return Trial(compute, tolerance(query.dtype))

@@ -321,87 +321,85 @@ def stepped(
     return out
 
 
+class ConvCall(NamedTuple):
+    """Arguments of a causal convolution of columns of `x`, [rows, channels].
+
+    Attributes:
+        states: [slots, channels, kernel].
+        places: int32 [channels], the column of each; None: they are all of them, in order.
+        activated: apply SiLU to the result.
+        gated: x is three parts of [rows, channels]: `second * conv(first * third)`.
+    """
+
+    x: torch.Tensor
+    states: torch.Tensor
+    rows: StateRows
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    places: torch.Tensor | None = None
+    activated: bool = False
+    gated: bool = False
+
+
+class DeltaCall(NamedTuple):
+    """Arguments of the gated delta rule with its norm and gate.
+
+    Attributes:
+        mixed: queries, keys and values behind convolution and activation.
+        projected: whose columns gate, rate and decay are.
+        states: float32 [slots, heads, key_dim, value_dim].
+    """
+
+    mixed: torch.Tensor
+    projected: torch.Tensor
+    places: DeltaPlaces
+    states: torch.Tensor
+    rows: StateRows
+    weights: DeltaWeights
+    spec: DeltaNetSpec
+
+
+class StateSpaceCall(NamedTuple):
+    """Arguments of the state space step with skip, gate and norm of each group.
+
+    Attributes:
+        mixed: inputs, B and C behind convolution and activation.
+        parts: gate [rows, width] and step lengths [rows, heads], columns of one projection.
+        states: float32 [slots, heads, head_dim, state_size].
+    """
+
+    mixed: torch.Tensor
+    parts: tuple[torch.Tensor, torch.Tensor]
+    states: torch.Tensor
+    rows: StateRows
+    weights: MambaWeights
+    spec: Mamba2Spec
+
+
 class RecurrentKernel(Protocol):
     """Recurrent mixers between their GEMMs, for one token of each of several sequences.
 
     `states` [slots, ...] are changed in the slots of `rows`.
     """
 
-    def conv(
-        self,
-        x: torch.Tensor,
-        states: torch.Tensor,
-        rows: StateRows,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        places: torch.Tensor | None = None,
-        activated: bool = False,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Causal convolution of columns of `x`, [rows, channels].
-
-        Args:
-            states: [slots, channels, kernel].
-            places: int32 [channels], the column of each; None: they are all of them, in order.
-            activated: apply SiLU to the result.
-            gated: x is three parts of [rows, channels]: `second * conv(first * third)`.
-        """
+    def conv(self, call: ConvCall) -> torch.Tensor:
+        """Causal convolution, [rows, channels]."""
         ...
 
-    def delta(
-        self,
-        mixed: torch.Tensor,
-        projected: torch.Tensor,
-        places: DeltaPlaces,
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: DeltaWeights,
-        spec: DeltaNetSpec,
-    ) -> torch.Tensor:
-        """Gated delta rule with its norm and gate, [rows, values_width].
-
-        Args:
-            mixed: queries, keys and values behind convolution and activation.
-            projected: whose columns gate, rate and decay are.
-            states: float32 [slots, heads, key_dim, value_dim].
-        """
+    def delta(self, call: DeltaCall) -> torch.Tensor:
+        """Gated delta rule, [rows, values_width]."""
         ...
 
-    def state_space(
-        self,
-        mixed: torch.Tensor,
-        parts: tuple[torch.Tensor, torch.Tensor],
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: MambaWeights,
-        spec: Mamba2Spec,
-    ) -> torch.Tensor:
-        """State space step with skip, gate and norm of each group, [rows, width].
-
-        Args:
-            mixed: inputs, B and C behind convolution and activation.
-            parts: gate [rows, width] and step lengths [rows, heads], columns of one projection.
-            states: float32 [slots, heads, head_dim, state_size].
-        """
+    def state_space(self, call: StateSpaceCall) -> torch.Tensor:
+        """State space step, [rows, width]."""
         ...
 
 
 class TorchRecurrence:
     """`RecurrentKernel` in torch: the reference."""
 
-    def conv(
-        self,
-        x: torch.Tensor,
-        states: torch.Tensor,
-        rows: StateRows,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        places: torch.Tensor | None = None,
-        activated: bool = False,
-        gated: bool = False,
-    ) -> torch.Tensor:
+    def conv(self, call: ConvCall) -> torch.Tensor:
+        x, states, rows, weight, bias, places, activated, gated = call
         after = None
         if gated:
             before, after, x = x.chunk(3, dim=-1)
@@ -412,32 +410,16 @@ class TorchRecurrence:
         out = functional.silu(out) if activated else out
         return out if after is None else after * out
 
-    def delta(
-        self,
-        mixed: torch.Tensor,
-        projected: torch.Tensor,
-        places: DeltaPlaces,
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: DeltaWeights,
-        spec: DeltaNetSpec,
-    ) -> torch.Tensor:
+    def delta(self, call: DeltaCall) -> torch.Tensor:
+        mixed, projected, places, states, rows, weights, spec = call
         gate, rate, decay = (projected.index_select(1, columns) for columns in places[1:])
         inputs = delta_inputs(mixed, rate, decay, weights, spec)
         out = stepped(states, rows, inputs, delta_rule_step)
         gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
         return norm_then_gate(out, gate, weights.norm, weights.eps).flatten(1)
 
-    def state_space(
-        self,
-        mixed: torch.Tensor,
-        parts: tuple[torch.Tensor, torch.Tensor],
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: MambaWeights,
-        spec: Mamba2Spec,
-    ) -> torch.Tensor:
-        gate, length = parts
+    def state_space(self, call: StateSpaceCall) -> torch.Tensor:
+        mixed, (gate, length), states, rows, weights, spec = call
         inputs, *others = state_space_inputs(mixed, length, weights, spec)
         step = partial(ssd_step, rate=weights.rate)
         out = stepped(states, rows, (inputs, *others), step)

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ..common.devices import power_of_two
-from .recurrence import LEAST_SQUARES, DeltaPlaces, DeltaWeights, MambaWeights, StateRows
+from .recurrence import LEAST_SQUARES, ConvCall, DeltaCall, StateSpaceCall
 
 CHANNELS = 256
 """Channels of a convolution that one program takes."""
@@ -221,18 +220,8 @@ def _group_norm(x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr):
 class TritonRecurrence:
     """`RecurrentKernel` in one launch a method, two for the state space step."""
 
-    def conv(
-        self,
-        x: torch.Tensor,
-        states: torch.Tensor,
-        rows: StateRows,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        places: torch.Tensor | None = None,
-        activated: bool = False,
-        gated: bool = False,
-    ) -> torch.Tensor:
+    def conv(self, call: ConvCall) -> torch.Tensor:
+        x, states, rows, weight, bias, places, activated, gated = call
         channels, kernel = weight.shape
         out = x.new_empty(len(x), channels)
         _conv[(len(x), -(-channels // CHANNELS))](
@@ -257,16 +246,8 @@ class TritonRecurrence:
         )
         return out
 
-    def delta(
-        self,
-        mixed: torch.Tensor,
-        projected: torch.Tensor,
-        places: DeltaPlaces,
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: DeltaWeights,
-        spec: DeltaNetSpec,
-    ) -> torch.Tensor:
+    def delta(self, call: DeltaCall) -> torch.Tensor:
+        mixed, projected, places, states, rows, weights, spec = call
         out = projected.new_empty(len(mixed), spec.values_width)
         _delta[(len(mixed), spec.num_value_heads)](
             mixed,
@@ -295,16 +276,8 @@ class TritonRecurrence:
         )
         return out
 
-    def state_space(
-        self,
-        mixed: torch.Tensor,
-        parts: tuple[torch.Tensor, torch.Tensor],
-        states: torch.Tensor,
-        rows: StateRows,
-        weights: MambaWeights,
-        spec: Mamba2Spec,
-    ) -> torch.Tensor:
-        gate, length = parts
+    def state_space(self, call: StateSpaceCall) -> torch.Tensor:
+        mixed, (gate, length), states, rows, weights, spec = call
         gated = torch.empty(len(mixed), spec.width, device=mixed.device)
         out = gate.new_empty(len(mixed), spec.width)
         _state_space[(len(mixed), spec.num_heads)](

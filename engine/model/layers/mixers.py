@@ -11,11 +11,14 @@ from torch.nn import functional
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ...kernels.elementwise.dispatch import DELTA_RULE, RECURRENT_STEP, RowKernelQuery
 from ...kernels.elementwise.recurrence import (
+    ConvCall,
+    DeltaCall,
     DeltaPlaces,
     DeltaWeights,
     MambaWeights,
     Recurrence,
     RecurrentKernel,
+    StateSpaceCall,
     causal_conv,
     causal_conv_step,
     delta_inputs,
@@ -106,11 +109,12 @@ class Mamba2(_Mixer):
         if rows is not None:
             window, state = step.states.tensors[self.state : self.state + 2]
             mixed = self._kernel.conv(
-                mixed, window, rows, self.conv, self.conv_bias, activated=True
+                ConvCall(mixed, window, rows, self.conv, self.conv_bias, activated=True)
             )
             parts = gate, length
             return self.output(
-                self._kernel.state_space(mixed, parts, state, rows, weights, spec), adapters
+                self._kernel.state_space(StateSpaceCall(mixed, parts, state, rows, weights, spec)),
+                adapters,
             )
         mixed = functional.silu(self._convolved(mixed, step, self.conv, self.conv_bias))
         inputs, *others = state_space_inputs(mixed, length, weights, spec)
@@ -176,10 +180,13 @@ class GatedDeltaNet(_Mixer):
             window, state = step.states.tensors[self.state : self.state + 2]
             places = self._places
             qkv = self._kernel.conv(
-                projected, window, rows, self.conv, None, places=places.mixed, activated=True
+                ConvCall(
+                    projected, window, rows, self.conv, None, places=places.mixed, activated=True
+                )
             )
             return self.output(
-                self._kernel.delta(qkv, projected, places, state, rows, weights, spec), adapters
+                self._kernel.delta(DeltaCall(qkv, projected, places, state, rows, weights, spec)),
+                adapters,
             )
         qkv, gate, rate, decay = self._parted(projected)
         qkv = functional.silu(self._convolved(qkv, step, self.conv))
@@ -244,7 +251,9 @@ class ShortConvolution(_Mixer):
         projected, rows = self.input(x, adapters), step.states.decoded
         if rows is not None:
             window = step.states.tensors[self.state]
-            mixed = self._kernel.conv(projected, window, rows, self.weight, self.bias, gated=True)
+            mixed = self._kernel.conv(
+                ConvCall(projected, window, rows, self.weight, self.bias, gated=True)
+            )
             return self.output(mixed, adapters)
         before, after, x = projected.chunk(3, dim=-1)
         mixed = self._convolved(before * x, step, self.weight, self.bias)

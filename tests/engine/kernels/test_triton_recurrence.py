@@ -11,7 +11,7 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.common.verdicts import relative_error
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery, recurrence_trial
-from llmopt.engine.kernels.elementwise.recurrence import StateRows, TorchRecurrence
+from llmopt.engine.kernels.elementwise.recurrence import ConvCall, StateRows, TorchRecurrence
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.triton_world import DEVICE
@@ -41,7 +41,7 @@ def test_windows_of_any_width_move_on(gated: bool) -> None:
     rows, taps = StateRows(slots, torch.tensor([False, True], device=DEVICE)), weight.to(DEVICE)
     states = [held.clone() for _ in "ab"]
     outs = [
-        kernel.conv(x, state, rows, taps, None, gated=gated)
+        kernel.conv(ConvCall(x, state, rows, taps, None, gated=gated))
         for kernel, state in zip((TorchRecurrence(), TritonRecurrence()), states, strict=True)
     ]
     torch.testing.assert_close(outs[1], outs[0])
