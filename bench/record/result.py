@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...quant.base.atomic_io import flush
 from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries, readable
@@ -383,12 +384,3 @@ def atomic_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

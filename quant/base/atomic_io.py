@@ -51,7 +51,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        flush_folder(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise no_space_or(error, path) from error
     finally:
@@ -223,7 +223,7 @@ def atomic_folder(output: Path, suffix: str) -> Iterator[Path]:
     make_folder(work, "--output")
     try:
         yield work
-        flush_folder(work)
+        flush(work)
         work.rename(output)
     except OSError as error:
         raise no_space_or(error, work) from error
@@ -231,9 +231,9 @@ def atomic_folder(output: Path, suffix: str) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def flush_folder(folder: Path) -> None:
-    """fsync a folder, so that renames in it survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """fsync a file, or a folder, so that renames in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

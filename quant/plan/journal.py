@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..base.atomic_io import flush_folder, make_folder, no_space_or, write_atomically
+from ..base.atomic_io import flush, make_folder, no_space_or, write_atomically
 from ..base.errors import BadInput
 from ..model.checkpoint import Checkpoint
 
@@ -129,9 +129,9 @@ class Journal:
 
     def publish(self, output: Path) -> None:
         """Rename the finished checkpoint to `output` and remove the work folder."""
-        flush_folder(self.checkpoint)
+        flush(self.checkpoint)
         self.checkpoint.rename(output)
-        flush_folder(output.parent)
+        flush(output.parent)
         self.discard()
 
 
