@@ -18,6 +18,7 @@ from .serving import (
     options_given,
     refuse_handover_options,
     server_options,
+    warn_if_open,
 )
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ def serve_local(
         raise BadInput(f"--lora {served}: the model itself is served by that name")
     check_models(keywords)
     config = EngineConfig(model=name, **keywords)
-    from ..engine.server.launch import is_loopback
-
-    options = server_options(server, is_loopback=is_loopback(serving.host))
+    options = server_options(server, host=serving.host)
     if options.lora_folders and config.max_loras is None:
         config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
     _serve(config, folder, served, options, serving)
@@ -88,6 +87,7 @@ def _serve(
     for_app = app_options(serving)
     listener = bind(serving.host, serving.port)
     configure_logging(options.log_format)
+    warn_if_open(options, serving.host)
     _tell(options, "loading", f"loading {folder} ({described}) ...", model=str(folder))
     bound_kernel_caches()
     with answering_while_loading(listener, options.tls):

@@ -5,7 +5,9 @@ With `--engine vllm|sglang|trtllm` they are translated, and that engine's server
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +21,19 @@ if TYPE_CHECKING:
     from ..engine.server.protocol.server_options import ServerOptions
 
 
-def server_options(words: Words, *, is_loopback: bool) -> ServerOptions:
+_log = logging.getLogger(__name__)
+
+
+def server_options(words: Words, *, host: str) -> ServerOptions:
     """The server's options, all checked: files, packages and addresses.
+
+    A server that asks for no key answers to known names alone: a page of the web may be pointed at it by
+    another name, whatever address it listens on. Beyond the loopback these are the machine's own too.
 
     Raises:
         BadInput: what is wrong with one of them.
     """
+    from ..engine.server.launch import is_loopback, own_names
     from ..engine.server.protocol.server_options import ServerOptions
     from ..engine.server.requests.keys import KeyRing
     from ..engine.server.requests.observe import check_tracing
@@ -32,8 +41,14 @@ def server_options(words: Words, *, is_loopback: bool) -> ServerOptions:
     from ..quant.base.errors import BadInput
     from ..quant.base.option import keywords_of_words
 
-    given = {"host_names": frozenset(), **keywords_of_words(ServerOptions, words)}
-    options = ServerOptions(**given if is_loopback else {**given, "host_names": None})
+    given = keywords_of_words(ServerOptions, words)
+    names, is_local = given.pop("host_names", None), is_loopback(host)
+    options = ServerOptions(**given)
+    if "*" in (names or ()) or not (is_local or names or not options.requires_key):
+        names = None
+    else:
+        names = (names or frozenset()) | (frozenset() if is_local else own_names(host))
+    options = replace(options, host_names=names)
     if options.allow_runtime_lora_updating != bool(options.lora_folders):
         raise BadInput(
             "--allow-runtime-lora-updating and --allowed-lora-path go together: adapters are loaded from "
@@ -45,6 +60,22 @@ def server_options(words: Words, *, is_loopback: bool) -> ServerOptions:
         open_context(options.tls)
     KeyRing(options)
     return options
+
+
+def warn_if_open(options: ServerOptions, host: str) -> None:
+    """Log a warning where others than this machine's users may ask, without a key."""
+    from ..engine.server.launch import is_loopback
+
+    if options.requires_key or is_loopback(host):
+        return
+    names = options.host_names
+    shown = "any name" if names is None else ", ".join(["addresses, localhost", *sorted(names)])
+    _log.warning(
+        "--host %s without --api-key: whoever reaches this machine may ask. Hosts answered to: %s "
+        "(--allowed-host adds a name, * all)",
+        host,
+        shown,
+    )
 
 
 def app_options(served: ServedModelOptions) -> dict[str, str | None]:

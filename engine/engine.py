@@ -140,6 +140,7 @@ class Engine:
         for request in members:
             self.scheduler.abort(request.sequence_id)
         self.output_processor.forget(request_id, members)
+        self.scheduler.waiting.resume(request_id)
         self._release_loras()
         return bool(members)
 
@@ -185,6 +186,12 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
+
+    def has_work(self) -> bool:
+        """Whether a step has something to do: not where every sequence waits for its reader."""
+        scheduler = self.scheduler
+        in_flight = self._in_flight is not None and scheduler.has_unfinished()
+        return in_flight or len(scheduler.requests()) > scheduler.waiting.num_held
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, process outputs; returns the outputs, possibly none.
@@ -257,6 +264,8 @@ class Engine:
             )
         self._num_steps += 1
         self._num_computed += plan.num_tokens
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.note(plan.rows, computed.ended - computed.started)
         if result.num_draft_tokens:
             self._count_drafts(result)
         with timer("detokenize"):

@@ -314,6 +314,8 @@ def container_command(
         words = ["llmopt", "serve-local", choices.model]
         for name, value in asked.items():
             words += [shown(name), str(value)]
+        if choices.key_secret is None:  # clients know it by the names of its service
+            words += ["--allowed-host", "*"]
         is_sized = device_plan.device.kind == "cuda" and utilization != DEFAULT_UTILIZATION
     else:
         if deployment.pp > 1:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .block_pool import NULL_BLOCK, BlockPool, PrefixCache, evict_blocks
 from .decode_schedule import DecodeSchedule, is_decode_batch
 from .extensions import SchedulerExtension, SwapSpace
 from .kv_eviction import Compactor
-from .request import Rank, Request, RequestStatus, Token
+from .request import Request, RequestStatus, Token
 from .scheduler_config import (
     SchedulerConfig,
+    StepPace,
+    WaitingQueue,
     check_length,
     check_queues,
     rank_of,
@@ -54,7 +55,8 @@ class Scheduler:
         self.swap = SwapSpace() if swap is None else swap
         self.states = StatePool() if states is None else states
         self.running: list[Request] = []
-        self._waiting: list[tuple[Rank, Request]] = []
+        self.waiting = WaitingQueue()
+        self.pace: StepPace | None = None
         self._requests: dict[str, Request] = {}
         self.compactor: Compactor | None = None
         if config.eviction is not None:
@@ -82,12 +84,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def requests(self) -> Iterable[Request]:
+    def requests(self) -> Collection[Request]:
         """Every unfinished sequence."""
         return self._requests.values()
 
@@ -111,6 +113,8 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plan the next step and allocate the blocks that it writes."""
+        for request in self.waiting.newly_held(self.running):
+            self._preempt(request)
         if self._decode is not None and (decoded := self._decode.next_rows()) is not None:
             admitted = tuple(self._admit_waiting(len(decoded), now))
             if not admitted:
@@ -125,13 +129,13 @@ class Scheduler:
         plan = StepPlan(rows, BlockCopies(within))
         for extension in self._extensions:
             if not rows:  # the plan is not executed
-                extension.skip_step(request for _, request in self._waiting)
+                extension.skip_step(self.waiting)
             plan = extension.complete(plan)
         return plan
 
     def _schedule_running(self) -> tuple[ScheduledRow, ...]:
         """The rows of the running sequences, of which some may be preempted."""
-        budget = self.config.max_num_batched_tokens
+        budget = self.config.budget(self.pace, self.running)
         scheduled: dict[str, tuple[Request, int]] = {}
         drafts: dict[str, int] = {}
         active = [request for request in self.running if not request.is_complete]
@@ -162,12 +166,13 @@ class Scheduler:
 
     def _admit_waiting(self, num_tokens: int, now: float) -> Iterator[ScheduledRow]:
         """The rows of waiting sequences that are admitted beside the `num_tokens` of the running ones."""
-        budget = self.config.max_num_batched_tokens - num_tokens
-        while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self._waiting[0][1]
-            if request.is_complete or not self._admit(request, now):
+        if self.waiting.head is None:
+            return
+        budget = self.config.budget(self.pace, self.running) - num_tokens
+        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+            if (request := self.waiting.head) is None or not self._admit(request, now):
                 return
-            heapq.heappop(self._waiting)
+            self.waiting.pop()
             if num_new := self._chunk(request, budget, budget):
                 yield self._row(request, num_new, 0)
                 budget -= num_new
@@ -273,7 +278,7 @@ class Scheduler:
             request.token_ids = request.token_ids.copy()
             request.num_output_placeholders = 0
         for extension in self._extensions:
-            for _, request in self._waiting:
+            for request in self.waiting:
                 extension.forget(request)
         for request in list(self.running):
             self._requeue(request)
@@ -292,9 +297,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that blocks, queues and requests agree with each other."""
-        waiting = [request for _, request in self._waiting]
-        check_queues(self.running, waiting, self._requests.values(), self.config)
-        self.swap.check_integrity(waiting)
+        check_queues(self.running, list(self.waiting), self._requests.values(), self.config)
+        self.swap.check_integrity(self.waiting)
         self.states.check_integrity(self.running)
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
@@ -340,7 +344,7 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         """Move a waiting sequence to the running ones, if blocks for all its tokens and a slot are free."""
-        if not all(extension.has_free for extension in self._extensions):
+        if request.is_complete or not all(extension.has_free for extension in self._extensions):
             return False
         table = self.cache.match(request)
         num_hits, num_tokens = len(table), request.num_tokens
@@ -387,7 +391,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        heapq.heappush(self._waiting, (request.rank, request))
+        self.waiting.push(request)
 
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
@@ -460,8 +464,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
         else:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
-            heapq.heapify(self._waiting)
+            self.waiting.remove(request)
             for extension in self._extensions:
                 extension.forget(request)
         del self._requests[request.sequence_id]

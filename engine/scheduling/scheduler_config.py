@@ -1,4 +1,4 @@
-"""Rules of the scheduler: limits, order of the queue, what can never fit, invariants.
+"""Rules of the scheduler: limits, order of the queue, what can never fit, the size of a step, invariants.
 
 The sequence of the smallest rank is admitted first and preempted last. The rank is assigned once, when a
 sequence is added, so that a preempted one keeps its place in the queue.
@@ -6,13 +6,17 @@ sequence is added, so that a preempted one keeps its place in the queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import heapq
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
 from .block_pool import Window
 from .kv_eviction import KvEviction
 from .request import DraftLength, Rank, Request, RequestStatus
+from .step_plan import ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,19 @@ class SchedulerConfig:
         """Maximum number of known tokens of one sequence per step."""
         chunk = self.prefill_chunk_size or self.max_num_batched_tokens
         return min(chunk, self.max_num_batched_tokens)
+
+    def budget(self, pace: StepPace | None, running: Sequence[Request]) -> int:
+        """Tokens of the next step, at the pace of those that decode.
+
+        All of a step where nothing decodes, or where an image is computed, which no step cuts.
+        """
+        decoding = 0
+        if pace is not None:
+            decoding = sum(one.num_computed_tokens >= one.num_prompt_tokens for one in running)
+        if pace is None or not decoding or any(one.bidirectional_images for one in running):
+            return self.max_num_batched_tokens
+        drafts = 0 if self.drafting is None else self.drafting.longest * self.drafting.width
+        return min(self.max_num_batched_tokens, decoding * (1 + drafts) + pace.num_tokens)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -178,6 +195,123 @@ def rank_of(request: Request, policy: str) -> Rank:
             "it; start the engine with the policy priority"
         )
     return POLICIES[policy](request)
+
+
+class WaitingQueue:
+    """Waiting sequences in the order of their ranks, and beside them those of held requests.
+
+    A held request is one whose outputs nobody reads: it has no blocks and no place in a step until `resume`.
+    """
+
+    def __init__(self) -> None:
+        self._ranked: list[tuple[Rank, Request]] = []
+        self._held: dict[str, list[Request]] = {}
+        self._is_new = False
+
+    def __len__(self) -> int:
+        return len(self._ranked) + self.num_held
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from (request for _, request in self._ranked)
+        for requests in self._held.values():
+            yield from requests
+
+    @property
+    def held_ids(self) -> Collection[str]:
+        """The requests that are held, of which some may have ended."""
+        return self._held.keys()
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    @property
+    def head(self) -> Request | None:
+        """The first of those that are not held."""
+        return self._ranked[0][1] if self._ranked else None
+
+    def push(self, request: Request) -> None:
+        held = self._held.get(request.request_id)
+        if held is None:
+            heapq.heappush(self._ranked, (request.rank, request))
+        else:
+            held.append(request)
+
+    def pop(self) -> Request:
+        """Take out the first."""
+        return heapq.heappop(self._ranked)[1]
+
+    def remove(self, request: Request) -> None:
+        """Take out a sequence, wherever it is."""
+        held = self._held.get(request.request_id, [])
+        if request in held:
+            held.remove(request)
+            return
+        self._ranked = [entry for entry in self._ranked if entry[1] is not request]
+        heapq.heapify(self._ranked)
+
+    def hold(self, request_id: str) -> None:
+        """Put the request's sequences aside: the running ones with the next step, and those that fork later."""
+        self._held.setdefault(request_id, [])
+        self._is_new = True
+        for request in [one for _, one in self._ranked if one.request_id == request_id]:
+            self.remove(request)
+            self._held[request_id].append(request)
+
+    def newly_held(self, running: Sequence[Request]) -> list[Request]:
+        """Those of the `running` sequences that are to wait."""
+        found = []
+        if self._is_new:
+            found = [request for request in running if request.request_id in self._held]
+        self._is_new = False
+        return found
+
+    def resume(self, request_id: str) -> None:
+        """Put them back in their places; no error for a request that is not held."""
+        for request in self._held.pop(request_id, ()):
+            self.push(request)
+
+
+STEPS_PER_DECODE = 4
+"""Length of a step with a part of a prompt, in decode steps, where no seconds are given."""
+
+
+class StepPace:
+    """Tokens of prompts in a step beside sequences that decode, by the time that such steps have taken.
+
+    The tokens are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
+    settle where a step takes the limit, whatever a step costs beside its tokens. Only steps that made use of
+    them count, or a short prompt would raise them for the next long one.
+
+    Args:
+        max_seconds: of a step; None: `STEPS_PER_DECODE` times the median decode step.
+        least: tokens, one block, which no limit withholds.
+        most: tokens of a step.
+    """
+
+    def __init__(self, max_seconds: float | None, least: int, most: int) -> None:
+        self._max_seconds, self._least, self._most = max_seconds, least, most
+        self._decode_seconds: deque[float] = deque(maxlen=64)
+        self.num_tokens = least
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """Of a step; None: no step has decoded yet."""
+        if self._max_seconds is not None or not self._decode_seconds:
+            return self._max_seconds
+        return STEPS_PER_DECODE * statistics.median(self._decode_seconds)
+
+    def note(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
+        """A step of these rows has taken `seconds`."""
+        num_prefill = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        if not num_prefill:
+            self._decode_seconds.append(seconds)
+            return
+        limit = self.limit_seconds
+        is_mixed = any(row.num_tokens == 1 for row in rows)
+        if limit is not None and is_mixed and 2 * num_prefill >= self.num_tokens:
+            ratio = min(2.0, max(0.5, limit / max(seconds, 1e-9)))
+            self.num_tokens = min(self._most, max(self._least, int(num_prefill * ratio)))
 
 
 def check_images(request: Request, config: SchedulerConfig) -> None:

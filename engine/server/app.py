@@ -27,7 +27,7 @@ from .protocol.errors import install
 from .protocol.server_options import ServerOptions
 from .requests.keys import KeyRing, warn_if_readable
 from .requests.loop import EngineLoop
-from .requests.middleware import HeadMiddleware, RequestMiddleware
+from .requests.middleware import BodyRoute, HeadMiddleware, RequestMiddleware
 from .requests.observe import ObservingMiddleware, Tracing
 from .requests.reload import Reloadable, Reloader
 
@@ -123,6 +123,7 @@ def create_app(
     )
     app.state.loop, app.state.service, app.state.options = loop, service, options
     app.state.reloader = reloader
+    app.router.route_class = BodyRoute
     app.add_middleware(HeadMiddleware)
     install(app)
     app.add_middleware(

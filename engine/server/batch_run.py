@@ -193,7 +193,10 @@ MAX_BUSY = 100
 """How often a request is sent again that the engine has no room for at the moment."""
 
 OPTIONS = ServerOptions(
-    max_body_bytes=sys.maxsize, max_waiting=sys.maxsize, request_timeout_seconds=math.inf
+    max_body_bytes=sys.maxsize,
+    max_waiting=sys.maxsize,
+    request_timeout_seconds=math.inf,
+    max_step_seconds=math.inf,
 )
 """Options of a server whose only client is the batch."""
 

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -45,7 +46,7 @@ def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
 class _BoundedConnection(H11Protocol):
     """A connection that is closed where a request's head is not complete in time, or where its client takes
     nothing of a response for too long: both would stay open for good. A connection beyond the limit gets 503
-    at once."""
+    at once, unless another address has more that say nothing: it loses one of them."""
 
     options: ServerOptions
     _head_timer: asyncio.TimerHandle | None = None
@@ -56,11 +57,33 @@ class _BoundedConnection(H11Protocol):
         # So that `pause_writing` is called for unsent bytes. A limit of 0 would stop a TLS transport for
         # good: it pauses at the limit, and not only above it.
         transport.set_write_buffer_limits(high=1, low=0)
-        if len(self.connections) > self.options.max_connections:
-            transport.write(REFUSED)
-            transport.close()
-        else:
+        is_full = len(self.connections) > self.options.max_connections
+        if is_full and (refused := self._one_too_many()) is not None:
+            refused.transport.write(REFUSED)
+            refused.transport.close()
+        if not transport.is_closing():
             self._await_head()
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the server waits for its client to send a request, or the rest of one."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _one_too_many(self) -> _BoundedConnection | None:
+        """The connection to close: a quiet one of the address that has most of them; None where enough do."""
+        open_ones = [one for one in self.connections if not one.transport.is_closing()]
+        if len(open_ones) <= self.options.max_connections:
+            return None
+        quiet = [one for one in open_ones if isinstance(one, _BoundedConnection) and one._is_quiet]
+        counts = Counter(one._address for one in quiet)
+        most = max(counts.values())
+        if counts[self._address] == most:
+            return self
+        return next(one for one in quiet if counts[one._address] == most)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -192,6 +215,12 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def own_names(host: str) -> frozenset[str]:
+    """Names by which this machine is asked: its own, and `host` where it is one."""
+    names = {socket.gethostname(), socket.getfqdn(), host}
+    return frozenset(name.lower() for name in names if name)
 
 
 def is_loopback(host: str) -> bool:

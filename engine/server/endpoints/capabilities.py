@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +23,7 @@ from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
+from ..requests.limits import FairPool
 
 if TYPE_CHECKING:
     from ...multimodal.open import ImageSupport
@@ -193,15 +193,11 @@ NUM_COMPILERS, COMPILERS_PER_KEY = 4, 2
 
 class Constrainer:
     """Compiles grammar token masks on worker threads, because large schemas take long; llguidance compiles
-    without Python's lock. A compilation that has not begun is dropped with its client, and a key has a part
-    of the threads alone, so that its large schemas do not hold the small ones of others."""
+    without Python's lock."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
         self._parts = tokenizer, vocab_size, end_token_ids
-        self._worker = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="llmopt-grammar")
-        self._places = defaultdict[int, asyncio.Semaphore](
-            lambda: asyncio.Semaphore(COMPILERS_PER_KEY)
-        )
+        self._workers = FairPool("grammar", NUM_COMPILERS, COMPILERS_PER_KEY)
         self._lock = Lock()
         self._compiler: GrammarCompiler | None = None
 
@@ -212,22 +208,12 @@ class Constrainer:
             ApiError: 400, with the request field and the invalid place in it, or because it is too large or
                 takes too long.
         """
-        loop = asyncio.get_running_loop()
         if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
             raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
-        places = self._places[key]
-        await places.acquire()
-        compiling = self._worker.submit(self._mask, constraint, num_sequences)
-
-        def leave(_: object) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop
-                loop.call_soon_threadsafe(places.release)
-
-        # Not when the wait ends: a thread that has begun goes on all the same.
-        compiling.add_done_callback(leave)
         try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                return await asyncio.wrap_future(compiling)
+            return await self._workers.run(
+                key, partial(self._mask, constraint, num_sequences), COMPILE_SECONDS
+            )
         except TimeoutError:
             problem = f"not compiled after {COMPILE_SECONDS:g} s: simplify it"
             raise bad_field(constraint.field, problem) from None
@@ -238,7 +224,7 @@ class Constrainer:
             ) from error
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     def _mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
         from ...sampling import grammar

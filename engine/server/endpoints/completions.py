@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
@@ -15,14 +17,43 @@ from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import CompletionRequest, StreamOptions
+from ..requests.limits import FairPool
+from ..requests.request_record import record_of
 from .conversation import converse
-from .service import Asked, ResponseContext, Service, Usage, server_sent
+from .service import Asked, ResponseContext, Service, Usage, compact_json, server_sent
 from .tokenization import Tokenization
 
 MAX_LOGPROBS = 1 << 20
 """Log-probabilities in a response that is not streamed, and of its prompts: they are held in memory."""
+MAX_LOGPROBS_PER_KEY = 4 * MAX_LOGPROBS
+"""Those of the prompts of all requests of a key at a time."""
+LOGPROBS_ON_LOOP = 4096
+"""Log-probabilities that are written on the event loop, in a few milliseconds; more on a worker thread."""
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
+
+
+T = TypeVar("T")
+
+
+def json_pieces(value: Any, levels: int = 5) -> Iterator[bytes]:
+    """Encode a document, of which `bytes` are JSON already, with no long call that holds Python's lock."""
+    if isinstance(value, bytes):
+        yield value
+    elif levels and value and isinstance(value, dict):
+        for separator, (key, each) in zip(
+            chain(b"{", repeat(ord(","))), value.items(), strict=False
+        ):
+            yield bytes([separator]) + compact_json(key) + b":"
+            yield from json_pieces(each, levels - 1)
+        yield b"}"
+    elif levels and value and isinstance(value, list):
+        for separator, each in zip(chain(b"[", repeat(ord(","))), value, strict=False):
+            yield bytes([separator])
+            yield from json_pieces(each, levels - 1)
+        yield b"]"
+    else:
+        yield compact_json(value)
 
 
 class ChoicesResponse(ABC):
@@ -31,8 +62,8 @@ class ChoicesResponse(ABC):
     object_name: str
     chunk_name: str
 
-    def __init__(self, context: ResponseContext, text: Tokenization) -> None:
-        self._context, self._text = context, text
+    def __init__(self, context: ResponseContext, text: Tokenization, workers: FairPool) -> None:
+        self._context, self._text, self._workers = context, text, workers
         jobs = context.stream.jobs
         self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
         self._usage = Usage(jobs)
@@ -46,21 +77,43 @@ class ChoicesResponse(ABC):
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
         """The delta of a choice in one event; `first` is set on its first event."""
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> dict[str, Any] | bytes:
         completions: dict[int, tuple[int, Completion]] = {}
         num_logprobs = 0
         async for output in self._context.stream:
             choice, job = self._take(output)
+            await self.write_scores(job)
             num_logprobs += sum(1 + len(token.top) for token in output.logprobs or ())
             if num_logprobs > MAX_LOGPROBS:
                 raise ApiError(400, f"more than {MAX_LOGPROBS} log-probabilities: stream them")
             _, completion = completions.setdefault(choice, (job, Completion(choice)))
             completion.extend(output)
-        choices = [
-            self.whole(choice, job, completion)
-            for choice, (job, completion) in sorted(completions.items())
-        ]
-        return self._envelope(self.object_name, choices) | {"usage": self._usage.whole()}
+
+        def document() -> dict[str, Any]:
+            choices = [self.whole(c, job, whole) for c, (job, whole) in sorted(completions.items())]
+            return self._envelope(self.object_name, choices) | {"usage": self._usage.whole()}
+
+        num_logprobs += sum(map(len, self._prompt_scores.values()))
+        if num_logprobs <= LOGPROBS_ON_LOOP and not self.holds_json:
+            return document()
+        return await self._workers.run(self._key, lambda: b"".join(json_pieces(document())))
+
+    holds_json = False
+    """Whether choices have parts that are JSON already."""
+
+    async def write_scores(self, job: int) -> None:
+        """Write the scores of a prompt, as soon as they have come; by default they wait for the choices."""
+        return
+
+    async def run(self, num_logprobs: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which writes so many log-probabilities."""
+        if num_logprobs <= LOGPROBS_ON_LOOP:
+            return work()
+        return await self._workers.run(self._key, work)
+
+    @property
+    def _key(self) -> int:
+        return self._context.stream.jobs[0].key
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """One event per output, none before the first token; `[DONE]` only after success."""
@@ -70,14 +123,18 @@ class ChoicesResponse(ABC):
             async for output in self._context.stream:
                 choice, job = self._take(output)
                 delta = Completion.part(choice, output)
-                part = self.part(choice, job, delta, first=choice not in started)
+                first = choice not in started
+                scores = self._prompt_scores.get(job, ()) if first else ()
+                num_logprobs = sum(1 + len(token.top) for token in scores if token)
+                write = partial(self.part, choice, job, delta, first=first)
+                part = await self.run(num_logprobs, write)
                 started.add(choice)
                 event = self._envelope(self.chunk_name, [part])
                 if wants_usage:
                     event["usage"] = (
                         self._usage.so_far() if options.continuous_usage_stats else None
                     )
-                yield server_sent(event)
+                yield await self.run(num_logprobs, partial(server_sent, event))
             if options.include_usage:
                 last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}
                 yield server_sent(last)
@@ -90,7 +147,8 @@ class ChoicesResponse(ABC):
         job = self._job_of[output.request_id]
         self._usage.take(output)
         if output.prompt_logprobs is not None:
-            self._prompt_scores[job] = output.prompt_logprobs
+            # Taken out of the output, which is kept as the last one of its sequence.
+            self._prompt_scores[job], output.prompt_logprobs = output.prompt_logprobs, None
         return job * self._context.stream.jobs[job].params.n + output.index, job
 
     def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,10 +210,11 @@ def completion_logprobs(
 
 def prompt_logprobs(
     text: Tokenization, scored: Sequence[TokenLogprobs | None], num_top: int
-) -> list[dict[str, Any] | None]:
-    """`choices[].prompt_logprobs` in vLLM's form: for each position the top tokens and the prompt's own, by
-    token id; null at the first position, which nothing predicts."""
-    return [None if token is None else _by_id(text, token, num_top) for token in scored]
+) -> bytes:
+    """`choices[].prompt_logprobs` in vLLM's form, as JSON: for each position the top tokens and the prompt's
+    own, by token id; null at the first position, which nothing predicts."""
+    found = (None if token is None else _by_id(text, token, num_top) for token in scored)
+    return b"[%s]" % b",".join(compact_json(each) for each in found)
 
 
 def _by_id(text: Tokenization, scored: TokenLogprobs, num_top: int) -> dict[str, Any]:
@@ -187,10 +246,16 @@ class CompletionResponse(ChoicesResponse):
     object_name = chunk_name = "text_completion"
 
     def __init__(
-        self, context: ResponseContext, text: Tokenization, body: CompletionRequest
+        self,
+        context: ResponseContext,
+        text: Tokenization,
+        workers: FairPool,
+        body: CompletionRequest,
     ) -> None:
-        super().__init__(context, text)
+        super().__init__(context, text, workers)
         self._body = body
+        self._written: dict[int, bytes] = {}
+        self.holds_json = body.prompt_logprobs is not None
         self._name: Callable[[int], str] = lambda token_id: text.token(token_id).name
         if body.return_tokens_as_token_ids:
             self._name = lambda token_id: f"token_id:{token_id}"
@@ -202,11 +267,21 @@ class CompletionResponse(ChoicesResponse):
             ]
         self._offsets: dict[int, int] = {}
 
+    async def write_scores(self, job: int) -> None:
+        num_top = self._body.prompt_logprobs
+        if num_top is None or job in self._written or job not in self._prompt_scores:
+            return
+        scores = self._prompt_scores[job]
+        if self._body.logprobs is None or not self._body.echo:  # nothing else reads them
+            del self._prompt_scores[job]
+        num_logprobs = len(scores) * (1 + num_top)
+        write = partial(prompt_logprobs, self._text, scores, num_top)
+        self._written[job] = await self.run(num_logprobs, write)
+
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         choice_fields = self.part(choice, job, completion, first=True)
-        if (num_top := self._body.prompt_logprobs) is not None:
-            scores = self._prompt_scores[job]
-            choice_fields["prompt_logprobs"] = prompt_logprobs(self._text, scores, num_top)
+        if self._body.prompt_logprobs is not None:
+            choice_fields["prompt_logprobs"] = self._written[job]
         return choice_fields
 
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
@@ -255,11 +330,12 @@ class ChatResponse(ChoicesResponse):
         self,
         context: ResponseContext,
         text: Tokenization,
+        workers: FairPool,
         form: OutputFormat,
         *,
         tool_is_named: bool,
     ) -> None:
-        super().__init__(context, text)
+        super().__init__(context, text, workers)
         self._form = form
         self._parsers: dict[int, OutputParser] = {}
         self._tool_is_named = tool_is_named
@@ -339,9 +415,11 @@ def add_completions(app: FastAPI, service: Service) -> None:
                     "prompts at once, or ask for fewer of each token",
                     param="prompt",
                 )
+            kind = "log-probabilities of prompts"
+            record_of(request).hold(kind, num_logprobs, MAX_LOGPROBS_PER_KEY)
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
-            lambda context: CompletionResponse(context, service.text, body),
+            lambda context: CompletionResponse(context, service.text, service.workers, body),
         )
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -353,5 +431,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
             request,
             body,
             "chatcmpl-",
-            lambda context, form: ChatResponse(context, service.text, form, tool_is_named=is_named),
+            lambda context, form: ChatResponse(
+                context, service.text, service.workers, form, tool_is_named=is_named
+            ),
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
 from ....quant.base.errors import BadInput
 from ....quant.families.config import has_table_rule, model_shape
@@ -25,6 +24,7 @@ from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
 from ..parsing.parser import OutputFormat
 from ..protocol.errors import ApiError, ollama_error
 from ..protocol.ollama_protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
+from ..requests.middleware import JsonRoute
 from .conversation import ConversationResponse, prepare
 from .service import Asked, ResponseContext, Service, compact_json
 
@@ -249,25 +249,6 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients ask for it to find out what they may send."""
-
-
-class JsonRoute(APIRoute):
-    """Reads a body as JSON whatever its Content-Type says, as Ollama does: many clients say nothing.
-
-    Not from a browser's page: it may send other types than JSON to any address without asking.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def read_as_json(request: Request) -> Response:
-            if "origin" in request.headers:
-                return await handle(request)
-            others = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
-            headers = [*others, (b"content-type", b"application/json")]
-            return await handle(Request({**request.scope, "headers": headers}, request.receive))
-
-        return read_as_json
 
 
 def check(service: Service, body: OllamaRequest) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,12 +139,13 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by tenant and id, which a client may choose. The oldest are dropped first."""
+    """Responses by tenant and id, which a client may choose. Where the store is full, the tenant that has
+    most loses its oldest: what another stores costs nobody who has less."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._responses: OrderedDict[tuple[int, str], StoredResponse] = OrderedDict()
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._num_bytes: Counter[int] = Counter()
 
     def put(self, tenant: int, turns: Sequence[dict[str, Any]], document: dict[str, Any]) -> None:
         """Store a response; one that is larger than the store, as turns with many images may be, is dropped
@@ -155,9 +156,10 @@ class ResponseStore:
         if size > self._max_bytes:
             return
         self._responses[place] = StoredResponse(turns, document, size)
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._responses)))
+        self._num_bytes[tenant] += size
+        while self._num_bytes.total() > self._max_bytes:
+            ((most, _),) = self._num_bytes.most_common(1)
+            self._drop(next(place for place in self._responses if place[0] == most))
 
     def prefix(self, tenant: int, request_id: str) -> str:
         """Prefix of a response's id before the request's: more than `resp_` where that id is taken, for a
@@ -185,7 +187,7 @@ class ResponseStore:
 
     def _drop(self, place: tuple[int, str]) -> None:
         if (stored := self._responses.pop(place, None)) is not None:
-            self._num_bytes -= stored.num_bytes
+            self._num_bytes[place[0]] -= stored.num_bytes
 
 
 Stored = Callable[[list[Fields], Fields], None]

@@ -21,6 +21,7 @@ from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, StreamOptions
 from ..protocol.server_options import ScriptedText
+from ..requests.limits import FairPool
 from ..requests.loop import EngineLoop
 from ..requests.request_record import Job, OutputStream, Phases, cache_salt, record_of
 from .capabilities import Constrainer, PoolingTasks, PromptImages
@@ -70,8 +71,8 @@ CLIENT_GONE = 499
 class Generation(Protocol):
     """Converts the outputs of one HTTP request into an endpoint's response format."""
 
-    async def document(self) -> dict[str, Any]:
-        """The whole response, once every completion is finished."""
+    async def document(self) -> dict[str, Any] | bytes:
+        """The whole response, once every completion is finished; a large one as JSON already."""
         ...
 
     def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
@@ -113,7 +114,8 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Service:
     """State shared by the endpoints. A LoRA adapter is served as a model under its own name: `adapters` are
-    the folders by these names, changed on the event loop as adapters are loaded and unloaded."""
+    the folders by these names, changed on the event loop as adapters are loaded and unloaded. `workers` read
+    and write large JSON."""
 
     loop: EngineLoop
     text: Tokenization
@@ -125,12 +127,14 @@ class Service:
     images: PromptImages
     script: tuple[ScriptedText, ...] = ()
     pooling: PoolingTasks = field(default_factory=PoolingTasks)
+    workers: FairPool = field(default_factory=lambda: FairPool("json", 2, 1))
 
     def close(self) -> None:
         """Shut down the worker threads."""
         self.text.close()
         self.images.close()
         self.constrainer.close()
+        self.workers.close()
 
     def check(self, body: GenerationRequest) -> None:
         """Reject a request for an unknown model or with unsupported fields, with `ApiError`."""
@@ -199,6 +203,11 @@ class Service:
             )
             for index, token_ids in enumerate(prompts)
         ]
+        principal = record.principal
+        if principal is not None and asked.pooling is None:
+            count, receive = params.num_sequences * len(prompts), asked.request.receive
+            if not await principal.concurrency.acquire(receive, record.places, count):
+                raise ApiError(CLIENT_GONE, "the client has left")
         num_prompt = num_tokens = sum(map(len, prompts))
         if asked.pooling is None:
             # Without `max_tokens` the rest of the context, of which a request need not use any.
@@ -231,7 +240,11 @@ class Service:
             document = await unless_disconnected(asked.request, generated.document())
         finally:
             context.stream.close()
-        return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
+        if document is None:
+            return Response(status_code=CLIENT_GONE)
+        if isinstance(document, bytes):
+            return Response(document, media_type="application/json")
+        return JSONResponse(document)
 
 
 class EventStream(StreamingResponse):
@@ -263,7 +276,7 @@ def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
     return event_line + b"data: " + compact_json(payload) + b"\n\n"
 
 
-def compact_json(payload: dict[str, Any]) -> bytes:
+def compact_json(payload: Any) -> bytes:
     return json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -263,13 +263,11 @@ class Tokenization:
         *,
         guarded: bool = True,
     ) -> str:
-        described = [tool.for_template() for tool in tools] or None
-        turns = [
-            self._guard.broken(message.for_template(as_parts=self._as_parts))
-            if guarded and message.role != "assistant"
-            else message.for_template(as_parts=self._as_parts)
-            for message in messages
-        ]
+        described: Any = [tool.for_template() for tool in tools] or None
+        turns = [message.for_template(as_parts=self._as_parts) for message in messages]
+        if guarded:
+            described = self._guard.broken(described)
+            turns = [t if t["role"] == "assistant" else self._guard.broken(t) for t in turns]
         return render_chat(self._tokenizer, turns, {**options, "tools": described})
 
     def _describe(self, token_id: int) -> TokenText:
@@ -293,7 +291,7 @@ BREAK = "\ufdd0"
 
 
 class SpecialTexts:
-    """Special tokens that a message spells out, which are text there: `<|im_end|>` ends no turn.
+    """Special tokens that a message or a tool spells out, which are text there: `<|im_end|>` ends no turn.
 
     A break within each, before the template is rendered, keeps the tokenizer from taking it whole; the tokens
     of breaks are left out of the prompt.
@@ -302,25 +300,21 @@ class SpecialTexts:
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         added = {} if backend is None else backend.get_added_tokens_decoder()
-        texts = [token.content for token in added.values() if token.special]
-        several = sorted((re.escape(text) for text in texts if len(text) > 1), key=len)
-        self._pattern = re.compile("|".join(reversed(several))) if several else None
+        special = (token.content for token in added.values() if token.special)
+        several = {re.escape(text) for text in special if len(text) > 1}
+        # Where one begins, not the whole of it: another may begin within.
+        pattern = f"(?=(?:{'|'.join(sorted(several))}))(.)"
+        self._pattern = re.compile(pattern, re.DOTALL) if several else None
 
-    def broken(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """A message for the template, with a break in each special token of its texts."""
-        content = turn.get("content")
-        if isinstance(content, list):
-            parts = [
-                {**part, "text": self._break(part["text"])} if "text" in part else part
-                for part in content
-            ]
-            return {**turn, "content": parts}
-        return {**turn, "content": self._break(content)} if isinstance(content, str) else turn
-
-    def _break(self, text: str) -> str:
+    def broken(self, value: Any) -> Any:
+        """A message or a tool for the template, with a break in each special token of its texts."""
         if self._pattern is None:
-            return text
-        return self._pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+            return value
+        if isinstance(value, str):
+            return self._pattern.sub(rf"\1{BREAK}", value)
+        if isinstance(value, dict):
+            return {self.broken(key): self.broken(each) for key, each in value.items()}
+        return [self.broken(each) for each in value] if isinstance(value, list) else value
 
 
 def _truncation(max_tokens: int | None) -> dict[str, Any]:

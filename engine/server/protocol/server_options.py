@@ -201,6 +201,7 @@ class ServerOptions:
         header_timeout_seconds: from the connection, or the first byte of the request.
         max_connections, max_queue_per_key, max_waiting: beyond the first a client gets 503, beyond the others
             429.
+        max_concurrency_per_key: sequences: the prompts of a request times its completions, of embeddings one.
         admin_api_key: beside `api_keys` or one of them; None lets all of `api_keys`. The admins of the key
             file are beside it.
 
@@ -228,7 +229,8 @@ class ServerOptions:
     )
     host_names: frozenset[str] | None = option(
         None,
-        "Allowed Host name of a loopback server, besides localhost; repeatable.",
+        "Allowed Host name besides localhost, * for all; repeatable. Default beyond the loopback: the "
+        "machine's own names, with an API key any.",
         flag="--allowed-host",
         word=list[str],
         parse=frozenset,
@@ -249,7 +251,8 @@ class ServerOptions:
     )
     max_concurrency_per_key: int | None = option(
         None,
-        "Concurrent requests per API key. Default: no limit. Without keys, clients share it.",
+        "Concurrent sequences (prompts times n) per API key. Default: no limit. Without keys, clients share "
+        "it.",
         limit=no_less_than(1),
     )
     max_queue_per_key: int = option(0, "Queued requests per API key.", limit=no_less_than(0))
@@ -261,6 +264,12 @@ class ServerOptions:
     )
     step_timeout_seconds: float = _seconds(
         120.0, "Age of an engine step from which /health reports it, in seconds.", "--step-timeout"
+    )
+    max_step_seconds: float | None = option(
+        None,
+        "Seconds of a step that computes a part of a prompt beside sequences that decode. Default: 4 times "
+        "the median decode step. A block is computed at least.",
+        limit=lambda seconds: None if seconds > 0 else "more than 0",
     )
     shutdown_delay_seconds: float = _seconds(
         0.0,

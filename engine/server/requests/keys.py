@@ -29,6 +29,7 @@ class Principal:
         key_name: the name of its API key, never the key; None without keys.
         is_admin: whether it may see metrics and the engine's state.
         usage: requests that have ended, and their tokens of prompt and completion.
+        held: what its requests that have not ended take in memory, by kind.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Principal:
     limits: RateLimits
     concurrency: ConcurrencyLimiter
     usage: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
 
 
 _log = logging.getLogger(__name__)

@@ -1,13 +1,17 @@
-"""Limits of a key: token buckets of requests and tokens per minute, concurrent requests with a queue, and
-turns between keys."""
+"""Limits of a key: token buckets of requests and tokens per minute, concurrent sequences with a queue, a part
+of the worker threads, and turns between keys."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.types import Receive
 
@@ -195,12 +199,21 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
+@dataclass(slots=True, eq=False)
+class Places:
+    """The places of one request among the concurrent sequences of its key."""
+
+    count: int = 0
+
+
 class ConcurrencyLimiter:
-    """Per-key concurrency limit with a bounded FIFO queue.
+    """Per-key limit of concurrent sequences with a bounded FIFO queue of requests.
+
+    A request has one place from its beginning, and as many as it has sequences once that is known.
 
     Attributes:
-        limit: concurrent requests, None for no limit; may change at any time.
-        num_refused: requests for which the queue was full.
+        limit: concurrent sequences, None for no limit; may change at any time.
+        num_refused: requests for which the queue was full, or that have more sequences than the limit.
     """
 
     def __init__(self, limit: int | None, max_queue: int) -> None:
@@ -208,27 +221,38 @@ class ConcurrencyLimiter:
         self.num_refused = 0
         self._max_queue = max_queue
         self._num_active = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[tuple[Places, int, asyncio.Future[None]]] = deque()
         self._retry_after = RetryAfter()
 
-    async def acquire(self, receive: Receive) -> bool:
-        """Wait for a permit, which `release` returns; False, without one, if the client disconnects first.
+    async def acquire(self, receive: Receive, places: Places, count: int = 1) -> bool:
+        """Wait until a request has `count` places, which `release` returns; while it waits it has none.
+
+        False, without any, if the client disconnects first.
 
         Raises:
-            TooMany: the queue is full.
+            TooMany: the queue is full, or there are never as many; those that it had are left to it.
         """
-        if self.limit is None or self._num_active < self.limit:
-            self._num_active += 1
+        if self.limit is not None and count > self.limit:
+            self.num_refused += 1
+            raise TooMany(
+                f"the request has {count} sequences (prompts x n), and this key's limit is {self.limit} at a "
+                "time: send fewer prompts at once, or lower n",
+                {"Retry-After": str(int(SECONDS)), "x-should-retry": "false"},
+            )
+        if self._fits(count - places.count) and not self._queue:
+            self._take(places, count)
             return True
         if len(self._queue) >= self._max_queue:
             self.num_refused += 1
             raise TooMany(
-                f"this key has {self._num_active} requests running and {len(self._queue)} waiting, its "
-                "limit: try again later",
+                f"this key has {self._num_active} sequences running and {len(self._queue)} requests waiting, "
+                "its limit: try again later",
                 self._retry_after.retry_after(len(self._queue) + 1),
             )
+        self._take(places, 0)
         permit = asyncio.get_running_loop().create_future()
-        self._queue.append(permit)
+        self._queue.append(entry := (places, count, permit))
+        self._admit()
         # The body has been read, so the only message left to receive is the disconnect.
         disconnected = asyncio.ensure_future(receive())
         is_admitted = False
@@ -239,18 +263,63 @@ class ConcurrencyLimiter:
         finally:
             disconnected.cancel()
             if not permit.done():
-                self._queue.remove(permit)
-            elif not is_admitted:
-                self._admit_next()
+                self._queue.remove(entry)
+            if not is_admitted:
+                self._take(places, 0)
+                self._admit()
 
-    def release(self) -> None:
-        """Return a permit and admit the next waiting request."""
+    def release(self, places: Places) -> None:
+        """Return the places of a request that has ended, and admit those that wait."""
         self._retry_after.record_finish()
-        self._admit_next()
+        self._take(places, 0)
+        self._admit()
 
-    def _admit_next(self) -> None:
-        # A limit that was lowered lets requests end without successors first.
-        if self._queue and (self.limit is None or self._num_active <= self.limit):
-            self._queue.popleft().set_result(None)
-        else:
-            self._num_active -= 1
+    def _fits(self, count: int) -> bool:
+        # One that is larger than a limit that was lowered since runs alone.
+        return self.limit is None or not self._num_active or self._num_active + count <= self.limit
+
+    def _take(self, places: Places, count: int) -> None:
+        self._num_active += count - places.count
+        places.count = count
+
+    def _admit(self) -> None:
+        while self._queue and self._fits(self._queue[0][1]):
+            places, count, permit = self._queue.popleft()
+            self._take(places, count)
+            permit.set_result(None)
+
+
+T = TypeVar("T")
+
+
+class FairPool:
+    """Worker threads of which a key has a part alone, so that what one sends does not hold up the others.
+
+    Work that has not begun is dropped with the one who waits for it.
+    """
+
+    def __init__(self, name: str, num_threads: int, per_key: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"llmopt-{name}")
+        self._places = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(per_key))
+
+    async def run(self, key: int, work: Callable[[], T], seconds: float | None = None) -> T:
+        """The result of `work`, which came with the API key of that index.
+
+        Raises:
+            TimeoutError: it has begun, or could have, and is not done after `seconds`.
+        """
+        loop, places = asyncio.get_running_loop(), self._places[key]
+        await places.acquire()
+        working: Future[T] = self._threads.submit(work)
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop
+                loop.call_soon_threadsafe(places.release)
+
+        # Not when the wait ends: a thread that has begun goes on all the same.
+        working.add_done_callback(leave)
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(working)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -24,6 +24,7 @@ from ...engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
 from ...scheduling.request import RequestStatus
+from ...scheduling.scheduler_config import StepPace
 from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
 from .limits import FairTurns
@@ -184,9 +185,8 @@ class EngineLoop:
             TooMany: the waiting queue would exceed `max_waiting`.
             Unavailable: the engine has failed or is stopping.
         """
-        stream = OutputStream(
-            jobs, self._options.request_timeout_seconds, on_close=self._close_stream
-        )
+        seconds = self._options.request_timeout_seconds
+        stream = OutputStream(jobs, seconds, self._close_stream, self._hold_stream)
         self._streams.update((job.request_id, stream) for job in jobs)
         try:
             await self.run(lambda engine: self._add_all(engine, jobs))
@@ -212,6 +212,9 @@ class EngineLoop:
         open_ids = [
             job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
         ]
+        if stream.is_held:
+            stream.is_held = False
+            self._hold_stream(stream)
         if open_ids and not stream.is_finished and self.unavailable is None:
             self._inbox.put(
                 _EngineCall(
@@ -219,6 +222,17 @@ class EngineLoop:
                     self._event_loop.create_future(),
                 )
             )
+
+    def _hold_stream(self, stream: OutputStream) -> None:
+        """Let the sequences of a stream wait for its reader, or run again."""
+        names, is_held = [job.request_id for job in stream.jobs], stream.is_held
+
+        def work(engine: Engine) -> None:
+            waiting = engine.scheduler.waiting
+            for name in names:
+                (waiting.hold if is_held else waiting.resume)(name)
+
+        self._inbox.put(_EngineCall(work, self._event_loop.create_future()))
 
     def fail(self, reason: str) -> None:
         """Fail all pending streams and calls with `Unavailable`, and reject later ones."""
@@ -246,9 +260,10 @@ class EngineLoop:
             _warm_up(engine)
             self.metrics.begin(engine)
             self._post(self._warm.set)
+            engine.scheduler.pace = self._pace()
             while not self._stopping:
-                calls = self._run_calls(wait=not engine.has_unfinished())
-                outputs = self._step(steps) if engine.has_unfinished() else []
+                calls = self._run_calls(wait=not engine.has_work())
+                outputs = self._step(steps) if engine.has_work() else []
                 self.metrics.note_step(outputs)
                 if calls or outputs:
                     self._post(self._deliver, calls, outputs)
@@ -258,6 +273,12 @@ class EngineLoop:
             else:
                 _log.exception("the engine failed")
             self._post(self._end, f"the engine failed ({type(error).__name__}): restart the server")
+
+    def _pace(self) -> StepPace:
+        """The pace of steps, from those of a warm engine."""
+        config = self._engine.scheduler.config
+        seconds = self._options.max_step_seconds
+        return StepPace(seconds, config.block_size, config.max_num_batched_tokens)
 
     def _step(self, steps: RecoveringSteps) -> list[RequestOutput]:
         """Run one step, and tell the clients of the requests that it ended by failing."""

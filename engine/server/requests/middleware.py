@@ -1,11 +1,20 @@
-"""HTTP middleware: size limits, host check, API keys, per-key limits, and HEAD wherever there is a GET."""
+"""HTTP middleware: size limits, host and origin checks, API keys, per-key limits, HEAD wherever there is GET;
+and routes that read large bodies beside the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
 from ipaddress import ip_address
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,13 +22,16 @@ from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .keys import KeyRing, Principal
 from .observe import LogEvent, body_text
-from .request_record import record_of
+from .request_record import RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
 MAX_VALUES = 2**20
-"""Commas in a body at most, but for a context that is longer: its values are read on the event loop, where
-14 MiB of small lists would silence every other client for seconds."""
+"""Values, lists and objects in a body at most, but for a context that is longer: Python's lock is held while
+they are read, and 14 MiB of small lists would silence every other client for seconds."""
+
+BODIES_PER_KEY = 16
+"""Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
 
 DISCARD_SECONDS = 2.0
 """How long an oversized body is still read, so that the client gets to read the 413 response."""
@@ -50,19 +62,29 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        record = record_of(scope)
+        try:
+            await self._handle(scope, receive, send, record)
+        finally:
+            record.let_go()
+
+    async def _handle(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
         try:
             self._check_headers(scope)
             self._check_host(scope)
+            self._check_origin(scope)
             principal = self._principal(scope)
             # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
             is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
             limiter = None
             if principal is not None:
-                record_of(scope).principal = principal
+                record.principal = principal
                 if is_work:
                     principal.limits.take_request()
                     limiter = principal.concurrency
-            body = await self._body(scope, receive)
+            body = await self._body(scope, receive, record)
             if body is None:
                 return
             self._check_values(body)
@@ -70,7 +92,7 @@ class RequestMiddleware:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
                 fields = {"path": scope["path"], "body": body_text(body)}
                 _log.info(LogEvent("request body", fields))
-            if limiter is not None and not await limiter.acquire(receive):
+            if limiter is not None and not await limiter.acquire(receive, record.places):
                 return
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send)
@@ -79,7 +101,7 @@ class RequestMiddleware:
             await self._app(scope, _replay(body, receive), send)
         finally:
             if limiter is not None:
-                limiter.release()
+                limiter.release(record.places)
 
     def _check_headers(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -93,7 +115,7 @@ class RequestMiddleware:
             )
 
     def _check_values(self, body: bytes) -> None:
-        if body.count(b",") > self._max_values:
+        if body.count(b",") + body.count(b"[") + body.count(b"{") > self._max_values:
             raise ApiError(
                 413,
                 f"the body holds more than {self._max_values} values: send fewer prompts or ids",
@@ -111,6 +133,21 @@ class RequestMiddleware:
             "the Host header must be an address or localhost; --allowed-host adds a name",
             code="unknown_host",
         )
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse a POST that a browser sends for another site's page without asking first: one whose type is
+        not JSON. With JSON it asks, and CORS answers."""
+        headers = Headers(scope=scope)
+        origin, kind = headers.get("origin"), headers.get("content-type", "")
+        if scope["method"] != "POST" or origin is None or "json" in kind.partition(";")[0]:
+            return
+        own = origin.partition("://")[2] == headers.get("host", "")
+        if not own and not {"*", origin} & {*self._options.cors_origins}:
+            raise ApiError(
+                403,
+                f"pages of {origin} may not ask: --cors-origin allows an origin",
+                code="foreign_origin",
+            )
 
     def _principal(self, scope: Scope) -> Principal | None:
         """Whose key the request has, in OpenAI's header or Anthropic's; None for open paths without one.
@@ -138,11 +175,11 @@ class RequestMiddleware:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, record: RequestRecord) -> bytes | None:
         """Read the request's body; None if the client disconnected first.
 
         Raises:
-            ApiError: the body is too large, or takes too long.
+            ApiError: the body is too large, or takes too long, or its key has too many in memory.
         """
         if scope["method"] in ("GET", "HEAD"):
             return b""
@@ -159,6 +196,7 @@ class RequestMiddleware:
                         return None
                     chunks.append(message.get("body", b""))
                     num_bytes += len(chunks[-1])
+                    record.hold("bytes of bodies", len(chunks[-1]), BODIES_PER_KEY * max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
             raise ApiError(
@@ -177,6 +215,66 @@ class RequestMiddleware:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+MAX_ON_LOOP = 256 * 1024
+"""Bytes of a body that is read on the event loop: it takes a few milliseconds at most."""
+
+
+class BodyRoute(APIRoute):
+    """A route that parses and validates a large body on a worker thread, so that other clients do not wait.
+
+    FastAPI finds the validated model in place of the JSON.
+
+    Attributes:
+        takes_any_type: whether a body is JSON whatever its Content-Type says, as for Ollama's clients.
+    """
+
+    takes_any_type = False
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, field = super().get_route_handler(), self.body_field
+        model = None if field is None else field.field_info.annotation
+
+        async def read(request: Request) -> Response:
+            headers = request.scope["headers"]
+            if self.takes_any_type:
+                headers = [pair for pair in headers if pair[0] != b"content-type"]
+                headers.append((b"content-type", b"application/json"))
+                request = Request({**request.scope, "headers": headers}, request.receive)
+            is_json = request.headers.get("content-type", "").startswith("application/json")
+            is_large = is_json and len(await request.body()) > MAX_ON_LOOP
+            if is_large and isinstance(model, type) and issubclass(model, BaseModel):
+                workers = request.app.state.service.workers
+                read_body = partial(parsed, model, await request.body())
+                request._json = await workers.run(record_of(request).tenant, read_body)
+            return await handle(request)
+
+        return read
+
+
+class JsonRoute(BodyRoute):
+    """A route of Ollama's API, many of whose clients name no Content-Type."""
+
+    takes_any_type = True
+
+
+def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
+    """The model of a body.
+
+    Raises:
+        ApiError, ValidationError: it is not JSON, or not of that form.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look through the new lists again and again
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    finally:
+        if was_enabled:
+            gc.enable()
+    return model.model_validate(value)
 
 
 def _is_address(name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from starlette.types import Scope
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput
-from ..protocol.errors import ApiError
-from .limits import Reservation
+from ..protocol.errors import ApiError, TooMany
+from .limits import Places, Reservation
 
 if TYPE_CHECKING:
     from .keys import Principal
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SLICE = 16
 """Outputs that one stream takes before others get their turn on the event loop."""
+
+UNREAD, UNREAD_PER_SEQUENCE = 1024, 8
+"""Tokens and log-probabilities that wait for a reader before its sequences are held."""
 
 
 class Phases(NamedTuple):
@@ -70,10 +74,12 @@ class OutputStream:
 
     Ends when every completion of every job has a finish reason. Raises `Unavailable` if the engine
     fails or stops first, and 504 after `timeout_seconds`. `close` must be called at the end; it
-    aborts unfinished requests.
+    aborts unfinished requests. Where nobody reads, the sequences are held until the half of what
+    waits has been read.
 
     Attributes:
         last_outputs: the latest output of each sequence, by request id and index.
+        is_held: whether its sequences wait for the reader.
     """
 
     def __init__(
@@ -81,12 +87,17 @@ class OutputStream:
         jobs: Sequence[Job],
         timeout_seconds: float,
         on_close: Callable[[OutputStream], None],
+        on_hold: Callable[[OutputStream], None] = lambda _: None,
     ) -> None:
         self.jobs = jobs
+        self.is_held = False
+        self._on_hold = on_hold
+        self._num_unread = 0
         self.last_outputs: dict[tuple[str, int], RequestOutput] = {}
         self._on_close = on_close
         self._outputs: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
         self._num_unfinished = sum(job.params.n for job in jobs)
+        self._most_unread = UNREAD + UNREAD_PER_SEQUENCE * sum(j.params.num_sequences for j in jobs)
         problem = f"the response was not complete after {timeout_seconds:g} s"
         self._deadline = asyncio.get_running_loop().call_later(
             timeout_seconds, self.push, ApiError(504, problem, code="timeout")
@@ -102,6 +113,9 @@ class OutputStream:
             if isinstance(output, ApiError):
                 raise output
             self._num_unfinished -= output.finish_reason is not None
+            self._num_unread -= _weight(output)
+            if self.is_held and 2 * self._num_unread <= self._most_unread:
+                self._hold(False)
             yield output
 
     @property
@@ -113,11 +127,24 @@ class OutputStream:
             output, ApiError
         ):  # tokens are counted though a client takes none of them
             self.last_outputs[output.request_id, output.index] = output
+            self._num_unread += _weight(output)
+            if not self.is_held and self._num_unread > self._most_unread:
+                self._hold(True)
         self._outputs.put_nowait(output)
+
+    def _hold(self, is_held: bool) -> None:
+        self.is_held = is_held
+        self._on_hold(self)
 
     def close(self) -> None:
         self._deadline.cancel()
         self._on_close(self)
+
+
+def _weight(output: RequestOutput) -> int:
+    """Tokens and log-probabilities of an output."""
+    scored = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+    return len(output.new_token_ids) + sum(1 + len(token.top) for token in scored if token)
 
 
 def cache_salt(tenant: int, salt: str | None) -> bytes:
@@ -161,6 +188,8 @@ class RequestRecord:
         response_id: the `id` of the response, with which the engine's request ids begin.
         stream: the engine's outputs; None for requests that generate nothing.
         trace_id: of the request's span, hexadecimal.
+        places: among the concurrent sequences of its key.
+        held: what it takes in memory until its end, by kind.
     """
 
     request_id: str
@@ -176,6 +205,8 @@ class RequestRecord:
     stream: OutputStream | None = None
     reservation: Reservation | None = None
     trace_id: str | None = None
+    places: Places = field(default_factory=Places)
+    held: Counter[str] = field(default_factory=Counter)
 
     @property
     def key(self) -> str | None:
@@ -197,6 +228,25 @@ class RequestRecord:
         """
         if self.principal is not None:
             self.reservation = self.principal.limits.reserve(num_tokens, at_least=at_least)
+
+    def hold(self, kind: str, amount: int, limit: int) -> None:
+        """Count what the request takes in memory until its end.
+
+        Raises:
+            TooMany: the requests of its key take more than `limit` of that kind.
+        """
+        if self.principal is None:
+            return
+        self.held[kind] += amount
+        self.principal.held[kind] += amount
+        if (total := self.principal.held[kind]) > limit:
+            problem = f"{total:,} {kind} of this key's requests in memory, at most {limit:,} may be"
+            raise TooMany(f"{problem}: try again later", {"Retry-After": "1"})
+
+    def let_go(self) -> None:
+        """The request has ended."""
+        if self.principal is not None:
+            self.principal.held.subtract(self.held)
 
     def begin(
         self, response_id: str, model: str, params: SamplingParams | None, stream: OutputStream

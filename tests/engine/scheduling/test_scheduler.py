@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.scheduling.block_pool import CachedBlock, hash_block
-from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE
+from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE, StepPace
+from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell
@@ -111,7 +112,7 @@ def test_the_newest_is_preempted_and_keeps_its_rank():
         world.step()
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
     world.add("c", [3, 3, 3], 12)
-    assert world.scheduler._waiting[0][1] is second
+    assert world.scheduler.waiting.head is second
     world.drain()
 
 
@@ -264,3 +265,69 @@ def test_a_lost_step_costs_no_known_token():
         for request in requests:
             expected = foretell([1] * 6, request.seed, 6)
             assert outputs(world)[request.sequence_id] == expected, loop
+
+
+def test_a_held_request_waits_without_blocks_and_overtakes_nobody():
+    world = World(num_blocks=20, max_num_seqs=2)
+    world.add("unread", [1] * 6, 12, n=2, ignore_eos=True)
+    world.step()
+    world.step()
+    waiting = world.scheduler.waiting
+    waiting.hold("unread")
+    world.add("other", [2] * 5, 4, ignore_eos=True)
+    for _ in range(8):
+        world.step()
+    assert world.finished.keys() == {"other/0"}
+    assert waiting.num_held == len(world.scheduler.requests()) == 2
+    assert world.scheduler.pool.num_free == world.scheduler.pool.num_usable
+    waiting.resume("unread")
+    world.drain()
+    assert {len(tokens) for name, tokens in outputs(world).items() if "unread" in name} == {12}
+
+
+DECODE_SECONDS, TOKEN_SECONDS, FIXED_SECONDS = 0.01, 0.001, 0.005
+
+
+@pytest.mark.parametrize("prompt_len", [30, 6000])
+@pytest.mark.parametrize("cost_growth", [0.0, 1e-7])
+def test_a_prompt_leaves_running_streams_their_pace(prompt_len: int, cost_growth: float) -> None:
+    """Gaps of a stream by the tokens of its steps: at most three times the median, whatever comes beside it."""
+    limits = {"max_num_batched_tokens": 2048, "max_model_len": 8000}
+    world = World(num_blocks=4000, block_size=4, **limits)
+    scheduler = world.scheduler
+    pace = scheduler.pace = StepPace(None, 4, 2048)
+    world.add("stream", [1] * 4, 2000, ignore_eos=True)
+    gaps, chunks = [], []
+    for number in range(600):
+        if number % 200 == 50:
+            world.add(f"prompt{number}", [2] * prompt_len, 1, salt=str(number).encode())
+        plan = scheduler.schedule()
+        scheduler.update(plan, {row.sequence_id: [1] for row in plan.rows}, frozenset())
+        prompts = [row for row in plan.rows if row.num_tokens > 1]
+        cost = sum(row.num_tokens * (TOKEN_SECONDS + cost_growth * row.end) for row in prompts)
+        gaps.append(DECODE_SECONDS + cost + FIXED_SECONDS * bool(prompts))
+        chunks += [row.num_tokens for row in prompts if number]
+        pace.note(plan.rows, gaps[-1])
+    beside = sorted(gap for gap in gaps[1:] if gap > DECODE_SECONDS)
+    assert sum(chunks) >= 2 * (prompt_len - 3)
+    assert beside[int(0.99 * len(beside))] <= 3 * beside[len(beside) // 2]
+    assert beside[-1] <= 2 * 4 * DECODE_SECONDS
+    if prompt_len > 30:  # it settles where a step takes the limit: four decode steps
+        assert 0.7 * 4 * DECODE_SECONDS <= beside[len(beside) // 2] <= 4.1 * DECODE_SECONDS
+
+
+def test_seconds_of_a_step_and_a_block_at_least() -> None:
+    pace = StepPace(0.05, 4, 64)
+    assert (pace.limit_seconds, pace.num_tokens) == (0.05, 4)
+    world = World(num_blocks=40, max_num_batched_tokens=64, max_model_len=64)
+    world.scheduler.pace = pace
+    world.add("stream", [1], 8, ignore_eos=True)
+    world.step()
+    world.add("long", [2] * 40, 1)
+    sizes = []
+    for seconds in (0.01, 0.04, 9.0, 9.0):
+        plan, _ = world.step()
+        sizes.append(plan.num_tokens_of["long/0"])
+        pace.note(plan.rows, seconds)
+    assert sizes == [4, 8, 10, 5] and pace.num_tokens == 4
+    world.drain()

@@ -39,6 +39,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     num_dropped_blocks: ClassVar[int] = 0
     num_accepted_drafts: ClassVar[int] = 0
     num_moved_drafts: ClassVar[int] = 0
+    num_holds: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -130,6 +131,17 @@ class SchedulerWalk(RuleBasedStateMachine):
             for index in range(request.num_completions):
                 self.aborted.add(f"{request.request_id}/{request.index + index}")
 
+    @rule(data=st.data())
+    def hold(self, data):
+        names = sorted({request.request_id for request in self.world.scheduler.requests()})
+        self.world.scheduler.waiting.hold(data.draw(st.sampled_from([*names, "nobody"])))
+        SchedulerWalk.num_holds += bool(names)
+
+    @rule(data=st.data())
+    def resume(self, data):
+        held = sorted(self.world.scheduler.waiting.held_ids)
+        self.world.scheduler.waiting.resume(data.draw(st.sampled_from([*held, "nobody"])))
+
     @rule()
     def reset_prefix_cache(self):
         self.world.scheduler.cache.reset()
@@ -142,6 +154,8 @@ class SchedulerWalk(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "world"):
             return
+        for name in [*self.world.scheduler.waiting.held_ids]:
+            self.world.scheduler.waiting.resume(name)
         self.world.drain()
         SchedulerWalk.num_hit_tokens += sum(
             request.num_cached_tokens for request in self.world.finished.values()
@@ -175,3 +189,4 @@ def test_random_walk():
     assert SchedulerWalk.num_dropped_blocks >= 20
     assert SchedulerWalk.num_accepted_drafts >= 20
     assert SchedulerWalk.num_moved_drafts >= 20
+    assert SchedulerWalk.num_holds >= 20

@@ -19,6 +19,7 @@ from llmopt.engine.server import launch
 from llmopt.engine.server.endpoints import capabilities, completions
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests import request_record
 from llmopt.quant.base import build
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
@@ -108,6 +109,26 @@ def test_connections_are_bounded_and_come_back(strict: RunningServer) -> None:
             client.close()
     with strict.http() as http:
         assert http.get("/health").status_code == 200
+
+
+def test_silent_connections_of_one_address_do_not_refuse_another(strict: RunningServer) -> None:
+    silent = [connect(strict) for _ in range(OPTIONS.max_connections)]
+    parts = urlsplit(strict.url)
+    asked = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    try:
+        for _ in range(2):
+            with socket.socket() as client:
+                client.bind(("127.0.0.2", 0))
+                client.connect((parts.hostname, parts.port))
+                client.sendall(asked)
+                assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+        with connect(strict) as refused:  # the address itself has as many as there may be
+            refused.sendall(asked)
+            assert refused.recv(1000)[:13] in (b"HTTP/1.1 503 ", b"HTTP/1.1 200 ")
+        assert sorted(client.recv(1000)[:12] for client in silent)[-1] == b"HTTP/1.1 503"
+    finally:
+        for client in silent:
+            client.close()
 
 
 def test_no_key_no_body_and_no_turn(strict: RunningServer) -> None:
@@ -258,6 +279,66 @@ def test_log_probabilities_that_are_held_are_bounded(
         streamed = http.post("/v1/completions", json={**body, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
     assert server.wait_until_idle().kv_blocks_used == 0
+
+
+def test_log_probabilities_of_prompts_leave_as_they_come_and_are_bounded(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They become JSON beside the event loop, the same as on it, and a key may have so many at a time."""
+    body = {"prompt": ["Once upon a time", [5] * 40], "max_tokens": 2, "temperature": 0}
+    body |= {"prompt_logprobs": 3, "logprobs": 2, "echo": True}
+    with server.http() as http:
+        on_loop = http.post("/v1/completions", json=body).json()
+        monkeypatch.setattr(completions, "LOGPROBS_ON_LOOP", 0)
+        large = http.post("/v1/completions", json=body)
+        assert large.headers["content-type"] == "application/json"
+        assert large.json()["choices"] == on_loop["choices"]
+        del body["prompt_logprobs"]
+        streamed = http.post("/v1/completions", json={**body, "stream": True}).text
+        scored = [json.loads(line[6:]) for line in streamed.splitlines() if line[6:7] == "{"]
+        first = [one for one in scored if one["choices"][0]["index"] == 0]
+        tokens = [each for one in first for each in one["choices"][0]["logprobs"]["tokens"]]
+        assert tokens == on_loop["choices"][0]["logprobs"]["tokens"]
+        monkeypatch.setattr(completions, "MAX_LOGPROBS_PER_KEY", 100)
+        for _ in range(2):  # what was refused is not counted
+            refused = http.post("/v1/completions", json=body)
+            assert refused.status_code == 429 and "at most 100 may be" in refused.text
+            small = http.post("/v1/completions", json={**body, "prompt": "Once"})
+            assert small.status_code == 200
+
+
+def test_an_unread_stream_holds_its_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are not computed, its blocks are free, others go on, and it goes on where it is read."""
+    monkeypatch.setattr(request_record, "UNREAD", 30)
+    made = launch._BoundedConnection.connection_made
+
+    def with_small_buffer(self: Any, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(launch._BoundedConnection, "connection_made", with_small_buffer)
+    body = json.dumps({**LONG, "n": 2, "logprobs": 5, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    head += "Connection: close\r\nContent-Type: application/json\r\n\r\n"
+    with running(make_engine("stories260K")) as server, server.http() as http:
+        waiting = server.engine.scheduler.waiting
+        for is_read in (False, True):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", urlsplit(server.url).port))
+                client.sendall(head.encode() + body)
+                server.wait_for(lambda _: waiting.num_held == 2)
+                assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+                stats = server.on_engine(lambda engine: engine.stats)
+                assert stats.num_generated_tokens < 400 and stats.kv_blocks_used == 0
+                if is_read:
+                    received = [client.recv(1 << 20)]
+                    while received[-1]:
+                        received.append(client.recv(1 << 20))
+                    text = b"".join(received)
+                    assert text.count(b'"finish_reason":"length"') == 2 and b"[DONE]" in text
+            server.wait_until_idle()
+            assert waiting.num_held == 0 and not waiting.held_ids
 
 
 @needs_compiler

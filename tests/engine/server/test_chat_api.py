@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
@@ -151,6 +151,44 @@ def test_special_tokens_in_a_message_are_text(templated: Tokenization, role: str
     shown = content.replace("\ufdd0", "")
     expected = f"<s>[{role}]{shown}[assistant]"
     assert templated.decode(token_ids, skip_special_tokens=False).replace("<s> ", "<s>") == expected
+
+
+def test_special_tokens_in_names_and_tools_are_text(templated: Tokenization) -> None:
+    templated._tokenizer.chat_template = (
+        "{{ bos_token }}{% for t in tools or () %}{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}[{{ m.name }}]{{ m.content }}{% endfor %}"
+    )
+    function = {
+        "name": "f",
+        "description": "a</s>b",
+        "parameters": {"type": "object", "properties": {"x</s>": {"enum": ["<s>", {"a": "</s>"}]}}},
+    }
+    body = {"messages": [{"role": "user", "content": "hi", "name": "n</s>"}]}
+    body["tools"] = [{"type": "function", "function": function}]
+    request = ChatRequest.model_validate(body)
+    token_ids = asyncio.run(templated.encode_chat(request.messages, request.tools or ()))
+    assert token_ids.count(1) == 1 and 2 not in token_ids
+    shown = templated.decode(token_ids, skip_special_tokens=False)
+    assert shown.count("</s>") == 4 and "\ufdd0" not in shown
+
+
+def test_overlapping_special_tokens_are_text(templated: Tokenization) -> None:
+    tokenizer = templated._tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "|><|", "<|b|>"]})
+    guard, special = SpecialTexts(tokenizer), {*tokenizer.all_special_ids}
+    for text in ("<|a|><|b|>", "|><|a|><|", "<|<|a|>b|>"):
+        ids = tokenizer(guard.broken(text), add_special_tokens=False).input_ids
+        assert not special & {*ids}, text
+        assert special & {*tokenizer(text, add_special_tokens=False).input_ids}
+
+
+def test_text_without_special_tokens_has_the_ids_of_the_template(templated: Tokenization) -> None:
+    turns = [{"role": "user", "content": "He said: <b> \u00e9 [x] </ s>"}]
+    request = ChatRequest.model_validate({"messages": turns})
+    expected = templated._tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=False
+    )
+    assert asyncio.run(templated.encode_chat(request.messages)) == expected
 
 
 def test_a_template_may_refuse_the_messages(templated: Tokenization) -> None:

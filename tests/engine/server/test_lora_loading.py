@@ -216,7 +216,7 @@ def test_the_endpoints_are_off_unless_folders_are_allowed(root: Path) -> None:
 )
 def test_the_switch_and_the_folder_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="go together"):
-        server_options(given, is_loopback=True)
+        server_options(given, host="127.0.0.1")
 
 
 def test_keys_and_limits_of_loaded_adapters() -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from llmopt.cli.serving import server_options, warn_if_open
+from llmopt.engine.server.launch import own_names
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests import middleware
 from llmopt.engine.server.requests.middleware import MAX_VALUES
 from llmopt.quant.base.errors import BadInput
 
@@ -130,6 +133,64 @@ def test_a_large_body_is_refused(strict: RunningServer, chunked: bool) -> None:
         assert fits.status_code == 200
 
 
+def test_a_large_body_is_read_beside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsed and validated on a worker, with the answers that small ones get, while others are answered."""
+    threads, may_end = [], threading.Event()
+    read = middleware.parsed
+
+    def slow(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        may_end.wait(HANG_SECONDS)
+        return read(*arguments)
+
+    monkeypatch.setattr(middleware, "parsed", slow)
+    long = {"user": "x" * 300_000}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **long}
+    ollama = {"model": "tiny", **chat, "stream": False}
+    asked: list[tuple[str, bytes, dict[str, str]]] = [
+        (path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        for path, body in (
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, **long}),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": -1, "n": "many", **long}),
+            ("/v1/chat/completions", chat),
+        )
+    ]
+    asked.append((*asked[0][:1], asked[0][1] + b"}", asked[0][2]))
+    asked.append(("/api/chat", json.dumps(ollama).encode(), {}))
+    with server.http() as http, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(http.post, p, content=c, headers=h) for p, c, h in asked]
+        eventually(lambda: threads)
+        assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        assert not any(one.done() for one in answers)
+        may_end.set()
+        found = [one.result() for one in answers]
+    assert [one.status_code for one in found] == [200, 400, 200, 400, 200]
+    assert error(found[1], 400)["param"] == "n"
+    assert error(found[3], 400)["message"].startswith("the body is not valid JSON: Extra data")
+    assert len(threads) == 5 and all(name.startswith("llmopt-json") for name in threads)
+
+
+def test_the_bodies_of_a_key_are_bounded_together(
+    strict: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODIES_PER_KEY", 1)
+    half = json.dumps({**LONG, "user": "y" * 12_000, "max_tokens": 60})
+    words = {"headers": key() | {"Content-Type": "application/json"}, "content": half}
+    with strict.http() as http, ThreadPoolExecutor(2) as pool:
+        with held_steps(strict):
+            first = pool.submit(http.post, "/v1/completions", **words)
+            eventually(lambda: strict.loop._streams)
+            refused = error(http.post("/v1/completions", **words), 429)
+            assert "bytes of bodies" in refused["message"]
+            other = key("rosebud") | {"Content-Type": "application/json"}
+            answered = pool.submit(http.post, "/v1/completions", headers=other, content=half)
+            eventually(lambda: len(strict.loop._streams) == 2)
+        assert first.result().status_code == answered.result().status_code == 200
+        assert http.post("/v1/completions", **words).status_code == 200
+
+
 @pytest.mark.parametrize("prompt", ["1", "[1]", "[[1]]", '"a"'])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/tokenize"])
 def test_a_body_of_many_values_is_refused_before_they_are_read(
@@ -214,6 +275,64 @@ def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
     assert error(refused, 429)["type"] == "rate_limit_error"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert post(strict, "sesame", max_tokens=5).status_code == 200
+
+
+def test_concurrency_counts_sequences(strict: RunningServer) -> None:
+    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
+        two = pool.submit(post, strict, "sesame", max_tokens=60, n=2)
+        eventually(lambda: strict.loop._streams)
+        queued = pool.submit(post, strict, "sesame", max_tokens=5, prompt=["a", "b"])
+        other = pool.submit(post, strict, "rosebud", max_tokens=5)
+        eventually(lambda: len(strict.loop._streams) == 2)
+        never = post(strict, "sesame", max_tokens=5, n=3)
+        assert "3 sequences (prompts x n)" in error(never, 429)["message"]
+        assert never.headers["x-should-retry"] == "false"
+        may_step.set()
+        assert [one.result().status_code for one in (two, queued, other)] == [200, 200, 200]
+    for _ in range(3):  # nothing of it stays taken
+        assert post(strict, "sesame", max_tokens=5, prompt=["a", "b"]).status_code == 200
+
+
+def test_a_page_of_another_origin_gets_no_answer_without_asking(strict: RunningServer) -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 1})
+    own = strict.url.replace("127.0.0.1", "localhost")
+    with strict.http(headers=key()) as http:
+        for origin, kind, status in (
+            ("https://evil.example", None, 403),
+            ("https://evil.example", "text/plain", 403),
+            ("null", None, 403),
+            ("https://evil.example", "application/json", 200),  # the browser asks before
+            ("https://app.example", None, 400),
+            (strict.url, None, 400),
+            (own, "text/plain", 403),
+        ):
+            headers = {"Origin": origin} | ({} if kind is None else {"Content-Type": kind})
+            answer = http.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status, (origin, kind)
+        assert http.post("/api/show", content='{"model": "tiny"}').status_code == 200
+        headers = {"Origin": "https://evil.example"}
+        assert (
+            http.post("/api/show", content='{"model": "tiny"}', headers=headers).status_code == 403
+        )
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "names", "warns"),
+    [
+        ("127.0.0.1", {}, frozenset(), False),
+        ("0.0.0.0", {}, own_names("0.0.0.0"), True),
+        ("0.0.0.0", {"host_names": ["llm.example"]}, {"llm.example", *own_names("0.0.0.0")}, True),
+        ("0.0.0.0", {"host_names": ["*"]}, None, True),
+        ("0.0.0.0", {"api_keys": ["k"]}, None, False),
+    ],
+)
+def test_a_server_beyond_the_loopback_knows_its_names(
+    host: str, words: dict[str, Any], names: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = server_options(words, host=host)
+    assert options.host_names == names
+    warn_if_open(options, host)
+    assert ("without --api-key: whoever reaches" in caplog.text) == warns
 
 
 def test_a_client_that_leaves_the_queue_frees_its_slot(strict: RunningServer) -> None:

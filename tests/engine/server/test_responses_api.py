@@ -216,3 +216,14 @@ def test_a_response_larger_than_the_store_drops_no_other() -> None:
     assert store.get(tenant, "small").document == {"id": "small"}
     with pytest.raises(ApiError, match="no response 'large'"):
         store.get(tenant, "large")
+
+
+def test_what_another_key_stores_drops_nobody_s_response() -> None:
+    store = ResponseStore(max_bytes=4000)
+    for name in ("a", "b"):
+        store.put(0, [], {"id": name, "text": "x" * 500})
+    for number in range(50):
+        store.put(1, [], {"id": str(number), "text": "y" * 500})
+    assert store.get(0, "a") and store.get(0, "b") and store.get(1, "49")
+    with pytest.raises(ApiError):
+        store.get(1, "0")
