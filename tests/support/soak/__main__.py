@@ -10,7 +10,11 @@ What must hold: every request is served, cleanly refused, or told that its step 
 a probe is served; once the load is gone every block of the KV cache is free, and a greedy completion is what
 it was before; the server has as many files open as at the beginning, and its memory does not grow; after
 SIGTERM every stream ends or gets an error event, and the process exits with 0. The exit code is 1 where one
-of them does not."""
+of them does not.
+
+With `--attacks` attackers with a key of their own do all that once silenced a server (attacks.py). Then 99 of
+100 probes of `/health` must be answered within 250 ms, the ordinary clients lose nothing, and when it is over
+the memory is back within 50 MiB of what it was before."""
 
 from __future__ import annotations
 
@@ -39,6 +43,7 @@ from llmopt.recipes import MODELS
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
+from .attacks import GOOD, HOSTILE, MAX_PROBE_SECONDS, Attacks, Health, headers
 from .clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
 from .faults import Recovery
 
@@ -46,7 +51,7 @@ GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
 VICTIM = """
 import json, sys, urllib.request
 body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-headers = {"Content-Type": "application/json"}
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + sys.argv[2]}
 for line in urllib.request.urlopen(urllib.request.Request(sys.argv[1], json.dumps(body).encode(), headers)):
     print(line, flush=True)
 """
@@ -54,8 +59,12 @@ SECONDS_TO_FILL_UP = 300
 """Before that, arenas and caches of kernels are still growing to their bounds."""
 LEEWAY_BYTES = 24 << 20
 """Growth of the resident memory that is no leak."""
+ATTACKED_LEEWAY_BYTES = 50 << 20
+"""The same after attacks, once they are over."""
 FILES_LEEWAY = 2
 """Open files more than before: connections of the client that asks."""
+SECONDS_BEFORE_ATTACKS = 20
+"""In which only ordinary clients ask, before the memory is looked at for the first time."""
 SERVER = Path(__file__).with_name("server.py")
 
 
@@ -63,7 +72,7 @@ async def victims(url: str, soak: Soak, interval: float) -> None:
     """Processes that are killed while they read a stream."""
     while not soak.ended.is_set():
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", VICTIM, f"{url}/v1/completions"),
+            *(sys.executable, "-I", "-c", VICTIM, f"{url}/v1/completions", GOOD),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
@@ -115,6 +124,7 @@ class SoakOptions:
         fault_seconds: between two faults; 0 for none.
         return_seconds: within this time the server must serve again after a fault.
         server_words: more options of the server.
+        is_attacked: whether the attackers are there too, after `SECONDS_BEFORE_ATTACKS`.
     """
 
     seconds: float
@@ -124,6 +134,7 @@ class SoakOptions:
     return_seconds: float
     seed: int
     server_words: list[str]
+    is_attacked: bool = False
 
     @property
     def timeout_seconds(self) -> float:
@@ -142,6 +153,7 @@ async def run(options: SoakOptions) -> dict[str, Any]:
                 *(sys.executable, str(SERVER), "serve-local", MODEL, "--json"),
                 *("--port", "0", "--max-num-seqs", "16", "--block-size", "16"),
                 *("--kv-cache-memory-bytes", "2MiB", "--drain-seconds", "4"),
+                *("--api-key", GOOD, "--api-key", HOSTILE),
                 *(
                     "--header-timeout",
                     timeout,
@@ -186,8 +198,11 @@ async def put_under_load(
     recovery = Recovery()
     async with open_session() as session:
         reference, files_before = await greedy(session, soak.url), num_open_files(process.pid)
+        health, attacks = Health(), Attacks(soak.url, soak.ended, options.seed)
+        attacked: list[float] = []
         gathered: list[Any] = await asyncio.gather(
             watch(session, soak),
+            *([attack(attacks, health, soak, attacked)] if options.is_attacked else []),
             recovery.inject(
                 process.pid, options.fault_seconds, options.seconds - min(5.0, options.seconds / 4)
             ),
@@ -199,6 +214,9 @@ async def put_under_load(
         samples: list[dict[str, float]] = gathered[0]
         at_rest = await wait_until_idle(session, soak.url)
         again = await greedy(session, soak.url)
+        resident = at_rest["process_resident_memory_bytes"]
+        if options.is_attacked:
+            resident = await memory_at_rest(session, soak.url, attacked[0] + ATTACKED_LEEWAY_BYTES)
     async with open_session() as session:
         files_after = await files_at_rest(process.pid, files_before)
         outcomes, unclean = dict(soak.outcomes), list(soak.unclean)
@@ -218,7 +236,13 @@ async def put_under_load(
         "the server ended with 0": process.returncode == 0,
         **recovery.checks(options.return_seconds),
     }
-    if options.seconds >= SECONDS_TO_FILL_UP:
+    if options.is_attacked:
+        p99 = health.record()["seconds"]["p99"]
+        checks[f"99 of 100 probes took {MAX_PROBE_SECONDS:g} s at most"] = p99 <= MAX_PROBE_SECONDS
+        checks["every probe was answered"] = not health.failed
+        back = resident <= attacked[0] + ATTACKED_LEEWAY_BYTES
+        checks["the memory is back within 50 MiB"] = back
+    elif options.seconds >= SECONDS_TO_FILL_UP:
         checks["the memory is flat"] = grown < LEEWAY_BYTES
     return {
         "checks": checks,
@@ -233,13 +257,50 @@ async def put_under_load(
         "tokens": at_rest["llmopt_generation_tokens_total"],
         "preemptions": at_rest["llmopt_num_preemptions_total"],
         "resident_bytes_growth": grown,
+        **(
+            {
+                "attacks": dict(attacks.answers),
+                "health": health.record(),
+                "resident_bytes": {
+                    "before": attacked[0],
+                    "most": max(one["resident_bytes"] for one in samples),
+                    "after": resident,
+                },
+            }
+            if options.is_attacked
+            else {}
+        ),
         "samples": samples[:: max(1, len(samples) // 60)],
     }
 
 
+async def attack(
+    attacks: Attacks, health: Health, soak: Soak, resident_before: list[float]
+) -> None:
+    """Attack once the ordinary clients have had their time, and probe the server all along."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(soak.ended.wait(), SECONDS_BEFORE_ATTACKS)
+    async with open_session() as session:
+        found = await scrape(session, soak.url)
+    resident_before.append(found["process_resident_memory_bytes"])
+    await asyncio.gather(attacks.run(), health.probe(soak.url, soak.ended))
+
+
+async def memory_at_rest(session: aiohttp.ClientSession, url: str, limit: float) -> float:
+    """The resident memory once it is below the limit; after 60 s that of then."""
+    deadline = time.monotonic() + 60
+    while True:
+        resident = (await scrape(session, url))["process_resident_memory_bytes"]
+        if resident <= limit or time.monotonic() > deadline:
+            return resident
+        await asyncio.sleep(1)
+
+
 def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(300)
+        headers=headers(GOOD),
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(300),
     )
 
 
@@ -340,6 +401,8 @@ def write_adapter(folder: Path, seed: int) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--minutes", type=float, help="In place of --seconds.")
+    parser.add_argument("--attacks", action="store_true", help="Attack the server, all at once.")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", default="", help="More words for serve-local.")
@@ -351,8 +414,9 @@ def main() -> int:
     parser.add_argument("--return-within", type=float, default=5.0, help="Seconds after a fault.")
     chosen = parser.parse_args()
     options = SoakOptions(
-        chosen.seconds, chosen.clients, chosen.pause, chosen.fault_every,
-        chosen.return_within, chosen.seed, shlex.split(chosen.server_options),
+        chosen.seconds if chosen.minutes is None else 60 * chosen.minutes,
+        chosen.clients, chosen.pause, chosen.fault_every,
+        chosen.return_within, chosen.seed, shlex.split(chosen.server_options), chosen.attacks,
     )  # fmt: skip
     found = asyncio.run(run(options))
     found = {"machine": machine_name("cpu"), **found}
