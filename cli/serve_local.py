@@ -124,7 +124,7 @@ def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> No
 def _context(engine: Engine) -> str:
     if (stream := engine.config.stream) is not None:
         return f"attention sinks: first {stream.sinks}, sliding window: last {stream.length} tokens"
-    context = f"context {engine.max_model_len} tokens"
+    context = f"context {engine.scheduler.longest_sequence} tokens"
     if (eviction := engine.scheduler.config.eviction) is not None:
         context += f", of which {eviction.method} keeps {eviction.budget} of a prompt"
     return context

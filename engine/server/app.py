@@ -12,7 +12,12 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ..engine import Engine
-from .endpoints.capabilities import Constrainer, PromptImages, pooling_tasks
+from .endpoints.capabilities import (
+    Constrainer,
+    PromptImages,
+    default_sampling,
+    pooling_tasks,
+)
 from .endpoints.completions import add_completions
 from .endpoints.messages import add_messages
 from .endpoints.ollama import ollama_router
@@ -34,6 +39,7 @@ from .requests.reload import Reloadable, Reloader
 EXPOSED_HEADERS = (
     "x-request-id",
     "retry-after",
+    "x-ignored-fields",
     *(
         f"x-ratelimit-{what}-{unit}"
         for unit in ("requests", "tokens")
@@ -92,10 +98,11 @@ def create_app(
         model_name,
         adapters=dict(engine.config.loras),
         created=int(time.time()),
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.scheduler.longest_sequence,
         images=images,
         script=options.script,
         pooling=pooling_tasks(engine, model_name, pooling_type),
+        default_sampling=default_sampling(engine.folder),
     )
 
     @asynccontextmanager

@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....quant.base.errors import BadInput
 from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
-from ...base.sampling_params import POOLING_MODES, PoolingParams
+from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from ...engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
@@ -183,6 +184,28 @@ def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
             + ", ".join(POOLING_MODES)
         )
     return pooling
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def default_sampling(folder: Path) -> dict[str, float]:
+    """The sampling that a checkpoint's generation_config.json asks for.
+
+    Raises:
+        BadInput: values out of range.
+    """
+    path = folder / "generation_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = {name: config.get(name) for name in _SAMPLING if config.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except (BadInput, TypeError) as error:
+        raise BadInput(f"{path}: {error}") from error
+    return found
 
 
 COMPILE_SECONDS = 10.0

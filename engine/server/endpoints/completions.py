@@ -20,7 +20,15 @@ from ..protocol.generation_protocol import CompletionRequest, StreamOptions
 from ..requests.limits import FairPool
 from ..requests.request_record import record_of
 from .conversation import converse
-from .service import Asked, ResponseContext, Service, Usage, compact_json, server_sent
+from .service import (
+    Asked,
+    ResponseContext,
+    Service,
+    Usage,
+    compact_json,
+    note_ignored,
+    server_sent,
+)
 from .tokenization import Tokenization
 
 MAX_LOGPROBS = 1 << 20
@@ -334,11 +342,14 @@ class ChatResponse(ChoicesResponse):
         form: OutputFormat,
         *,
         tool_is_named: bool,
+        as_function: bool,
     ) -> None:
+        """`as_function`: the first call comes as a `function_call` too, which `functions` asks for."""
         super().__init__(context, text, workers)
         self._form = form
         self._parsers: dict[int, OutputParser] = {}
         self._tool_is_named = tool_is_named
+        self._as_function = as_function
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         parsed = Parsed()
@@ -351,10 +362,14 @@ class ChatResponse(ChoicesResponse):
             message["tool_calls"] = [
                 chat_call(call.id, call.name, call.arguments) for call in parsed.calls
             ]
+            if self._as_function:
+                message["function_call"] = message["tool_calls"][0]["function"]
         return self._choice(choice, completion, {"message": message})
 
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
         delta = _delta(self._read(choice, output))
+        if self._as_function and (calls := delta.get("tool_calls")) and calls[0]["index"] == 0:
+            delta["function_call"] = calls[0]["function"]
         # The role comes with the first token: a separate event would count as a token in clients' TTFT.
         return self._choice(
             choice, output, {"delta": {"role": "assistant"} | delta if first else delta}
@@ -368,7 +383,7 @@ class ChatResponse(ChoicesResponse):
     def _choice(self, choice: int, output: Completion, content: dict[str, Any]) -> dict[str, Any]:
         scored, reason = output.logprobs, output.finish_reason
         if reason == "stop" and self._parsers[choice].num_calls and not self._tool_is_named:
-            reason = "tool_calls"
+            reason = "function_call" if self._as_function else "tool_calls"
         return {
             "index": choice,
             **content,
@@ -403,7 +418,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         arrival_seconds = time.perf_counter()
-        service.check(body)
+        service.check(body, request)
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
         if (wanted := params.prompt_logprobs) is not None:
@@ -425,6 +440,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
+        note_ignored(request, body.model_extra or ())
         is_named = isinstance(body.tool_choice, NamedTool)
         return await converse(
             service,
@@ -432,6 +448,11 @@ def add_completions(app: FastAPI, service: Service) -> None:
             body,
             "chatcmpl-",
             lambda context, form: ChatResponse(
-                context, service.text, service.workers, form, tool_is_named=is_named
+                context,
+                service.text,
+                service.workers,
+                form,
+                tool_is_named=is_named,
+                as_function=body.has_functions,
             ),
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
@@ -17,7 +17,7 @@ from ..protocol.chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, chat_c
 from ..protocol.errors import ApiError, anthropic_error, bad_field
 from ..protocol.generation_protocol import client_tools
 from .conversation import ConversationResponse, converse, render
-from .service import Service, server_sent
+from .service import Service, note_ignored, server_sent
 
 Content = str | list[dict[str, Any]]
 
@@ -96,24 +96,27 @@ class MessagesPrompt(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    model_config = ConfigDict(extra="allow")
+
     @property
     def thinks(self) -> bool:
         """Whether reasoning is asked for."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
-    def for_chat(self, **fields: Any) -> ChatRequest:
-        """Translate into a chat request.
+    def for_chat(self, *, takes_images: bool, **fields: Any) -> ChatRequest:
+        """Translate into a chat request; of an image for a model of text alone only that it is there.
 
         Raises:
             ApiError: content that is not supported.
             ValidationError: what a chat request refuses too.
         """
         config = self.output_config or OutputConfig()
+        turns = [part for turn in self.messages for part in _turn(turn, takes_images)]
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         effort = {"max": "xhigh"}.get(config.effort or "", config.effort)
         chosen: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *(part for turn in self.messages for part in _turn(turn))],
+            "messages": [*system, *turns],
             "chat_template_kwargs": {"enable_thinking": self.thinks, "thinking": self.thinks},
             "reasoning_effort": effort if self.thinks else None,
         }
@@ -141,17 +144,54 @@ class MessagesRequest(MessagesPrompt):
     mcp_servers: list[Any] | None = None
     container: Any = None
 
-    def chat_request(self) -> ChatRequest:
+    def chat_request(self, *, takes_images: bool) -> ChatRequest:
         """Translate into a chat request; raises as `for_chat`."""
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported", param=name)
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = {name: getattr(self, name) for name in same}
-        return self.for_chat(stop=self.stop_sequences, **fields)
+        return self.for_chat(takes_images=takes_images, stop=self.stop_sequences, **fields)
 
 
-def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
+_FOREIGN = ("document", "search_result", "server_tool_use", "container_upload", "mcp_tool_use")
+
+
+def _readable(block: Any, takes_images: bool) -> Any:
+    """A content block that the model can read: in place of a document, or of what the vendor's own tools have
+    found, its text where there is one, and a note that it is there."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "image" and not takes_images:
+        return _note("an image, which this model cannot see: it reads text alone")
+    if not isinstance(kind, str) or kind == "tool_result":
+        return block
+    if kind not in _FOREIGN and not kind.endswith("_tool_result"):
+        return block
+    source = block.get("source")
+    inner: Any = block.get("content")
+    if isinstance(source, dict):
+        inner = source.get("data") if source.get("type") == "text" else source.get("content", inner)
+        kind = str(source.get("media_type") or kind)
+    parts = [inner] if isinstance(inner, str) else inner if isinstance(inner, list) else []
+    shown = [part if isinstance(part, str) else _shown(part) for part in parts]
+    named = block.get("title") or block.get("name") or ""
+    label = f"{kind} {named}".strip()
+    if not any(shown):
+        return _note(f"{label}, which this server cannot read")
+    return {"type": "text", "text": "\n".join([f"[{label}]", *filter(None, shown)])}
+
+
+def _note(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": f"[{text}]"}
+
+
+def _shown(part: Any) -> str:
+    """The text of a part, or the title and address of what a search has found."""
+    fields = part if isinstance(part, dict) else {}
+    return " ".join(str(fields[name]) for name in ("title", "url", "text") if fields.get(name))
+
+
+def _turn(turn: AnthropicMessage, takes_images: bool) -> list[dict[str, Any]]:
     """A turn as chat messages: results of tools are messages of their own, before the user's text, and the
     images of results are the user's."""
     if isinstance(turn.content, str):
@@ -159,7 +199,7 @@ def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     message: dict[str, Any] = {"role": turn.role}
     parts: list[dict[str, Any]] = []
-    for block in turn.content:
+    for block in (_readable(block, takes_images) for block in turn.content):
         kind = block.get("type")
         if kind == "text" and isinstance(block.get("text"), str):
             parts.append({"type": "text", "text": block["text"]})
@@ -168,7 +208,10 @@ def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
         elif kind == "tool_use" and turn.role == "assistant":
             message.setdefault("tool_calls", []).append(_tool_use(block))
         elif kind == "tool_result" and turn.role == "user":
-            content, images = _texts_and_images(block.get("content") or "")
+            found = block.get("content") or ""
+            if isinstance(found, list):
+                found = [_readable(each, takes_images) for each in found]
+            content, images = _texts_and_images(found)
             messages.append(_tool_result(block, content))
             parts += images
         elif kind == "thinking" and turn.role == "assistant":
@@ -348,10 +391,11 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", response_model=None)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
+        note_ignored(request, body.model_extra or ())
         return await converse(
             service,
             request,
-            body.chat_request(),
+            body.chat_request(takes_images=service.images.are_taken),
             "msg_",
             lambda context, form: MessageResponse(context, form, has_reasoning=body.thinks),
         )
@@ -359,7 +403,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesPrompt) -> dict[str, int]:
         """Count the tokens of a prompt."""
-        chat = body.chat_request() if isinstance(body, MessagesRequest) else body.for_chat()
+        chat = body.for_chat(takes_images=service.images.are_taken)
         service.check_model(body.model)
         prompt = await render(service, chat.messages, chat.usable_tools, chat.template_options)
         return {"input_tokens": len(prompt.token_ids)}

@@ -58,7 +58,7 @@ class ModelFacts:
             "model_info": {
                 "general.architecture": family,
                 "general.parameter_count": self._num_parameters,
-                f"{family}.context_length": self._engine.max_model_len,
+                f"{family}.context_length": self._service.max_model_len,
             },
             "capabilities": capabilities,
             "modified_at": _changed(self._engine.folder),

@@ -90,7 +90,7 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
         "owned_by": "llmopt",
         "parent": None,
         "root": engine.folder.name,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": service.max_model_len,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "chat_template": {"source": source}
         | ({"template": PLAIN_TEMPLATE} if source == "plain" else {}),

@@ -393,7 +393,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
-        service.check(body)
+        service.check(body, request)
         tenant, turns = record_of(request).tenant, body.turns
         if body.previous_response_id is not None:
             turns = [*store.get(tenant, body.previous_response_id).turns, *turns]

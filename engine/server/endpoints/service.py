@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -68,6 +69,16 @@ CLIENT_GONE = 499
 """Logged status of a request whose client disconnected before the response; nginx's number."""
 
 
+FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_IGNORED = 32
+
+
+def note_ignored(request: Request, names: Iterable[str]) -> None:
+    """Name fields without an effect in a header of the response, those whose names a header can carry."""
+    shown = [name for name in names if FIELD_NAME.fullmatch(name)]
+    record_of(request).ignored = tuple(sorted(shown)[:MAX_IGNORED])
+
+
 class Generation(Protocol):
     """Converts the outputs of one HTTP request into an endpoint's response format."""
 
@@ -115,7 +126,7 @@ class Asked:
 class Service:
     """State shared by the endpoints. A LoRA adapter is served as a model under its own name: `adapters` are
     the folders by these names, changed on the event loop as adapters are loaded and unloaded. `workers` read
-    and write large JSON."""
+    and write large JSON; `default_sampling` is for fields that a request does not have."""
 
     loop: EngineLoop
     text: Tokenization
@@ -127,6 +138,7 @@ class Service:
     images: PromptImages
     script: tuple[ScriptedText, ...] = ()
     pooling: PoolingTasks = field(default_factory=PoolingTasks)
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
     workers: FairPool = field(default_factory=lambda: FairPool("json", 2, 1))
 
     def close(self) -> None:
@@ -136,8 +148,11 @@ class Service:
         self.constrainer.close()
         self.workers.close()
 
-    def check(self, body: GenerationRequest) -> None:
-        """Reject a request for an unknown model or with unsupported fields, with `ApiError`."""
+    def check(self, body: GenerationRequest, request: Request | None = None) -> None:
+        """Reject a request for an unknown model or with unsupported fields, with `ApiError`; fields that are
+        not known are named in the response to `request`."""
+        if request is not None:
+            note_ignored(request, body.model_extra or ())
         self.check_model(body.model)
         self.pooling.check_generates()
         body.refuse_unsupported()
@@ -168,6 +183,8 @@ class Service:
             BadInput, ApiError: values out of range, an invalid schema or grammar, or a client that left.
         """
         params, constraint = body.sampling_params(), body.constraint()
+        defaults = self.default_sampling.items()
+        params = replace(params, **{n: value for n, value in defaults if getattr(body, n) is None})
         if constraint is None:
             return params
         tenant = record_of(request).tenant

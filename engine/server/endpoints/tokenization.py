@@ -265,6 +265,10 @@ class Tokenization:
     ) -> str:
         described: Any = [tool.for_template() for tool in tools] or None
         turns = [message.for_template(as_parts=self._as_parts) for message in messages]
+        if "items" in self.template_text:  # it goes through the arguments of calls
+            for function in (call["function"] for t in turns for call in t.get("tool_calls", ())):
+                if not isinstance(function["arguments"], dict):
+                    function["arguments"] = {"arguments": function["arguments"]}
         if guarded:
             described = self._guard.broken(described)
             turns = [t if t["role"] == "assistant" else self._guard.broken(t) for t in turns]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from ...base.sampling_params import SamplingParams
 from .errors import bad_field
@@ -85,12 +86,11 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """The call with its arguments as an object, as chat templates expect it."""
+        """The call with its arguments as an object, as chat templates expect it; what was cut off as text."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            problem = f"the arguments of a call of {self.function.name!r} are not JSON: {error}"
-            raise bad_field("messages", problem) from error
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
         return chat_call(self.id, self.function.name, arguments)
 
 
@@ -112,6 +112,11 @@ class ChatMessage(BaseModel):
     def _texts_and_images(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("need an object with role and content")
+        if value.get("role") == "function":  # OpenAI's older form of a tool's result, and of a call
+            value = {**value, "role": "tool"}
+        if isinstance(call := value.get("function_call"), dict) and not value.get("tool_calls"):
+            calls = [chat_call(None, call.get("name"), call.get("arguments"))]
+            value = {**value, "tool_calls": calls}
         content = value.get("content")
         parts = read_parts(content)
         if parts is not None:
@@ -224,6 +229,22 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    has_functions: SkipJsonSchema[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_are_tools(cls, value: Any) -> Any:
+        """OpenAI's older form of tools and of their choice."""
+        if not isinstance(value, dict) or not isinstance(value.get("functions"), list):
+            return value
+        fields = dict(value)
+        functions, choice = fields.pop("functions"), fields.pop("function_call", None)
+        if functions and not fields.get("tools"):
+            fields["tools"] = [{"type": "function", "function": each} for each in functions]
+            named = {"type": "function", "function": choice}
+            fields["tool_choice"] = named if isinstance(choice, dict) else choice
+            fields["has_functions"] = True
+        return fields
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

@@ -65,9 +65,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
     "truncate_prompt_tokens": (),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),
     "use_beam_search": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 _ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")

@@ -239,7 +239,8 @@ class ConcurrencyLimiter:
                 "time: send fewer prompts at once, or lower n",
                 {"Retry-After": str(int(SECONDS)), "x-should-retry": "false"},
             )
-        if self._fits(count - places.count) and not self._queue:
+        more = count - places.count
+        if more <= 0 or (self._fits(more) and not self._queue):
             self._take(places, count)
             return True
         if len(self._queue) >= self._max_queue:

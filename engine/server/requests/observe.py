@@ -194,6 +194,8 @@ class ObservingMiddleware:
         record.status = message["status"]
         self._count[message["status"]] += 1
         added = [(b"x-request-id", record.request_id.encode())]
+        if record.ignored:
+            added.append((b"x-ignored-fields", ", ".join(record.ignored).encode()))
         if record.principal is not None:
             added += record.principal.limits.headers()
         message["headers"] = [*message.get("headers", ()), *added]

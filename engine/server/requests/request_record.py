@@ -190,6 +190,7 @@ class RequestRecord:
         trace_id: of the request's span, hexadecimal.
         places: among the concurrent sequences of its key.
         held: what it takes in memory until its end, by kind.
+        ignored: names of fields of its body that had no effect, for a header of the response.
     """
 
     request_id: str
@@ -207,6 +208,7 @@ class RequestRecord:
     trace_id: str | None = None
     places: Places = field(default_factory=Places)
     held: Counter[str] = field(default_factory=Counter)
+    ignored: tuple[str, ...] = ()
 
     @property
     def key(self) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from llmopt.engine.server.endpoints.messages import MessagesRequest
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -172,10 +173,43 @@ def test_the_template_gets_the_whole_conversation(served: RunningServer) -> None
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
 
 
+def test_what_a_text_model_cannot_read_is_said_in_its_place(served: RunningServer) -> None:
+    """An image, a PDF, a text file, and a search of the vendor's, as Claude Code sends them."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    pdf = {"type": "document", "title": "a.pdf", "source": {
+        "type": "base64", "media_type": "application/pdf", "data": "x"}}  # fmt: skip
+    note = {"type": "document", "source": {
+        "type": "text", "media_type": "text/plain", "data": "Buy milk."}}  # fmt: skip
+    found = {"type": "web_search_result", "title": "Rain", "url": "https://r.example"}
+    turns: Any = [
+        {"role": "user", "content": [image, note, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rain"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": [found]},
+            {"type": "tool_use", "id": "1", "name": "weather", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [image, pdf]}]},
+    ]  # fmt: skip
+    body = MessagesRequest(model="tiny", max_tokens=1, messages=turns)
+    texts = [message.content or "" for message in body.chat_request(takes_images=False).messages]
+    assert texts[0].startswith("[an image, which this model cannot see: it reads text alone]")
+    assert "[text/plain]\nBuy milk." in texts[0] and texts[0].endswith("What?")
+    assert "[server_tool_use web_search, which" in texts[1]
+    assert "Rain https://r.example" in texts[1]
+    assert (
+        "cannot see" in texts[2]
+        and "[application/pdf a.pdf, which this server cannot read]" in texts[2]
+    )
+    asked: Any = {**FIELDS, "messages": turns, "tools": [WEATHER]}
+    assert client(served).messages.create(**asked).usage.output_tokens
+    seen = body.chat_request(takes_images=True).messages
+    assert [len(message.image_urls) for message in seen] == [1, 0, 0, 1]
+
+
 def test_refusals_are_anthropics(served: RunningServer) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     for kind, words, fields in (
-        (anthropic.BadRequestError, "images are not taken", {"messages": [{"role": "user", "content": [image]}]}),
+        (anthropic.BadRequestError, "'video' are not supported", {"messages": [{"role": "user", "content": [{"type": "video"}]}]}),
         (anthropic.BadRequestError, "input_schema", {"tools": [{"type": "custom", "name": "w"}]}),
         (anthropic.BadRequestError, "none of the tools", {
             "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.grammar import GrammarCompiler, choice
+from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 
 from ...support.live_server import RunningServer, events, make_engine, running
 
@@ -204,11 +207,67 @@ def test_tools_that_cannot_be_used_are_refused(
     assert "tools/items/anyOf/0/properties/arguments: Invalid type" in refusal(
         tooled, tools=[wrong], tool_choice="required"
     )
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace(
+    "call.function | tojson", "call.function.arguments.items() | list | tojson")])  # fmt: skip
+def test_arguments_that_were_cut_off_are_text(tooled: RunningServer, template: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "K'}}
     turns: Any = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    request = ChatRequest.model_validate({"messages": turns})
+    text = Tokenization(tooled.engine.tokenizer, chat_template=template)
+    shown = text.decode(asyncio.run(text.encode_chat(request.messages)))
+    assert json.dumps('{"city": "K') in shown
     with tooled.http() as http:
-        response = http.post("/v1/chat/completions", json={"messages": turns})
-    assert response.status_code == 400 and "are not JSON" in response.text
+        body = {"messages": turns, "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_functions_are_tools(tooled: RunningServer) -> None:
+    client = tooled.openai()
+    turns: Any = [
+        *USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "clock", "arguments": "{}"},
+        },
+        {"role": "function", "name": "clock", "content": "noon"},
+    ]
+    fields: Any = {"model": "tiny", "messages": turns, "temperature": 0, "max_tokens": 150}
+    fields |= {"functions": [WEATHER["function"]], "function_call": {"name": "weather"}}
+    whole = client.chat.completions.create(**fields).choices[0]
+    assert whole.message.function_call is not None
+    assert whole.message.function_call.name == "weather"
+    assert whole.message.function_call.arguments == whole.message.tool_calls[0].function.arguments
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **fields)]
+    parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert "".join(part.arguments or "" for part in parts) == whole.message.function_call.arguments
+    assert parts[0].name == "weather"
+
+
+def test_fields_without_an_effect_are_named(tooled: RunningServer) -> None:
+    body = {"max_tokens": 1, "verbosity": "low", "truncation": "auto", "x\ny": 1, "store": True}
+    paths: Any = {
+        "/v1/chat/completions": {"messages": USER},
+        "/v1/responses": {"input": "hi", "max_tokens": None, "max_output_tokens": 1},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/messages": {"messages": USER, "model": "tiny"},
+        "/api/chat": {"messages": USER, "model": "tiny", "options": {"typical_p": 0.5}},
+    }
+    named = {}
+    with tooled.http() as http:
+        for path, fields in paths.items():
+            answer = http.post(path, json={**body, **fields, "stream": False})
+            assert answer.status_code == 200, answer.text
+            named[path] = answer.headers["x-ignored-fields"]
+        plain = http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
+        assert "x-ignored-fields" not in plain.headers
+    assert named["/v1/chat/completions"] == "store, truncation, verbosity"
+    assert named["/v1/responses"] == "truncation, verbosity"
+    assert named["/v1/completions"] == "store, truncation, verbosity"
+    assert "verbosity" in named["/v1/messages"]
+    assert "options.typical_p" in named["/api/chat"]
 
 
 @pytest.mark.parametrize(
