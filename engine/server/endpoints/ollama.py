@@ -1,4 +1,5 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show` and `/api/version`."""
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags`, `/api/ps`, `/api/show` and
+`/api/version`."""
 
 from __future__ import annotations
 
@@ -19,14 +20,24 @@ from ....quant.families.registry import type_of
 from ....quant.model.checkpoint import gguf_file_of
 from ...engine import Engine
 from ...execution.pooling import read_pooling
-from ...scheduling.outputs import RequestOutput
+from ...scheduling.outputs import RequestOutput, TokenLogprobs
 from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
 from ..parsing.parser import OutputFormat
-from ..protocol.errors import ApiError, ollama_error
-from ..protocol.ollama_protocol import OllamaChat, OllamaGenerate, OllamaRequest, ShowRequest
+from ..protocol.errors import ApiError, bad_field, ollama_error
+from ..protocol.ollama_protocol import (
+    EmbedRequest,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaRequest,
+    ShowRequest,
+    filled,
+)
 from ..requests.middleware import JsonRoute
+from .completions import chat_logprobs
 from .conversation import ConversationResponse, prepare
-from .service import Asked, ResponseContext, Service, compact_json
+from .pooled import pool
+from .service import Asked, ResponseContext, Service, compact_json, note_ignored
+from .tokenization import Tokenization
 
 
 class ModelFacts:
@@ -160,6 +171,7 @@ class OllamaResponse(ConversationResponse):
         self,
         context: ResponseContext,
         form: OutputFormat,
+        text: Tokenization,
         contents: Contents,
         *,
         has_reasoning: bool,
@@ -168,12 +180,16 @@ class OllamaResponse(ConversationResponse):
         """`gives_context`: whether the last object has the tokens of prompt and output."""
         super().__init__(context, form, has_reasoning=has_reasoning)
         self._contents, self._gives_context = contents, gives_context
+        self._text, self._scored = text, list[Any]()
         self._call: ParsedCall | None = None
 
     async def document(self) -> dict[str, Any]:
-        return {**self._object(await self.parsed()), **self._ending()}
+        parsed = await self.parsed()
+        self._score(self.completion.logprobs)
+        return {**self._object(parsed), **self._ending()}
 
     def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
+        self._score(output.logprobs)
         for piece in self._pieces(events):
             yield _line(self._object(piece))
 
@@ -206,11 +222,18 @@ class OllamaResponse(ConversationResponse):
             piece.calls, self._call = [self._call], None
             yield piece
 
+    def _score(self, scored: Sequence[TokenLogprobs] | None) -> None:
+        """Keep log-probabilities for the next object."""
+        if scored is not None:
+            self._scored += chat_logprobs(self._text, scored)["content"]
+
     def _object(self, parsed: Parsed) -> dict[str, Any]:
+        scored, self._scored = self._scored, []
         return {
             "model": self.context.model,
             "created_at": now(),
             **self._contents(parsed),
+            **({"logprobs": scored} if scored else {}),
             "done": False,
         }
 
@@ -247,12 +270,13 @@ def _line(fields: dict[str, Any]) -> bytes:
     return compact_json(fields) + b"\n"
 
 
-API_VERSION = "0.12.0"
+API_VERSION = "0.13.4"
 """The release of Ollama whose API this is: clients ask for it to find out what they may send."""
 
 
-def check(service: Service, body: OllamaRequest) -> None:
+def check(service: Service, body: OllamaRequest, request: Request) -> None:
     """Check model and fields; a tag of `:latest` is dropped from the name."""
+    note_ignored(request, body.ignored)
     body.model = known(service, body.model)
     body.refuse_unsupported()
     if body.think and service.text.reasoning_format is None:
@@ -273,7 +297,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         plain = body.raw_request(service.max_model_len)
         service.check(plain)
         params = await service.params(request, plain)
-        prompts = await service.text.encode([body.prompt])
+        prompts = await service.text.encode([_plain_prompt(service, body)])
         asked = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
         form = OutputFormat()
     else:
@@ -288,6 +312,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         lambda context: OllamaResponse(
             context,
             form,
+            service.text,
             contents,
             has_reasoning=body.think is not False,
             gives_context=gives_context,
@@ -298,8 +323,43 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
 
 def _is_plain(service: Service, body: OllamaGenerate) -> bool:
     """Whether the prompt stands as it is: raw, or because the model has no template to put it in."""
+    if (body.suffix or body.template) and body.images:
+        raise bad_field("images", "only through the chat template: not with suffix or template")
     has_no_template = service.text.template_source == "plain"
-    return body.raw or (has_no_template and not (body.system or body.images))
+    is_plain = has_no_template and not (body.system or body.images)
+    return body.raw or is_plain or bool(body.suffix or body.template)
+
+
+def _plain_prompt(service: Service, body: OllamaGenerate) -> str:
+    """The prompt as the request's own template has it, or with the suffix that is to follow the answer."""
+    if body.template and not body.raw:
+        fields = {"System": body.system, "Prompt": body.prompt, "Suffix": body.suffix}
+        return filled(body.template, {name: text or "" for name, text in fields.items()})
+    if not body.suffix:
+        return body.prompt
+    if (markers := service.text.fill_markers) is None:
+        raise bad_field("suffix", "the model has no tokens for filling in a text before one")
+    before, after, between = markers
+    return f"{before}{body.prompt}{after}{body.suffix}{between}"
+
+
+async def embedded(service: Service, request: Request, body: EmbedRequest) -> dict[str, Any]:
+    """The embeddings of texts, in Ollama's shape."""
+    begun = time.perf_counter()
+    note_ignored(request, [*(body.model_extra or ()), *body.options.ignored])
+    body.model = known(service, body.model)
+    pooling = service.pooling.embedder()
+    asked = body.embedding_request(body.input or [])
+    prompts = await service.text.encode(asked.inputs, max_tokens=asked.truncate_prompt_tokens)
+    pooled = await pool(service, request, asked, prompts, pooling.params, ID_PREFIX)
+    vectors = [pooling.embedding(vector, body.dimensions).tolist() for vector in pooled.vectors]
+    return {
+        "model": body.model,
+        "embeddings": vectors,
+        "total_duration": nanoseconds(time.perf_counter() - begun),
+        "load_duration": 0,
+        "prompt_eval_count": pooled.usage["prompt_tokens"],
+    }
 
 
 def ollama_router(service: Service, engine: Engine) -> APIRouter:
@@ -309,7 +369,7 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
     @router.post("/api/chat", response_model=None)
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        check(service, body)
+        check(service, body, request)
         if not body.messages:
             return _loaded(body, {"message": {"role": "assistant", "content": ""}})
         return await answer(service, body, request)
@@ -317,10 +377,27 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
     @router.post("/api/generate", response_model=None)
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Answer a prompt."""
-        check(service, body)
+        check(service, body, request)
         if not (body.prompt or body.context or body.images):
             return _loaded(body, {"response": ""})
         return await answer(service, body, request)
+
+    @router.post("/api/embed")
+    async def ollama_embed(body: EmbedRequest, request: Request) -> dict[str, Any]:
+        """Embed texts."""
+        if body.input is None:
+            raise bad_field("input", "need a text, or a list of texts")
+        if not body.input:
+            return {"model": known(service, body.model), "embeddings": []}
+        return await embedded(service, request, body)
+
+    @router.post("/api/embeddings")
+    async def ollama_embeddings(body: EmbedRequest, request: Request) -> dict[str, Any]:
+        """Embed a prompt, in the older form."""
+        if not body.prompt:
+            return {"embedding": []}
+        body.input = body.prompt
+        return {"embedding": (await embedded(service, request, body))["embeddings"][0]}
 
     @router.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:

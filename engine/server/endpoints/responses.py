@@ -126,6 +126,30 @@ class CallItem(Item):
         return fields | ({"namespace": self.namespace} if self.namespace else {})
 
 
+class CustomItem(CallItem):
+    """A call of a tool of free text, which comes whole: in the arguments it is a JSON string."""
+
+    event = "custom_tool_call_input"
+
+    @property
+    def input(self) -> str:
+        try:
+            return str(json.loads(self.text)["input"])
+        except (ValueError, TypeError, KeyError):
+            return self.text
+
+    def done(self) -> Fields:
+        return {"input": self.input}
+
+    def closing(self, make: Make, where: Fields, status: str) -> Iterator[bytes]:
+        yield make(f"response.{self.event}.delta", **self._place(where), delta=self.input)
+        yield from super().closing(make, where, status)
+
+    def document(self, status: str) -> Fields:
+        fields = {"id": self.id, "type": "custom_tool_call", "status": status}
+        return fields | {"call_id": self.call_id, "name": self.name, "input": self.input}
+
+
 MAX_BYTES = 64 << 20
 
 
@@ -251,11 +275,15 @@ class ItemResponse(ConversationResponse):
                     yield from self._opened(item)
                 yield item.delta(self._event, self._where, text)
             case CallStart(_, call_id, name):
-                item = CallItem(self._item_id("fc"), call_id, name, self._body.namespaces)
+                kind = CustomItem if name in self._body.customs else CallItem
+                item = kind(self._item_id("fc"), call_id, name, self._body.namespaces)
                 yield from self._opened(item)
             case Arguments(_, text):
                 call = self._last
                 assert isinstance(call, CallItem)
+                if isinstance(call, CustomItem):
+                    call.text += text
+                    return
                 yield call.delta(self._event, self._where, text)
 
     def _message_delta(self, text: str) -> Iterator[bytes]:

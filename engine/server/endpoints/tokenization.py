@@ -21,6 +21,14 @@ from ..protocol.generation_protocol import Prompt
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
 
+FILL_MARKERS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+"""Of Qwen and CodeGemma, StarCoder, Granite, and DeepSeek (Bavarian et al., arXiv:2207.14255)."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -87,6 +95,12 @@ class Tokenization:
         if self._template_override is not None:
             return "file"
         return "model" if self._tokenizer.chat_template else "plain"
+
+    @property
+    def fill_markers(self) -> tuple[str, str, str] | None:
+        """Tokens around a prefix and a suffix, and before the text between them; None: the model has none."""
+        vocabulary = self._tokenizer.get_vocab()
+        return next((each for each in FILL_MARKERS if vocabulary.keys() >= {*each}), None)
 
     @property
     def takes_tools(self) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,11 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...base.sampling_params import SamplingParams
 from .chat_protocol import MAX_MESSAGES, ChatRequest, chat_call, image_part
 from .errors import bad_field
-from .generation_protocol import GenerationRequest, TokenId, unsupported
+from .generation_protocol import (
+    MAX_PROMPTS,
+    EmbeddingRequest,
+    GenerationRequest,
+    TokenId,
+    unsupported,
+)
 
 _log = logging.getLogger(__name__)
-
-_UNSUPPORTED = ("logprobs", "suffix", "template", "top_logprobs")
 
 
 class Options(BaseModel):
@@ -48,7 +54,7 @@ class Options(BaseModel):
         Raises:
             ApiError: an option that would change the result and is not supported.
         """
-        neutral = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1}
+        neutral = {"mirostat": 0, "tfs_z": 1}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
                 raise unsupported(f"options.{name}")
@@ -65,9 +71,53 @@ class Options(BaseModel):
         return {
             "max_tokens": limit,
             "top_k": self.top_k or None,
-            "repetition_penalty": self.repeat_penalty,
+            "repetition_penalty": None if self.repeat_last_n == 0 else self.repeat_penalty,
             **{name: getattr(self, name) for name in (*names, *penalties)},
         }
+
+    @property
+    def ignored(self) -> Iterator[str]:
+        """Options that were given and have no effect: of penalties the window is the whole sequence."""
+        unused = {"num_ctx": (), "typical_p": (1,), "repeat_last_n": (0, -1)}
+        for name, neutral in unused.items():
+            if getattr(self, name) not in (None, *neutral):
+                yield f"options.{name}"
+        yield from (f"options.{name}" for name in self.model_extra or ())
+
+
+_ACTION = re.compile(r"(\s*)\{\{(-?)\s*(.*?)\s*(-?)\}\}(\s*)", re.DOTALL)
+
+
+def filled(template: str, fields: Mapping[str, str]) -> str:
+    """A template of Ollama up to the response: variables, and `if` with `else` around them.
+
+    Raises:
+        ApiError: it has more of Go's language in it.
+    """
+    parts: list[str] = []
+    conditions: list[bool] = []
+    at = 0
+    for match in _ACTION.finditer(template):
+        before, trims, action, trims_after, after = match.groups()
+        text = template[at : match.start()] + ("" if trims else before)
+        at = match.end() - (0 if trims_after else len(after))
+        if all(conditions):
+            parts.append(text)
+        words = action.split()
+        match words:
+            case [str(name)] if name == ".Response":
+                return "".join(parts)
+            case [str(name)] if name[1:] in fields and name[0] == ".":
+                parts += [fields[name[1:]]] if all(conditions) else []
+            case ["if", str(name)] if name[1:] in (*fields, "Response"):
+                conditions.append(bool(fields.get(name[1:])))
+            case ["else"] if conditions:
+                conditions[-1] = not conditions[-1]
+            case ["end"] if conditions:
+                conditions.pop()
+            case _:
+                raise bad_field("template", f"{{{{ {action} }}}} is not supported here")
+    return "".join(parts) + template[at:]
 
 
 class OllamaRequest(BaseModel):
@@ -81,12 +131,18 @@ class OllamaRequest(BaseModel):
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were given and have no effect."""
+        return [*(self.model_extra or ()), *self.options.ignored]
 
     def refuse_unsupported(self) -> None:
-        """Raise `ApiError` for a field that would change the result."""
-        for name in _UNSUPPORTED:
-            if (self.model_extra or {}).get(name):
-                raise unsupported(name)
+        """Raise `ApiError` for fields that do not go together."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "only with logprobs = true")
 
     def fields(self, max_model_len: int) -> dict[str, Any]:
         """The fields of a generation request; raises as `Options.fields`."""
@@ -113,7 +169,9 @@ class OllamaRequest(BaseModel):
                 "enable_thinking": self.think,
                 "thinking": self.think,
             }
-        return ChatRequest.model_validate({**fields, "messages": messages, "tools": tools or None})
+        scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        asked = {**fields, **scored, "messages": messages, "tools": tools or None}
+        return ChatRequest.model_validate(asked)
 
 
 class OllamaFunction(BaseModel):
@@ -185,6 +243,8 @@ class OllamaGenerate(OllamaRequest):
     raw: bool = False
     context: list[TokenId] | None = None
     images: list[str] | None = None
+    suffix: str | None = None
+    template: str | None = None
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -201,14 +261,37 @@ class OllamaGenerate(OllamaRequest):
 
     def raw_request(self, max_model_len: int) -> RawRequest:
         """The prompt as it is; raises as `fields`."""
-        return RawRequest.model_validate(self.fields(max_model_len))
+        num_scored = (self.top_logprobs or 0) if self.logprobs else None
+        return RawRequest.model_validate({**self.fields(max_model_len), "num_scored": num_scored})
 
 
 class RawRequest(GenerationRequest):
     """A prompt without a template. Without a limit, the output may fill the context."""
 
+    num_scored: int | None = None
+
     def sampling_params(self) -> SamplingParams:
-        return self._sampling_params(self.max_tokens, None)
+        return self._sampling_params(self.max_tokens, self.num_scored)
+
+
+class EmbedRequest(BaseModel):
+    """Body of `/api/embed`, and of the older `/api/embeddings` with its one `prompt`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] | None = None
+    prompt: str | None = None
+    truncate: bool = True
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    options: Options = Options()
+    keep_alive: str | float | None = None
+
+    def embedding_request(self, texts: str | list[str]) -> EmbeddingRequest:
+        """The request of `/v1/embeddings` for these texts."""
+        cut = -1 if self.truncate else None
+        fields = {"input": texts, "dimensions": self.dimensions, "truncate_prompt_tokens": cut}
+        return EmbeddingRequest.model_validate({"model": self.model, **fields})
 
 
 class ShowRequest(BaseModel):

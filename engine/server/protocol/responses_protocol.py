@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -67,10 +68,32 @@ class Namespace(BaseModel):
     tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=128)]
 
 
+class CustomTool(BaseModel):
+    """A tool of free text, such as Codex' `apply_patch`: to the model a function with the text as argument."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def function(self) -> FunctionTool:
+        """The tool as a function; a grammar of its text is told, not enforced."""
+        told, form = [self.description or ""], self.format or {}
+        if isinstance(grammar := form.get("definition"), str):
+            told.append(f"The input follows this {form.get('syntax', '')} grammar:\n{grammar}")
+        text = {"type": "string", "description": "the input as it is"}
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        described = "\n".join(filter(None, told)) or None
+        return FunctionTool(
+            type="function", name=self.name, description=described, parameters=parameters
+        )
+
+
 class ChosenTool(BaseModel):
     """A tool that a choice names."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
     def for_chat(self) -> dict[str, Any]:
@@ -83,7 +106,7 @@ class ResponsesAllowedTools(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[ChosenTool], Field(min_length=1, max_length=128), client_tools("function")
+        list[ChosenTool], Field(min_length=1, max_length=128), client_tools("function", "custom")
     ]
 
     def for_chat(self) -> dict[str, Any]:
@@ -114,9 +137,9 @@ class ResponsesRequest(GenerationRequest):
     metadata: dict[str, str] | None = None
     tools: (
         Annotated[
-            list[FunctionTool | Namespace],
+            list[FunctionTool | Namespace | CustomTool],
             Field(max_length=128),
-            client_tools("function", "namespace"),
+            client_tools("function", "namespace", "custom"),
         ]
         | None
     ) = None
@@ -152,11 +175,13 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """All functions, those of a namespace under its name."""
+        """All functions, those of a namespace under its name, and the tools of free text."""
         functions: list[FunctionTool] = []
         for tool in self.tools or ():
             if isinstance(tool, FunctionTool):
                 functions.append(tool)
+            elif isinstance(tool, CustomTool):
+                functions.append(tool.function)
             else:
                 for inner in tool.tools:
                     name = f"{tool.name}.{inner.name}"
@@ -167,6 +192,11 @@ class ResponsesRequest(GenerationRequest):
     def namespaces(self) -> frozenset[str]:
         """Names of the namespaces."""
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, Namespace))
+
+    @property
+    def customs(self) -> frozenset[str]:
+        """Names of the tools of free text."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -233,7 +263,11 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
             name = f"{item['namespace']}.{name}"
         call = chat_call(item.get("call_id"), name, item.get("arguments"))
         _assistant(turns).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
+        call = chat_call(item.get("call_id"), item.get("name"), arguments)
+        _assistant(turns).setdefault("tool_calls", []).append(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output, images = _apart(item.get("output"))
         turns.append(
             {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(output)}

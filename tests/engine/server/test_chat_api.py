@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.server.endpoints.capabilities import default_sampling
 from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
-from ...support.live_server import RunningServer, events
+from ...support.live_server import RunningServer, events, make_engine, running
 
 MESSAGES: Any = [
     {"role": "system", "content": "Tell stories."},
@@ -205,3 +206,29 @@ def test_tokens_that_are_parts_of_a_character_keep_their_bytes(server: RunningSe
     assert [t for t in tokens if t.startswith("bytes:")] == [
         f"bytes:\\x{byte:02x}" for byte in "🐶".encode()
     ]
+
+
+def test_generation_config_gives_the_default_sampling(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "stories260K", folder)
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "do_sample": True, "temperature": 0.01, "top_k": 1}))
+    assert default_sampling(folder) == {"temperature": 0.01, "top_k": 1}
+    with running(make_engine(str(folder), num_blocks=9, block_size=16)) as server:
+        with server.http() as http:
+            body = {"prompt": "Once", "max_tokens": 20}
+            texts = [
+                http.post("/v1/completions", json={**body, **fields}).json()["choices"][0]["text"]
+                for fields in ({}, {"temperature": 0}, {"temperature": 2.0, "top_k": 0, "seed": 3})
+            ]
+            model = http.get("/v1/models").json()["data"][0]
+            longest = {"prompt": [5], "max_tokens": model["max_model_len"] - 1, "ignore_eos": True}
+            assert http.post("/v1/completions", json=longest).status_code == 200
+            longest["max_tokens"] += 1
+            assert http.post("/v1/completions", json=longest).status_code == 400
+        assert texts[0] == texts[1] != texts[2]
+        assert model["max_model_len"] == server.engine.scheduler.longest_sequence == 8 * 16 + 1
+    path.write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(BadInput, match="generation_config.json: temperature"):
+        default_sampling(folder)

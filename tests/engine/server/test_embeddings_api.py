@@ -73,6 +73,23 @@ def test_the_sdk_reads_them_from_base64_and_sends_token_ids(embedder: RunningSer
     assert len(small.data[0].embedding) == 16
 
 
+def test_ollama_s_shapes(embedder: RunningServer) -> None:
+    texts = ["One text", "another"]
+    expected = vectors(embedder, texts)
+    with embedder.http() as http:
+        several = http.post("/api/embed", json={"model": "tiny", "input": texts}).json()
+        one = http.post("/api/embeddings", json={"model": "tiny", "prompt": texts[0]}).json()
+        empty = http.post("/api/embed", json={"model": "tiny", "input": []}).json()
+        missing = http.post("/api/embed", json={"model": "tiny"})
+        unknown = http.post("/api/embed", json={"model": "other", "input": "a"})
+    assert np.allclose(several["embeddings"], expected, atol=1e-6)
+    assert np.allclose(one["embedding"], expected[0], atol=1e-6)
+    assert several["prompt_eval_count"] > 0 and several["total_duration"] > 0
+    assert empty["embeddings"] == []
+    assert (missing.status_code, unknown.status_code) == (400, 404)
+    assert set(unknown.json()) == {"error"}
+
+
 def test_a_batch_is_one_step_and_equals_each_text_alone(embedder: RunningServer) -> None:
     short = [text for text in TEXTS if len(text) < 30]
     before = embedder.on_engine(lambda engine: engine.stats.num_steps)

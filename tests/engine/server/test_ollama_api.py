@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.protocol.ollama_protocol import filled
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -197,7 +199,8 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(served: RunningServer
         ("chat", 400, "model", {"model": None, "messages": USER}),
         ("chat", 400, "images", {"messages": [{"role": "user", "images": ["x"]}]}),
         ("chat", 400, "role", {"messages": [{"role": "other"}]}),
-        ("chat", 400, "logprobs", {"messages": USER, "logprobs": True}),
+        ("chat", 400, "top_logprobs", {"messages": USER, "top_logprobs": 2}),
+        ("generate", 400, "template", {"prompt": "a", "template": "{{ range .Messages }}"}),
         ("chat", 400, "tools", {"messages": USER, "tools": [{"type": "custom"}]}),
         ("generate", 400, "suffix", {"prompt": "a", "suffix": "b"}),
         ("generate", 400, "mirostat", {"prompt": "a", "options": {"mirostat": 2}}),
@@ -214,6 +217,53 @@ def test_refusals_are_ollamas(
         response = http.post(f"/api/{path}", json={"model": "tiny", **fields})
     assert response.status_code == status and set(response.json()) == {"error"}
     assert words in response.json()["error"]
+
+
+def test_log_probabilities(served: RunningServer) -> None:
+    asked: Any = {"options": GREEDY, "logprobs": True, "top_logprobs": 2}
+    chat = whole(served, "/api/chat", messages=USER, **asked)["logprobs"]
+    assert len(chat) == 12 and all(len(each["top_logprobs"]) == 2 for each in chat)
+    assert {"token", "logprob", "bytes"} <= chat[0].keys()
+    parts = streamed(served, "/api/chat", messages=USER, **asked)
+    assert [each for part in parts for each in part.get("logprobs", ())] == chat
+    raw = whole(served, "/api/generate", prompt="Lily", raw=True, **asked)["logprobs"]
+    assert len(raw) == 12 and len(raw[0]["top_logprobs"]) == 2
+
+
+def test_a_template_of_the_request(served: RunningServer) -> None:
+    template = (
+        "{{ if .System }}<{{ .System }}>\n{{ else }}none {{- end }}\n"
+        "{{- .Prompt }} so{{ if .Response }} {{ .Response }}{{ end }}"
+    )
+    assert filled(template, {"System": "be", "Prompt": "Lily"}) == "<be>\nLily so"
+    assert filled(template, {"System": "", "Prompt": "Lily"}) == "noneLily so"
+    asked: Any = {"options": GREEDY, "prompt": "Lily"}
+    shown = whole(served, "/api/generate", template="{{ .Prompt }} and", **asked)
+    raw = whole(served, "/api/generate", raw=True, **{**asked, "prompt": "Lily and"})
+    assert shown["response"] == raw["response"]
+
+
+def test_a_suffix_goes_behind_the_tokens_that_the_model_has_for_it(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenization, "fill_markers", ("<P>", "<S>", "<M>"))
+    asked: Any = {"options": GREEDY}
+    filled_in = whole(served, "/api/generate", prompt="a", suffix="b", **asked)
+    raw = whole(served, "/api/generate", raw=True, prompt="<P>a<S>b<M>", **asked)
+    assert filled_in["response"] == raw["response"]
+    assert filled_in["prompt_eval_count"] == raw["prompt_eval_count"]
+
+
+def test_options_without_an_effect_are_named(served: RunningServer) -> None:
+    options = {**GREEDY, "repeat_last_n": 64, "typical_p": 0.7, "num_thread": 4, "num_ctx": 77}
+    body = {"model": "tiny", "prompt": "a", "options": options, "stream": False}
+    with served.http() as http:
+        answer = http.post("/api/generate", json=body)
+        neutral = {**GREEDY, "repeat_last_n": -1, "typical_p": 1}
+        plain = http.post("/api/generate", json={**body, "options": neutral})
+    names = "options.num_ctx, options.num_thread, options.repeat_last_n, options.typical_p"
+    assert answer.headers["x-ignored-fields"] == names
+    assert "x-ignored-fields" not in plain.headers
 
 
 def test_thinking_is_refused_where_the_model_cannot(server: RunningServer) -> None:

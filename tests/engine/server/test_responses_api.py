@@ -166,6 +166,35 @@ def test_functions_in_a_namespace(served: RunningServer, monkeypatch: pytest.Mon
     assert again.usage is not None and again.usage.input_tokens == num_tokens(served, text)
 
 
+def test_tools_of_free_text(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codex' `apply_patch`: a function of one text for the model, a custom call for the client."""
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+    tools: Any = [{"type": "custom", "name": "apply_patch", "description": "Edit.", "format": form}]
+    said = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** a\\n+b"}}</tool_call>'
+    saying(served, monkeypatch, said)
+    answer = client(served).responses.create(input="Hi", tools=tools, **FIELDS)
+    (call,) = answer.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("apply_patch", "*** a\n+b")
+    events = streamed(served, input="Hi", tools=tools)
+    deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+    done = [e.input for e in events if e.type == "response.custom_tool_call_input.done"]
+    assert deltas == done == ["*** a\n+b"]
+    again = client(served).responses.create(
+        input=[
+            call.model_dump(),  # type: ignore[list-item]
+            {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"},
+        ],
+        tools=tools,
+        **FIELDS,
+    )
+    text = (
+        'Tools: apply_patch as <tool_call>\nassistant: <tool_call>{"name": "apply_patch", "arguments": '
+        '{"input": "*** a\\n+b"}}</tool_call>\ntool: done\nassistant:'
+    )
+    assert again.usage is not None and again.usage.input_tokens == num_tokens(served, text)
+
+
 def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> None:
     """An agent's request: it asks for encrypted reasoning, and sends its items back."""
     items: Any = [
