@@ -251,7 +251,7 @@ class WaitingQueue:
         heapq.heapify(self._ranked)
 
     def hold(self, request_id: str) -> None:
-        """Put the request's sequences aside: the running ones with the next step, and those that fork later."""
+        """Put the request's sequences aside, the running ones with the next step, and any that fork later."""
         self._held.setdefault(request_id, [])
         self._is_new = True
         for request in [one for _, one in self._ranked if one.request_id == request_id]:
@@ -279,7 +279,7 @@ STEPS_PER_DECODE = 4
 class StepPace:
     """Tokens of prompts in a step beside sequences that decode, by the time that such steps have taken.
 
-    The tokens are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
+    They are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
     settle where a step takes the limit, whatever a step costs beside its tokens. Only steps that made use of
     them count, or a short prompt would raise them for the next long one.
 

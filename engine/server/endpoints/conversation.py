@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -17,15 +18,18 @@ from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
 from ...scheduling.outputs import Completion, RequestOutput
 from ..parsing.events import Event, Parsed, Reasoning
-from ..parsing.formats import FORCED, HARMONY, ToolFormat
+from ..parsing.formats import FORCED, HARMONY, HERMES, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
-from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
+from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool, calls_in_text
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.generation_protocol import StreamOptions
 from ..protocol.server_options import scripted_text
 from ..protocol.structure import Constraint
+from ..requests.request_record import record_of
 from .service import Asked, Generation, ResponseContext, Service, Usage
 from .tokenization import Tokenization
+
+_log = logging.getLogger(__name__)
 
 PROMPT_END = 16
 """Tokens at the end of a prompt that may begin the reasoning."""
@@ -86,6 +90,8 @@ async def prepare(
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
         params = await _scripted(service, params, token_ids)
+    if params.token_mask is None and tools is HERMES and body.usable_tools:
+        params = await _declared_calls(service, request, body, params)
     asked = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
     return asked, form
 
@@ -180,6 +186,20 @@ async def _scripted(
         return params
     constraint = Constraint("choice", [text], "--scripted-output")
     mask = await service.constrainer.mask(constraint, params.num_sequences)
+    return replace(params, token_mask=mask)
+
+
+async def _declared_calls(
+    service: Service, request: Request, body: ChatRequest, params: SamplingParams
+) -> SamplingParams:
+    """The parameters under which a call, once it has begun, names a declared tool and has valid arguments."""
+    tag = calls_in_text(body, HERMES.start, HERMES.end or "")
+    constraint, tenant = Constraint("structural_tag", tag, "tools"), record_of(request).tenant
+    try:
+        mask = await service.constrainer.mask(constraint, params.num_sequences, tenant)
+    except ApiError as error:  # a schema that only the model reads may hold anything
+        _log.info("calls of the tools are not constrained: %s", error)
+        return params
     return replace(params, token_mask=mask)
 
 

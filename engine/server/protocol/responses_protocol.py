@@ -69,7 +69,7 @@ class Namespace(BaseModel):
 
 
 class CustomTool(BaseModel):
-    """A tool of free text, such as Codex' `apply_patch`: to the model a function with the text as argument."""
+    """A tool of free text, such as Codex' `apply_patch`: a function of one text to the model."""
 
     type: Literal["custom"]
     name: ToolName

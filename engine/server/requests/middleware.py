@@ -144,7 +144,7 @@ class RequestMiddleware:
         own = origin.partition("://")[2] == headers.get("host", "")
         if not own and not {"*", origin} & {*self._options.cors_origins}:
             raise ApiError(
-                415,
+                400,
                 f"a page of {origin} has to send Content-Type: application/json, and be of an origin that "
                 "--cors-origin allows",
                 code="foreign_origin",

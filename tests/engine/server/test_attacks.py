@@ -285,7 +285,7 @@ def test_log_probabilities_of_prompts_leave_as_they_come_and_are_bounded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They become JSON beside the event loop, the same as on it, and a key may have so many at a time."""
-    body = {"prompt": ["Once upon a time", [5] * 40], "max_tokens": 2, "temperature": 0}
+    body = {"prompt": [[1, 317, 403, 261], [5] * 40], "max_tokens": 2, "temperature": 0}
     body |= {"prompt_logprobs": 3, "logprobs": 2, "echo": True}
     with server.http() as http:
         on_loop = http.post("/v1/completions", json=body).json()

@@ -230,5 +230,5 @@ def test_generation_config_gives_the_default_sampling(tmp_path: Path) -> None:
         assert texts[0] == texts[1] != texts[2]
         assert model["max_model_len"] == server.engine.scheduler.longest_sequence == 8 * 16 + 1
     path.write_text(json.dumps({"temperature": -1}))
-    with pytest.raises(BadInput, match="generation_config.json: temperature"):
+    with pytest.raises(BadInput, match=r"generation_config\.json: temperature"):
         default_sampling(folder)

@@ -137,3 +137,18 @@ def test_huge_bodies(http: httpx.Client, server: RunningServer) -> None:
 def test_structures_that_would_cost_much(http: httpx.Client, structure: dict[str, Any]) -> None:
     body = {"prompt": "hi", "max_tokens": 2, "structured_outputs": structure}
     assert answer(http, "/v1/completions", json.dumps(body).encode())[0] in (200, 400)
+
+
+@pytest.mark.parametrize("depth", [130, 900, 3000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/v1/responses"])
+def test_schemas_that_are_nested_deep(server: RunningServer, path: str, depth: int) -> None:
+    schema = '{"properties":{"a":' * depth + '{"type":"integer"}' + "}}" * depth
+    form = '{"type": "json_schema", "json_schema": {"name": "x", "schema": ' + schema + "}}"
+    fields = {
+        "/v1/chat/completions": f'"messages": {json.dumps(CHAT)}, "response_format": {form}',
+        "/api/chat": f'"messages": {json.dumps(CHAT)}, "format": {schema}',
+        "/v1/responses": f'"input": "a", "text": {{"format": {{"type": "json_schema", "name": "x", "schema": {schema}}}}}',
+    }
+    content = f'{{"model": "tiny", {fields[path]}}}'
+    with server.http(headers={"Content-Type": "application/json"}) as http:
+        assert http.post(path, content=content).status_code == 400

@@ -223,6 +223,44 @@ def test_arguments_that_were_cut_off_are_text(tooled: RunningServer, template: s
         assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
+def test_a_call_that_has_begun_is_of_a_declared_tool(
+    tooled: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, masks = tooled.engine, []
+    add_request = engine.add_request
+
+    def add(request_id: str, prompt: Any, params: SamplingParams, **options: Any) -> None:
+        masks.append(params.token_mask)
+        add_request(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(engine, "add_request", add)
+    wrong: Any = {"type": "function", "function": {"name": "odd", "parameters": {"type": "strin"}}}
+    with tooled.http() as http:
+        for fields in (
+            {"tools": [WEATHER, CLOCK]},
+            {"tools": [WEATHER], "tool_choice": "none"},
+            {"tools": [WEATHER, wrong]},
+        ):
+            body = {"messages": USER, "max_tokens": 2, **fields}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+    mask = masks[0]
+    assert mask is not None and masks[1] is None and masks[2] is None
+
+    def is_allowed(text: str) -> bool:
+        ids = engine.tokenizer(text, add_special_tokens=False).input_ids
+        for count, token in enumerate(ids):
+            words = mask.allowed([], ids[:count])
+            if not int(words[token // 32]) >> (token % 32) & 1:
+                return False
+        return True
+
+    assert is_allowed('I look: {"name": 3}.\n<tool_call>\n' + JSON_ONE + "\n</tool_call> So")
+    assert is_allowed('<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
+    for name, arguments in (("other", "{}"), ("weather", "{}"), ("weather", '{"city": 3}')):
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        assert not is_allowed(text)
+
+
 def test_functions_are_tools(tooled: RunningServer) -> None:
     client = tooled.openai()
     turns: Any = [
