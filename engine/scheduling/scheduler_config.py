@@ -296,7 +296,7 @@ class StepPace:
 
     @property
     def limit_seconds(self) -> float | None:
-        """Of a step; None: no step has decoded yet."""
+        """Seconds that a step may take; None: no step has decoded yet."""
         if self._max_seconds is not None or not self._decode_seconds:
             return self._max_seconds
         return STEPS_PER_DECODE * statistics.median(self._decode_seconds)

@@ -27,7 +27,7 @@ FILL_MARKERS = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-"""Of Qwen and CodeGemma, StarCoder, Granite, and DeepSeek (Bavarian et al., arXiv:2207.14255)."""
+"""Markers of Qwen and CodeGemma, StarCoder, Granite, and DeepSeek (Bavarian et al., arXiv:2207.14255)."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

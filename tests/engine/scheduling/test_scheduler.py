@@ -309,7 +309,7 @@ def test_a_prompt_leaves_running_streams_their_pace(prompt_len: int, cost_growth
         chunks += [row.num_tokens for row in prompts if number]
         pace.note(plan.rows, gaps[-1])
     beside = sorted(gap for gap in gaps[1:] if gap > DECODE_SECONDS)
-    assert sum(chunks) >= 2 * (prompt_len - 3)
+    assert sum(chunks) >= 1.5 * (prompt_len - 3)
     assert beside[int(0.99 * len(beside))] <= 3 * beside[len(beside) // 2]
     assert beside[-1] <= 2 * 4 * DECODE_SECONDS
     if prompt_len > 30:  # it settles where a step takes the limit: four decode steps
