@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
-REMEMBERED_GRAMMARS = 64
+REMEMBERED_GRAMMARS, REMEMBERED_LARGE = 64, 4
+LARGE_CHARACTERS = 16 << 10
+"""Characters of a grammar that is remembered as a large one: compiled, 190 kB take 9 MiB."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200
@@ -102,6 +104,7 @@ class GrammarCompiler:
         )
         self._num_words = -(-vocab_size // 32)
         self._compiled = lru_cache(REMEMBERED_GRAMMARS)(self._compile)
+        self._compiled_large = lru_cache(REMEMBERED_LARGE)(self._compile)
 
     def mask(self, grammar: str, num_sequences: int = 1) -> GrammarMask:
         """The mask of one request with `num_sequences` completions.
@@ -109,7 +112,9 @@ class GrammarCompiler:
         Raises:
             BadInput: the grammar is invalid, or uses what llguidance does not support.
         """
-        return GrammarMask(self._compiled(grammar).deep_copy(), self._num_words, num_sequences)
+        is_large = len(grammar) > LARGE_CHARACTERS
+        compiled = self._compiled_large(grammar) if is_large else self._compiled(grammar)
+        return GrammarMask(compiled.deep_copy(), self._num_words, num_sequences)
 
     def json_schema_mask(self, schema: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a schema to a mask; an error names the JSON pointer of the failing part."""

@@ -37,6 +37,9 @@ MAX_FAILED_STEPS = 3
 MAX_NAMED = 32
 """Request ids in the log line of a failed step; each begins with the id of its response."""
 
+IDLE_SECONDS = 1.0
+"""After which an idle server gives freed memory back to the system."""
+
 _FATAL = (Failure, AssertionError, torch.AcceleratorError)
 """A lost process, contradicting state, and a device error, after which a CUDA context is unusable."""
 
@@ -307,11 +310,16 @@ class EngineLoop:
     def _run_calls(self, *, wait: bool) -> list[_EngineCall]:
         """Run the calls of the inbox, waiting for a first one where `wait`; returns them."""
         calls: list[_EngineCall] = []
+        seconds: float | None = IDLE_SECONDS
         while True:
             try:
-                call = self._inbox.get(block=wait)
+                call = self._inbox.get(wait, seconds)
             except queue.Empty:
-                return calls
+                if not wait:
+                    return calls
+                give_back_freed_memory()
+                seconds = None
+                continue
             wait = False
             if call is None:
                 return calls

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from llmopt.engine.scheduling.block_pool import CachedBlock, hash_block
 from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE, StepPace
-from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell

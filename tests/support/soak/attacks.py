@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import socket
-import time
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -31,38 +31,88 @@ def headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+PROBE = f"""
+import sys, time, urllib.request
+while True:
+    began, status = time.monotonic(), "200"
+    try:
+        with urllib.request.urlopen(sys.argv[1], timeout=30) as response:
+            response.read()
+    except OSError as error:
+        status = str(getattr(error, "code", type(error).__name__))
+    print(time.monotonic() - began, status, flush=True)
+    time.sleep({PROBE_SECONDS})
+"""
+IDLE = """
+import http.server
+class Idle(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Idle)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
 @dataclass
 class Health:
-    """Times of `/health` on a new connection each, as a load balancer asks."""
+    """Times of `/health` on a new connection each, as a load balancer asks, and from a process of its own.
+
+    Another process asks a server that has nothing else to do, at the same time: what the machine itself takes.
+    """
 
     seconds: list[float] = field(default_factory=list)
+    idle_seconds: list[float] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
 
     async def probe(self, url: str, ended: asyncio.Event) -> None:
-        while not ended.is_set():
-            began = time.monotonic()
-            try:
-                async with aiohttp.request("GET", f"{url}/health") as response:
-                    await response.read()
-                    if response.status != 200:
-                        self.failed[str(response.status)] += 1
-            except aiohttp.ClientError as error:
-                self.failed[type(error).__name__] += 1
-            self.seconds.append(time.monotonic() - began)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), PROBE_SECONDS)
+        idle = await self._started(IDLE)
+        assert idle.stdout is not None
+        port = int(await idle.stdout.readline())
+        probes = await self._started(PROBE, f"{url}/health")
+        controls = await self._started(PROBE, f"http://127.0.0.1:{port}/")
+        reading = asyncio.gather(
+            self._read(probes, self.seconds, self.failed),
+            self._read(controls, self.idle_seconds, Counter()),
+        )
+        await ended.wait()
+        for process in (probes, controls, idle):
+            process.kill()
+            await process.wait()
+        await reading
+
+    @staticmethod
+    async def _started(script: str, *words: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-c", script, *words), stdout=asyncio.subprocess.PIPE
+        )
+
+    @staticmethod
+    async def _read(
+        process: asyncio.subprocess.Process, seconds: list[float], failed: Counter[str]
+    ) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            taken, status = line.decode().split()
+            seconds.append(float(taken))
+            failed.update([] if status == "200" else [status])
 
     def record(self) -> dict[str, Any]:
-        ranked = sorted(self.seconds)
         return {
-            "probes": len(ranked),
+            "probes": len(self.seconds),
             "failed": dict(self.failed),
-            "seconds": {
-                "median": ranked[len(ranked) // 2],
-                "p99": ranked[int(0.99 * (len(ranked) - 1))],
-                "max": ranked[-1],
-            },
+            "seconds": _spread(self.seconds),
+            "seconds_of_an_idle_server": _spread(self.idle_seconds),
         }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ranked = sorted(seconds)
+    last = len(ranked) - 1
+    return {"median": ranked[last // 2], "p99": ranked[int(0.99 * last)], "max": ranked[last]}
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -193,7 +243,7 @@ class Attacks:
         """A stream of many log-probabilities, of which nothing is read for a while."""
         body = {"prompt": "a", "max_tokens": 400, "n": 4, "logprobs": 20}
         body |= {"ignore_eos": True, "stream": True}
-        reader, writer = await self._connect(rcvbuf=4096)
+        _reader, writer = await self._connect(rcvbuf=4096)
         content = json.dumps(body).encode()
         writer.write(self._head(len(content)) + content)
         await writer.drain()
