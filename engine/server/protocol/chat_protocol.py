@@ -112,7 +112,8 @@ class ChatMessage(BaseModel):
     def _texts_and_images(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("need an object with role and content")
-        if value.get("role") == "function":  # OpenAI's older form of a tool's result, and of a call
+        # OpenAI's older form of a tool's result, and of a call.
+        if value.get("role") == "function" and value.get("name"):
             value = {**value, "role": "tool"}
         if isinstance(call := value.get("function_call"), dict) and not value.get("tool_calls"):
             calls = [chat_call(None, call.get("name"), call.get("arguments"))]

@@ -85,7 +85,7 @@ class Options(BaseModel):
         yield from (f"options.{name}" for name in self.model_extra or ())
 
 
-_ACTION = re.compile(r"(\s*)\{\{(-?)\s*(.*?)\s*(-?)\}\}(\s*)", re.DOTALL)
+_ACTION = re.compile(r"\{\{(-?)\s*(.*?)\s*(-?)\}\}", re.DOTALL)
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
@@ -96,13 +96,14 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
     """
     parts: list[str] = []
     conditions: list[bool] = []
-    at = 0
+    at, is_trimmed = 0, ""
     for match in _ACTION.finditer(template):
-        before, trims, action, trims_after, after = match.groups()
-        text = template[at : match.start()] + ("" if trims else before)
-        at = match.end() - (0 if trims_after else len(after))
+        trims, action, trims_after = match.groups()
+        text = template[at : match.start()]
+        text = text.lstrip() if is_trimmed else text
+        at, is_trimmed = match.end(), trims_after
         if all(conditions):
-            parts.append(text)
+            parts.append(text.rstrip() if trims else text)
         words = action.split()
         match words:
             case [str(name)] if name == ".Response":
@@ -117,7 +118,7 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
                 conditions.pop()
             case _:
                 raise bad_field("template", f"{{{{ {action} }}}} is not supported here")
-    return "".join(parts) + template[at:]
+    return "".join([*parts, template[at:].lstrip() if is_trimmed else template[at:]])
 
 
 class OllamaRequest(BaseModel):

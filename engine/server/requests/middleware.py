@@ -27,8 +27,8 @@ from .request_record import RequestRecord, record_of
 _log = logging.getLogger(__name__)
 
 MAX_VALUES = 2**20
-"""Values, lists and objects in a body at most, but for a context that is longer: Python's lock is held while
-they are read, and 14 MiB of small lists would silence every other client for seconds."""
+"""Values of a body at most, and lists and objects, but for a context that is longer: Python's lock is held
+while they are read, and 14 MiB of small lists would silence every other client for seconds."""
 
 BODIES_PER_KEY = 16
 """Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
@@ -115,7 +115,7 @@ class RequestMiddleware:
             )
 
     def _check_values(self, body: bytes) -> None:
-        if body.count(b",") + body.count(b"[") + body.count(b"{") > self._max_values:
+        if max(body.count(b","), body.count(b"[") + body.count(b"{")) > self._max_values:
             raise ApiError(
                 413,
                 f"the body holds more than {self._max_values} values: send fewer prompts or ids",

@@ -228,7 +228,7 @@ def test_generation_config_gives_the_default_sampling(tmp_path: Path) -> None:
             longest["max_tokens"] += 1
             assert http.post("/v1/completions", json=longest).status_code == 400
         assert texts[0] == texts[1] != texts[2]
-        assert model["max_model_len"] == server.engine.scheduler.longest_sequence == 8 * 16 + 1
+        assert model["max_model_len"] == server.engine.scheduler.longest_sequence == 9 * 16 + 1
     path.write_text(json.dumps({"temperature": -1}))
     with pytest.raises(BadInput, match=r"generation_config\.json: temperature"):
         default_sampling(folder)
