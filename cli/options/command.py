@@ -5,23 +5,15 @@
         PANEL: ClassVar = "Output"
         rows: int | None = option(None, "Rows of the table.")
 
+    @with_config
     @with_options
     def bench(engine: Annotated[Words, From(EngineConfig)], table: TableOptions) -> None: ...
 
 A parameter that is such a dataclass gets one; a parameter of `From` gets the words of configs as they were
-written, for a reader that parses and checks them together.
-
-`--config FILE` reads options of a command from a YAML file, by their names on the command line:
-
-    @with_config
-    @with_options
-    def serve_local(context: typer.Context, ...) -> None: ...
-
-The file's values are the command's defaults (click's `default_map`): the command line and the environment
-win. The name and the precedence are vLLM's.
-
-A command of more than `MOST_SHOWN` options, some of them `common`, gets `--help-all`, and its `--help` leaves
-the others out (`cli/output/help_screen.py`).
+written, for a reader that parses and checks them together. `--config FILE` reads options from a YAML file:
+its values are the command's defaults (click's `default_map`), so that the command line and the environment
+win. The name and the precedence are vLLM's. A command of more than `MOST_SHOWN` options, some of them
+`common`, gets `--help-all`, and its `--help` leaves the others out (`cli/output/help_screen.py`).
 """
 
 from __future__ import annotations

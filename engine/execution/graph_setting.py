@@ -1,13 +1,10 @@
 """Graph capture: the capture function of a device, what the graphs of a model share, tensor-parallel ranks.
 
-Tensor parallelism: each rank captures and replays its own graphs, on inputs that rank 0 broadcasts.
-
-As in vLLM and SGLang, the all-reduces of a step are in its graph. For a step rank 0 sends one small message
-by pipe: which graph is replayed, and how much of its static inputs is new. These go from device to device, by
-broadcasts in the process group.
-
-A capture waits for no other rank: its collectives are recorded (and left out of the call that warms a CUDA
-capture up). After it every rank tells rank 0 whether it succeeded, so that all ranks have a graph or none.
+Each rank captures and replays its own graphs, with the all-reduces of a step in them, as in vLLM and SGLang.
+For a step rank 0 sends one small message by pipe, which graph is replayed, and how much of its static inputs
+is new; these go from device to device, by broadcasts in the process group. A capture waits for no other rank:
+its collectives are recorded (and left out of the call that warms a CUDA capture up). After it every rank
+tells rank 0 whether it succeeded, so that all ranks have a graph or none.
 """
 
 from __future__ import annotations

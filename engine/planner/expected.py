@@ -1,12 +1,10 @@
 """Expected times of a plan: a closed loop in its steady state by the step model, and the error of such plans.
 
 Each of `concurrency` clients sends its next request when the last one ends. While a request decodes, the
-other residents are prefilled once each, which its decode steps wait for; a prompt waits for the step in
-flight, for prompts before it, for its share of the clients' first burst, and where the cache holds fewer
-sequences than there are clients, for a place in it. The event simulation refines these means.
-
-Without a measured machine the operators are those fitted to measured deployments; with one (`--measured`)
-steps reach its shares of the roofs.
+other residents are prefilled once each; a prompt waits for the step in flight, for prompts before it, for its
+share of the clients' first burst, and where the cache holds fewer sequences than there are clients, for a
+place in it. The event simulation refines these means. Operators are those fitted to measured deployments;
+with a measured machine (`--measured`) steps reach its shares of the roofs.
 """
 
 from __future__ import annotations

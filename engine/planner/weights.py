@@ -1,11 +1,8 @@
 """Weight bytes of a model under a quantization format, summed over its tensors.
 
-Never parameters × bits: linear layers and experts take the quantized bits and their scales, while
-embeddings, output head, norms, router and biases stay unquantized, mostly in 16 bit.
-
-`checkpoint_file_bytes` predicts the files that `llmopt quantize` writes. In memory only the tensors count; on
-disk each file begins with a JSON header that lists its tensors by name, nearly a percent of a small model's
-size, so the tensor names are generated.
+Linear layers and experts take the quantized bits and their scales, while embeddings, output head, norms,
+router and biases stay unquantized. `checkpoint_file_bytes` predicts the files that `llmopt quantize` writes:
+on disk each begins with a JSON header that lists its tensors by name, nearly a percent of a small model.
 """
 
 from __future__ import annotations

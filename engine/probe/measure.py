@@ -2,11 +2,9 @@
 
 Each tensor of a cache is compared between lengths: the dimension that changes is that of the tokens, and how
 it changes is the tensor's law: every token, a window of the last ones, an entry per so many tokens, or a
-constant (the state of Mamba, linear attention and convolutions).
-
-A meta tensor has a shape and no values, so routing and length checks (`nonzero`, `.item()`) cannot run on it.
-The sizes do not depend on those values: `DataFreeMode` answers `nonzero` and a mask with one hit, a scalar
-with zero or False, which leaves conditional branches untaken.
+constant. A meta tensor has no values, so routing and length checks (`nonzero`, `.item()`) cannot run on it:
+`DataFreeMode` answers `nonzero` and a mask with one hit, a scalar with zero or False, on which sizes do not
+depend.
 """
 
 from __future__ import annotations

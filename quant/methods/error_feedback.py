@@ -5,17 +5,15 @@ ICLR 2023, arXiv:2210.17323) takes the matrix from the Cholesky factor of the in
 the Hessian itself holds the same numbers: with `H = R Rᵀ`, `R` upper triangular, and `D = W - W'`, the
 output error is `|D R|²`, and column `k` of `D R` is
 
-R[k, k] * (w_k - w'_k + sum over j < k of (w_j - w'_j) * R[j, k] / R[k, k])
+    R[k, k] * (w_k - w'_k + sum over j < k of (w_j - w'_j) * R[j, k] / R[k, k])
 
-so the best `w'_k`, given those before it, is `w_k` plus that sum, rounded. (Chee et al., "QuIP", NeurIPS
-2023, arXiv:2307.13304, prove that the two are one algorithm.) This needs one factorisation and no inverse:
-a quarter of the operations.
+so the best `w'_k`, given those before it, is `w_k` plus that sum, rounded: one factorisation and no inverse.
+(Chee et al., "QuIP", NeurIPS 2023, arXiv:2307.13304, prove that the two are one algorithm.)
 
-The loop rounds input channels one by one. Weights are held transposed, `[in, out]`: a channel is then
-contiguous, and all linears with the same input are concatenated. Corrections are applied lazily on three
-levels (GPTQ's lazy batch updates): a span of channels by one GEMM with all earlier errors, a leaf of a few
-channels by one with the span's errors, and a single channel by one with the leaf's. Nearly all the time
-goes into the first.
+Weights are held transposed, `[in, out]`: a channel is then contiguous, and all linears with the same input
+are concatenated. Corrections are applied lazily on three levels (GPTQ's lazy batch updates): a span of
+channels by one GEMM with all earlier errors, a leaf of a few by one with the span's errors, a channel by the
+leaf's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Mixtures of experts apart: fused experts on disk as linears, and modules of fused experts taken apart.
 
-`with_experts_apart` is a view of a checkpoint. Some types keep all experts of a layer in two 3-D tensors, of
+`with_experts_apart` is a view of a checkpoint whose types keep all experts of a layer in two 3-D tensors, of
 which no format holds codes. Loaders that take each expert by itself read them under the names here, where the
 family says `splits_experts`: transformers 5.23 puts `SequentialLlama4TextExperts` in the place of Llama 4's,
-and vLLM 0.32 maps `experts.N.gate_proj` and its kin (`fused_moe/routed_experts.py`, `granitemoehybrid.py`,
-`llama4.py`). gpt-oss is not among them: vLLM reads its experts whole.
-
-`split_experts` is for calibration: transformers keeps experts in 3-D parameters, though most checkpoints
-store one matrix for each projection of each expert, and each expert's input is its routed tokens.
+vLLM 0.32 maps `experts.N.gate_proj` and its kin. gpt-oss is not among them: vLLM reads its experts whole.
+`split_experts` is for calibration, where each expert's input is its routed tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Parameters of transformers' model of a checkpoint, the tensors they are loaded from, the unquantized ones.
 
-The model is built on the meta device from its config, and names are mapped by transformers' own rules of
-loading: renamings, converters (experts merged, matrices split), and the base model's prefix.
-
-A loader that is not told which modules stay unquantized looks for codes in each linear, and transformers
-leaves a linear whose codes it does not find uninitialised. vLLM takes the names on disk, transformers those
-of its modules: a config lists both.
+The model is built on the meta device, and names are mapped by transformers' own rules of loading: renamings,
+converters (experts merged, matrices split), and the base model's prefix. A loader that is not told which
+modules stay unquantized looks for codes in each linear, and transformers leaves one without them
+uninitialised. vLLM takes the names on disk, transformers those of its modules: a config lists both.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Patterns of a layer's smoothing map, and where rotations go.
 
 Patterns have names with `*` for an expert's number, and sizes left open. They are discovered on a small
-model and hold for the layer of any size: `family` fills in the names and shapes of a checkpoint.
-
-A rotation map says what reads the residual stream, what writes into it, and where heads' values pass.
-Readers are told by the foldable pairs of the layers: linears and routers behind a norm of the layer.
-Writers are its other matrices with as many rows as the stream is wide. That these are all is not assumed
-but proven, see `rotate`.
+model and hold for the layer of any size: `family` fills in the names and shapes of a checkpoint. A rotation
+map says what reads the residual stream (what is behind a norm of the layer), what writes into it (its other
+matrices with as many rows as the stream is wide; `rotate` proves that these are all), and where heads' values
+pass.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Paged attention by libraries: FlashAttention-3 (Shah et al., 2024), from `kernels-community/flash-attn3` of
-the hub, and FlashInfer (Ye et al., 2025), from the package `flashinfer-python`.
+"""Paged attention by libraries: FlashAttention-3 (Shah et al., 2024) and FlashInfer (Ye et al., 2025).
 
-Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits, of any
-block size; FlashInfer (its layout NHD) also latents [blocks, block_size, 1, latent + rotated] (MLA). Their
-8-bit caches have a scale for a tensor, ours for each token and head. What they do not have stays with our
-kernel: 8-bit caches, sinks, chunks, token trees, images, evicted spans behind sink tokens; of FlashInfer also
-captured steps of several tokens, and latents with windows, soft caps or heads that do not divide 128. How a
-library splits the keys of a sequence depends on the batch, so its logits do too, in the last bits.
+Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits;
+FlashInfer (its layout NHD) also latents [blocks, block_size, 1, latent + rotated] (MLA). What they do not
+have stays with our kernel: 8-bit caches, sinks, chunks, token trees, images, evicted spans behind sink
+tokens; of FlashInfer also captured steps of several tokens, and latents with windows, soft caps or heads that
+do not divide 128. How a library splits the keys of a sequence depends on the batch, so its logits do too.
 """
 
 from __future__ import annotations

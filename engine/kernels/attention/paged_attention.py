@@ -1,13 +1,12 @@
 """Paged attention (vLLM): the call that all kernels take, the reference, and torch's own kernel.
 
 The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values`, whose head size may
-differ; both are dequantized to the queries' dtype. A token attends to its past: every position up to its own,
-or the last `window` of them and the `num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk`
-(Llama 4).
+differ; both are dequantized to the queries' dtype. A token attends to every position up to its own, or the
+last `window` of them and the `num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk` (Llama 4).
 
-For KV eviction the attention weights that each key receives are summed over queries: those at the end of the
-prompt (SnapKV, arXiv:2404.14469), or all of them (H2O, arXiv:2306.14048). Fused attention does not give the
-weights, so they are computed again, in float32, for a slice of the queries at a time.
+For KV eviction the attention weights that each key receives are summed over the prompt's last queries
+(SnapKV, arXiv:2404.14469), or over all (H2O, arXiv:2306.14048). Fused attention does not give them, so they
+are computed again, in float32, for a slice of the queries at a time.
 """
 
 from __future__ import annotations

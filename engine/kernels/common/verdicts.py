@@ -5,10 +5,6 @@ supports it is tried: compiled and run on small inputs, held against the operati
 reference), and timed against the candidates behind it. One that is wrong, fails or is slower is dropped, with
 one warning line, and the verdicts are kept in the user's cache folder. Where trials end the process, a later
 one finds that noted, and drops the candidate. Other devices are not measured: there the order decides.
-
-To add a backend: a `Candidate` in its operation's list, at the place that it deserves where nothing is
-measured, and a `Trial`, which the operation makes from a kernel query (`Operation.trial`) or a caller passes
-to `select`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """4-bit floats (e2m1) with block scales, NVFP4 and MXFP4: tensor, grid, rounding, exact equivalents, kind.
 
-Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4 (e2m1, E8M0 scales); NVIDIA's e4m3 scales with a
-global scale as compressed-tensors and ModelOpt store them.
-
-MXFP4's powers of two are e4m3 scales of NVFP4, and back where those are such powers. e4m3 holds the powers
-from 2**-9 to 2**8. With a global scale of 2**8 these are MXFP4's scales from 2**-17 to 1, which covers most
-models, and keeps one global scale for linears that servers fuse (q/k/v, gate/up); a weight beyond it gets a
-power of its own.
+Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4; NVIDIA's e4m3 scales with a global scale as
+compressed-tensors and ModelOpt store them. MXFP4's powers of two are e4m3 scales of NVFP4, and back where
+those are such powers: with a global scale of 2**8 from 2**-17 to 1, which covers most models and keeps one
+global scale for linears that servers fuse; a weight beyond it gets a power of its own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """ggml's IQ1, IQ2 and IQ3 types: points of a lattice in 4 or 8 dimensions with signs; search and byte layout.
 
-The points are facts of the format; they are read from the package `gguf`, whose readers hold them.
-
-For a step all points of the codebook are compared, in one GEMM: `sum w (x - s p)²` is, up to a constant, the
-product of `(-2 s w x, s² w)` with `(p, p²)`. (ggml compares a point's listed neighbours.) Steps of the runs
-come from rounding single weights first and points then; they are quantized under the block's scale, and
-neighbouring scales are tried on the stored grid.
+The points are read from the package `gguf`. For a step all points of the codebook are compared, in one GEMM:
+`sum w (x - s p)²` is, up to a constant, the product of `(-2 s w x, s² w)` with `(p, p²)`. (ggml compares a
+point's listed neighbours.) Steps of the runs come from rounding single weights first and points then; they
+are quantized under the block's scale, and neighbouring scales are tried on the stored grid.
 """
 
 from __future__ import annotations
