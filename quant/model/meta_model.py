@@ -72,6 +72,7 @@ class WeightMap:
 
     Attributes:
         targets: the module tensor of each tensor on disk; of a converter's several the first.
+        split_weights: patterns of the weights that become several, in no file either.
 
     Args:
         names: tensors on disk.
@@ -93,6 +94,11 @@ class WeightMap:
         self._order = dot_natural_key
         self._model = model
         self._converter_of = {p: entry for entry in converters for p in entry.source_patterns}
+        self.split_weights = [
+            pattern
+            for pattern, entry in self._converter_of.items()
+            if pattern.endswith(".weight") and len(entry.target_patterns) > 1
+        ]
         held = set(model.state_dict())
         self.targets: dict[str, str] = {}
         self._renamed: dict[str, str] = {}

@@ -130,6 +130,10 @@ class ModelParameters:
             )
         return loaded
 
+    def split_weights(self) -> list[str]:
+        """Patterns of the weights that become several parameters, whether or not a file has one."""
+        return WeightMap((), self._model).split_weights
+
     def missing(self, names: Iterable[str]) -> list[str]:
         """Parameters that no tensor of `names` is loaded into, without those that are tied or optional."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}

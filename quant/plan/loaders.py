@@ -147,6 +147,8 @@ def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str
         return False, f"for {name} it has other names in {replaced}"
     if missing := parameters.missing(stored.names):
         return False, f"{by_kind(missing)[0]} of its model is in no file"
+    if name == "compressed-tensors" and (split := parameters.split_weights()):
+        return False, f"it splits {split[0]}, and fails on that rule for any codes"
     loaded = parameters.loaded_from(stored.names)
     if reason := _merged(stored, name, loaded):
         return False, reason

@@ -49,6 +49,12 @@ def test_transformers_loads_every_parameter_as_we_do(tmp_path: Path, model_type:
     assert (report.status, report.unchecked) == (PROVEN, [])
 
 
+@pytest.mark.whole
+def test_weights_that_transformers_splits_are_refused_beside_codes(tmp_path: Path) -> None:
+    verdict = written_and_loaded(case_of("inkling_mm_model", tmp_path), "rtn")
+    assert (verdict.outcome, verdict.detail[:30]) == ("refused", "it splits mlp.w13_dn.weight, a")
+
+
 def test_every_format_names_the_routers(tmp_path: Path) -> None:
     """Under the names on disk and of transformers' modules; fused experts with a pattern for those inside."""
     case = case_of("qwen2_moe", tmp_path)
