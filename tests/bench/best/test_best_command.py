@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 import typer
 from llmopt.bench.best import search
+from llmopt.bench.best.finalists import recipe_of
+from llmopt.bench.best.search import Target
+from llmopt.bench.best.target import BestRequest
 from llmopt.cli.best import best
 from llmopt.cli.main import application, run_guarded
 from llmopt.engine.planner.catalog import find_model
+from llmopt.quant.base.progress import Silent
+from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.recipes import ROOT
 
 from tests.support import cli_process
 from tests.support.cli_process import ForkedProcess
@@ -137,3 +143,47 @@ def test_a_kill_at_any_stage_changes_no_byte(tmp_path: Path) -> None:
         decisions.append((out / "decision.json").read_bytes())
     assert decisions[0] == decisions[1]
     assert json.loads(decisions[0])["finalists"][0]["speed"]["source"] == "planned"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_the_bundled_recipe_mixes_within_its_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On less text: more bits have a smaller KL divergence, by the searches that the manifests hold."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    bounds = {"auto-3.50": 3.5, "auto-4.25": 4.25, "auto-5.00": 5.0}
+    few = [f"variants.{name}.quantize.num_samples=4" for name in (*bounds, "awq")]
+    few += ["bench.num_prompts=2", "bench.num_runs=1", "bench.quality_tokens=512"]
+    words = [word for one in few for word in ("--set", one)]
+    recipe = str(ROOT / "choose.yaml")
+    run = ("run", recipe, *words, "--result-dir", "out")
+    with ForkedProcess(cli_process.llmopt, *run, cwd=tmp_path) as process:
+        assert process.wait() == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    losses = []
+    for name, bound in bounds.items():
+        manifest = json.loads((folder / "checkpoints" / name / MANIFEST_NAME).read_text())
+        assert manifest["summary"]["bits_per_weight"] <= bound
+        assert manifest["search"]["taken"] == "mixed" and manifest["search"]["gap"] <= 1e-3
+        result = json.loads((folder / name / "result.json").read_text())
+        losses.append(result["llmopt"]["quality"]["kl_nats"])
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_statistics_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search names those of its own folder from there, others in full."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    points = [{"quantize": {"stats": name}} for name in ("statistics", str(tmp_path / "shared"))]
+    (tmp_path / "out" / search.SEARCH_NAME).write_text(json.dumps({"front": points, "usual": []}))
+    target = Target.of(BestRequest(), "stories3M")
+    for here, folder in ((tmp_path, Path("out")), (tmp_path / "elsewhere", Path("../out"))):
+        monkeypatch.chdir(here)
+        front = search.search(target, folder, Silent())["front"]
+        own, other = (Path(one["quantize"]["stats"]) for one in front)
+        assert (own.resolve(), other) == (tmp_path / "out" / "statistics", tmp_path / "shared")
+        (variant, *_) = recipe_of(target, [{"id": "a", **front[0]}], "bf16").variants
+        assert variant.quantize and variant.quantize.stats == tmp_path / "out" / "statistics"
