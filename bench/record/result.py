@@ -206,6 +206,11 @@ def _imported(path: Path) -> ImportedRun | None:
     return read_imported(path)
 
 
+def has_result(folder: Path) -> bool:
+    """Whether a folder holds a finished run, of ours or of another tool."""
+    return (folder / RESULT_NAME).is_file() or (folder.is_dir() and _imported(folder) is not None)
+
+
 REQUESTS_NAME = "requests.parquet"
 REQUESTS_CSV_NAME = "requests.csv"
 

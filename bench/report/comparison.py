@@ -9,8 +9,24 @@ from typing import Any
 
 from ..gate.compare import Comparison, RunData
 from ..gate.limits import SCORED, GateOutcome, Scored
-from ..gate.verdict import LimitVerdict, MeasuredVerdict, OperatingCurve
-from ..page.page import Card, Page, ReportTable, ReportVerdict, Tone, number, percent, size
+from ..gate.verdict import (
+    FALSE_PASS,
+    FALSE_REGRESSION,
+    LimitVerdict,
+    MeasuredVerdict,
+    OperatingCurve,
+)
+from ..page.page import (
+    Card,
+    Page,
+    ReportTable,
+    ReportVerdict,
+    Tone,
+    markdown_table,
+    number,
+    percent,
+    size,
+)
 from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
 from .parts import named_notes, report_page
 
@@ -262,6 +278,53 @@ def comparison_page(
         operating_table=operating_table,
         **more,
     )
+
+
+PLOT_WIDTH = 41
+
+
+def summary(comparison: Comparison) -> str:
+    """The verdict in Markdown for the page of a job: sentence, table, plot, and how sure it is."""
+    table = deltas_table(comparison.deltas, checks=comparison.checks)
+    head = f"### {HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
+    lines = [head, "", f"{comparison.sentence}.", ""]
+    if table.rows:
+        lines += [*markdown_table(table.header, table.rows), ""]
+    if drawn := plot_lines(comparison.deltas):
+        legend = "worse is right; ● change, ─ 90 % interval, ┊ no change, ┃ limit"
+        lines += ["```text", *drawn, legend, "```", ""]
+    pairs = comparison.num_pairs
+    by = f"{pairs} pairs of runs" if pairs else "one run of each side"
+    lines += [
+        f"How sure: judged by {by}. A build that is worse by its limit passes in at most {FALSE_PASS:.0%} of "
+        f"comparisons; one that keeps every limit is called a regression in at most {FALSE_REGRESSION:.0%}, "
+        "over all looks.",
+        *(f"- {note}" for note in (*comparison.notes, *comparison.differs_by)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
+    """A line of text for each change with its interval and limit, on one scale."""
+    shown = [one for one in deltas if one.allowed is not None]
+    ends = [abs(end) for one in shown for end in (one.low, one.high, one.allowed or 0.0)]
+    reach = min(max((end for end in ends if math.isfinite(end)), default=1.0) * 1.1 or 1.0, 1.0)
+
+    def column(value: float) -> int:
+        inside = max(-reach, min(reach, value))
+        return round((inside / reach + 1) / 2 * (PLOT_WIDTH - 1))
+
+    lines = []
+    for one in shown:
+        sides = (one.low, one.high) if one.limit.startswith("≤") else (-one.high, -one.low)
+        low, high = map(column, sides)
+        row = ["─" if low <= place <= high else " " for place in range(PLOT_WIDTH)]
+        marks = {column(0.0): "┊", column(one.allowed or 0.0): "┃", column(one.worse): "●"}
+        for place, mark in marks.items():
+            row[place] = mark
+        lines.append(f"{one.label[:26]:<26} {''.join(row)}".rstrip())
+    scale = f"{-reach:.0%}"
+    return [*lines, f"{'':<26} {scale:<{PLOT_WIDTH - 4}}{reach:>+4.0%}"] if lines else []
 
 
 def delta_cards(comparison: Comparison) -> list[Card]:

@@ -22,7 +22,7 @@ from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
 from ..load.started_server import stop
 from ..machine.pass_usage import PROC, allowed_cpus, thread_ids
-from ..record.result import RESULT_NAME
+from ..record.result import has_result
 from ..session.run_sessions import TurnPipe, give_turns
 from .starts_plan import value_of
 
@@ -134,12 +134,13 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start of the build `name`, which writes its run to `folder`."""
+    """A start of the build `name`, which writes its run to `folder`; another tool finds the folder made."""
 
     name: str
     command: Sequence[str]
     folder: Path
     inherit_sources: bool
+    makes_folder: bool = False
 
 
 class RunningStart:
@@ -149,6 +150,8 @@ class RunningStart:
         self, start: Start, extra: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
     ) -> None:
         self._start = start
+        if start.makes_folder:
+            start.folder.mkdir(exist_ok=True)
         self._log = start.folder.with_name(f"{start.folder.name}.log")
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -186,7 +189,7 @@ class RunningStart:
 
         All requests of a run may have failed: that is a result, which the gate judges.
         """
-        if (self._start.folder / RESULT_NAME).is_file():
+        if has_result(self._start.folder):
             self._log.unlink()
             return
         code = self._process.returncode

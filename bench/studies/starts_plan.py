@@ -2,7 +2,7 @@
 
 A build is a virtual environment, a command line, or the URL of a server that is already running. With
 `--serve` among the options of the benchmark, the first two are the server's, and this installation is the
-client of both.
+client of both. A command line with `{output}` or `{folder}` is the benchmark of another tool, whole.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
 from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput, first_line
 from ..gate.compare import QualityGate
-from ..gate.limits import Limit, Scored, TaskScored, parse_gate, parse_share, speed_limits
+from ..gate.limits import (
+    Limit,
+    Scored,
+    TaskScored,
+    default_limits,
+    parse_gate,
+    parse_share,
+    speed_limits,
+)
 from ..load.presets import preset
 from ..record.result import to_json
 
@@ -41,12 +49,28 @@ class Build:
         spec: as given: a folder with `bin/`, a command line, or a URL.
     """
 
+    OUTPUT: ClassVar = "{output}"
+    FOLDER: ClassVar = "{folder}"
+
     name: str
     spec: str
 
     @property
     def is_url(self) -> bool:
         return self.spec.startswith(("http://", "https://"))
+
+    @property
+    def is_other_tool(self) -> bool:
+        """Whether it is a benchmark of its own, which writes its result to a named file or folder."""
+        return self.OUTPUT in self.spec or self.FOLDER in self.spec
+
+    def benchmark(self, folder: Path) -> list[str]:
+        """The command line of another tool's benchmark, with its result in `folder`."""
+        places = {self.OUTPUT: str(folder / OUTPUT_NAME), self.FOLDER: str(folder)}
+        words = self.words()
+        for mark, place in places.items():
+            words = [word.replace(mark, place) for word in words]
+        return words
 
     @property
     def is_environment(self) -> bool:
@@ -81,6 +105,8 @@ class Build:
 
     def command(self, options: Sequence[str]) -> list[str]:
         """The command line of `llmopt bench` for this build with `options`."""
+        if self.is_other_tool:
+            return self.words()
         if self.is_url:
             return [*THIS_INSTALLATION, "bench", *options, "--base-url", self.spec]
         if (server := value_of(options, "--serve")) is not None:
@@ -118,6 +144,8 @@ def parse_builds(given: Sequence[str]) -> tuple[Build, Build]:
         raise BadInput(f"--run: both builds are called {base.name!r}: give two names")
     if base.is_url != new.is_url:
         raise BadInput("--run: one build is a URL and the other is not: transport would differ")
+    if base.is_other_tool != new.is_other_tool:
+        raise BadInput("--run: one build is a benchmark with {output} and the other is not")
     return base, new
 
 
@@ -127,6 +155,10 @@ def check_options(builds: Sequence[Build], options: Sequence[str]) -> None:
     Raises:
         BadInput: an option that the runner sets itself, an unknown server, or a build that is nothing.
     """
+    if options and builds[0].is_other_tool:
+        raise BadInput(
+            "options behind `--` are of llmopt bench: put yours into the command of --run"
+        )
     for word in options:
         if word.partition("=")[0] in RESERVED:
             option = word.partition("=")[0]
@@ -147,6 +179,7 @@ def value_of(options: Sequence[str], name: str) -> str | None:
 
 
 PLAN_NAME = "starts.json"
+OUTPUT_NAME = "output.json"
 # Short passes of a single thread: many starts say more than long ones. What is given behind `--` comes later
 # on the command line and wins.
 SHORT_PASSES = ("--num-prompts", "24", "--num-runs", "10", "--output-len", "16")
@@ -198,15 +231,16 @@ class StartsPlan:
     interleave: bool = True
     num_pairs: int | None = None
 
-    def gate(self) -> tuple[Limit, ...]:
-        """The limits that decide.
+    def gate(self, *sides: Mapping[str, Any]) -> tuple[Limit, ...]:
+        """The limits that decide; without any, those of the metrics that the results of both `sides` have.
 
         Raises:
             BadInput: a malformed limit.
         """
         if (gate := self.limits.get("gate")) is not None:
             return parse_gate(gate)
-        return speed_limits(parse_share(self.limits.get("threshold") or "5%"))
+        share = parse_share(self.limits.get("threshold") or "5%")
+        return default_limits(share, *sides) if sides else speed_limits(share)
 
     def quality(self) -> QualityGate:
         """The limits on quality; raises `BadInput` for a malformed one."""
@@ -224,6 +258,8 @@ class StartsPlan:
 
         Only the first start takes the time for a report, if both builds are current enough to leave it.
         """
+        if build.is_other_tool:
+            return build.benchmark(folder)
         has_quality = number == 1 and self.scores_quality()
         leaves_report = number > 1 and is_current
         options = [
@@ -252,7 +288,12 @@ class StartsPlan:
 
     @property
     def has_server(self) -> bool:
-        return self.base.is_url or value_of(self.options, "--serve") is not None
+        """Whether a start is a client beside a server, or another tool's, which may have one."""
+        return (
+            self.base.is_url
+            or self.base.is_other_tool
+            or value_of(self.options, "--serve") is not None
+        )
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / PLAN_NAME, to_json(asdict(self)))
@@ -276,7 +317,7 @@ class StartsPlan:
 def can_interleave(plan: StartsPlan) -> bool:
     """Whether two starts can be alive together: not as two servers, nor as two engines on a GPU, of which
     each takes the memory that is free."""
-    if plan.base.is_url:
-        return True
+    if plan.base.is_url or plan.base.is_other_tool:
+        return plan.base.is_url
     has_gpu = Path("/proc/driver/nvidia/version").exists()
     return not plan.has_server and (not has_gpu or value_of(plan.options, "--device") == "cpu")

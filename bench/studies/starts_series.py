@@ -23,7 +23,7 @@ from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
 from ..gate.measured import value_of_start
 from ..page.page import Page
 from ..page.templates import page_of
-from ..record.result import RESULT_NAME, RunData, plain, to_json
+from ..record.result import RunData, has_result, plain, to_json
 from ..report.comparison import comparison_page, verdict_of
 from .start import (
     Crash,
@@ -56,7 +56,7 @@ def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
 def warm(start: RunData) -> RunData:
     """The start without its cold passes, in its record and in its table of requests."""
     record = start.result["llmopt"]
-    cold = num_cold(record["runs"])
+    cold = 0 if "imported" in record else num_cold(record["runs"])
     if not cold:
         return start
     ours = {**record, "runs": record["runs"][cold:], "num_cold_passes": cold}
@@ -186,7 +186,8 @@ class PairedSeries:
         folder = self._folder_of(build, number)
         command = self.plan.command(build, number, folder, is_current=self._is_current)
         is_here = self.plan.has_server or not build.is_environment
-        return Start(build.name, command, folder, inherit_sources=is_here)
+        made = build.is_other_tool
+        return Start(build.name, command, folder, inherit_sources=is_here, makes_folder=made)
 
     def _crashed(self, crash: Crash) -> Finished:
         """The new build crashes where the base runs: that is a regression."""
@@ -207,7 +208,8 @@ class PairedSeries:
         return self._finished(judged, "the new build crashed")
 
     def _judge(self, *, final: bool) -> Comparison:
-        limits, notes = known_limits(self.plan.gate(), self.base, self.new)
+        gate = self.plan.gate(self.base[-1].result, self.new[-1].result)
+        limits, notes = known_limits(gate, self.base, self.new)
         if self.plan.base.is_url:
             notes = (*notes, URL_NOTE)
         comparison = judge_starts(
@@ -237,7 +239,7 @@ class PairedSeries:
         return self.folder / f"{number:03}-{build.name}"
 
     def _has_run(self, build: Build, number: int) -> bool:
-        return (self._folder_of(build, number) / RESULT_NAME).is_file()
+        return has_result(self._folder_of(build, number))
 
 
 def is_current(build: Build) -> bool:

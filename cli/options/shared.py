@@ -291,7 +291,8 @@ class StartOptions:
     run: list[str] | None = option(
         None,
         "A build to measure: a virtual environment, a command line, or a server's URL. Given "
-        "twice, the base first; options of `llmopt bench` go behind `--`.",
+        "twice, the base first; options of `llmopt bench` go behind `--`. A command with {output} "
+        "is another tool's benchmark, which writes its result there.",
         metavar="NAME=SPEC",
     )
     max_starts: int | None = option(None, "Most starts of both builds together. Default: 80.")
@@ -334,6 +335,11 @@ class VerdictFileOptions:
     )
     markdown: Path | None = option(
         None, "Write the comparison as Markdown to this file.", writes="file"
+    )
+    summary: Path | None = option(
+        None,
+        "Append the verdict as Markdown with a plot in text to this file, such as $GITHUB_STEP_SUMMARY.",
+        writes="file",
     )
     junit: Path | None = option(None, "Write the verdict as JUnit XML to this file.", writes="file")
     benchmark_json: Path | None = option(

@@ -24,6 +24,7 @@ def llmopt(*words: str) -> int:
 # Every option that takes a share, with the words before it. None of these files has to exist.
 SHARES = {
     ("compare", "--threshold"): ("compare", "base", "new"),
+    ("compare", "--plan-runs"): ("compare",),
     ("compare", "--max-ppl-increase"): ("compare", "base", "new"),
     ("compare", "--min-top1"): ("compare", "base", "new"),
     ("history", "add", "--max-other-load"): ("history", "add", "kept", "run"),

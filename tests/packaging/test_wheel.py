@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,6 +188,78 @@ def ci_scripts(job: str) -> tuple[dict[str, str], list[str]]:
     return part["env"], [step["run"] for step in part["steps"] if "run" in step]
 
 
+def outside(wheel: Path) -> dict[str, str]:
+    """The environment of a job's shell: third-party packages of this one as in `elsewhere`, no network."""
+    inherited = {name: word for name, word in os.environ.items() if not name.startswith("PYTHON")}
+    return {
+        **inherited,
+        "PYTHONPATH": sysconfig.get_paths()["purelib"],
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "INSTALL": str(wheel),
+        "PYTHON": sys.executable,
+    }
+
+
+def gate_scripts(job: str, given: dict[str, str]) -> list[tuple[dict[str, str], str]]:
+    """(environment, script) of each step of action.yml, or of the GitLab job, with these inputs."""
+    if job == "gitlab":
+        whole: Any = yaml.safe_load((ROOT / "docs" / "ci" / "gate-gitlab.yml").read_text())
+        part = whole["llmopt-gate"]
+        names = {name.replace("-", "_").upper(): word for name, word in given.items()}
+        lines = "\n".join([*part["before_script"], *part["script"]])
+        return [({**part["variables"], **names}, lines)]
+    action: Any = yaml.safe_load((ROOT / "action.yml").read_text())
+    words = {name: one.get("default", "") for name, one in action["inputs"].items()} | given
+    steps = []
+    for step in action["runs"]["steps"]:
+        named = {
+            key: re.fullmatch(r"\$\{\{ inputs\.(\S+) \}\}", value)
+            for key, value in step["env"].items()
+        }
+        steps.append(({key: words[found[1]] for key, found in named.items() if found}, step["run"]))
+        assert all(named.values())
+    return steps
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("job", ["github", "gitlab"])
+def test_the_gate_judges_files_of_other_tools_outside_this_repository(
+    wheel: Path, tmp_path: Path, job: str
+) -> None:
+    """The action's steps and the GitLab job: two files of llama-bench, the second 1.3 times as slow."""
+    shutil.copytree(
+        ROOT / "tests" / "bench" / "record" / "results" / "llama-bench", tmp_path / "results"
+    )
+    given = {"base": "results/base.json", "new": "results/new.jsonl"}
+    given |= {"install": str(wheel), "python": sys.executable, "gate": "output_throughput>=-5%"}
+    page, said = tmp_path / "page.md", tmp_path / "outputs"
+    runner = {
+        "RUNNER_TEMP": str(tmp_path),
+        "GITHUB_STEP_SUMMARY": str(page),
+        "GITHUB_OUTPUT": str(said),
+    }
+    run = None
+    for environment, script in gate_scripts(job, given):
+        run = subprocess.run(
+            ["bash", "-eo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env={**outside(wheel), **runner, **environment},
+            capture_output=True,
+            text=True,
+        )
+    assert run is not None and run.returncode == 1, run and run.stderr
+    summary = (page if job == "github" else tmp_path / "llmopt-gate.md").read_text()
+    assert summary.startswith("### Regression: results/new against results/base") and "●" in summary
+    assert (tmp_path / "llmopt-gate.xml").is_file()
+    if job == "github":
+        assert said.read_text() == "verdict=regression\n"
+
+
 @pytest.mark.whole
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("job", "is_worse"), [("github", False), ("gitlab", True)])
@@ -209,26 +282,14 @@ def test_ci_files_need_the_wheel_and_nothing_of_this_repository(
     scripts[-1] = scripts[-1].replace("run ci-regression", f"run ci-regression {words}")
     where = tmp_path / "project"
     where.mkdir()
-    python = Path(sys.executable).parent
-    inherited = {name: word for name, word in os.environ.items() if not name.startswith("PYTHON")}
-    outside = {
-        **inherited,
-        **{name: str(value) for name, value in changes.items()},
-        # The third-party packages of this environment, as in `elsewhere`; nothing from a network.
-        "PYTHONPATH": sysconfig.get_paths()["purelib"],
-        "PIP_NO_DEPS": "1",
-        "PIP_NO_INDEX": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{python}:{os.environ['PATH']}",
-        "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md"),
-    }
+    inputs = {name: str(value) for name, value in changes.items()}
+    shell = {**outside(wheel), **inputs, "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md")}
     run = None
     for script in scripts:
         run = subprocess.run(
             ["bash", "-eo", "pipefail", "-c", script],
             cwd=where,
-            env=outside,
+            env=shell,
             capture_output=True,
             text=True,
         )

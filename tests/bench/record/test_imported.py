@@ -23,6 +23,16 @@ RESULTS = Path(__file__).with_name("results")
 DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"
 # {tool: (base, new, {our key: its value in the base file})}
 PAIRS = {
+    "vllm bench serve": (
+        "vllm/serve_base.json",
+        "vllm/serve_new.json",
+        {"completed": 16, "total_input_tokens": 472},
+    ),
+    "vllm bench sweep": (
+        "vllm/sweep_base",
+        "vllm/sweep_new",
+        {"completed": 32, "failed": 0},
+    ),
     "sglang bench_serving": (
         "sglang/base.jsonl",
         "sglang/new.jsonl",
