@@ -37,7 +37,7 @@ MAX_FAILED_STEPS = 3
 MAX_NAMED = 32
 """Request ids in the log line of a failed step; each begins with the id of its response."""
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 0.5
 """After which an idle server gives freed memory back to the system."""
 
 _FATAL = (Failure, AssertionError, torch.AcceleratorError)
