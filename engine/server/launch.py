@@ -180,7 +180,7 @@ class ServiceManager:
 SWITCH_SECONDS = 5e-4
 """Time after which a thread gives Python's lock to one that waits for it.
 
-The event loop waits for it after every call of the system. With Python's own 5 ms, beside threads that compute, a
+The event loop waits for it after every system call. With Python's own 5 ms, beside threads that compute, a
 thousand connections or writes would take seconds.
 """
 
