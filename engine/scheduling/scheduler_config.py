@@ -280,8 +280,9 @@ class StepPace:
     """Tokens of prompts in a step beside sequences that decode, by the time that such steps have taken.
 
     They are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
-    settle where a step takes the limit, whatever a step costs beside its tokens. Only steps that made use of
-    them count, or a short prompt would raise them for the next long one.
+    settle where a step takes the limit, whatever a step costs beside its tokens; whole blocks, for kernels are
+    compiled by the size of a step. Only steps that made use of them count, or a short prompt would raise them
+    for the next long one.
 
     Args:
         max_seconds: of a step; None: `STEPS_PER_DECODE` times the median decode step.
@@ -311,7 +312,8 @@ class StepPace:
         is_mixed = any(row.num_tokens == 1 for row in rows)
         if limit is not None and is_mixed and 2 * num_prefill >= self.num_tokens:
             ratio = min(2.0, max(0.5, limit / max(seconds, 1e-9)))
-            self.num_tokens = min(self._most, max(self._least, int(num_prefill * ratio)))
+            blocks = int(num_prefill * ratio) // self._least
+            self.num_tokens = min(self._most, max(1, blocks) * self._least)
 
 
 def check_images(request: Request, config: SchedulerConfig) -> None:

@@ -87,7 +87,6 @@ class RequestMiddleware:
             body = await self._body(scope, receive, record)
             if body is None:
                 return
-            self._check_values(body)
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
                 fields = {"path": scope["path"], "body": body_text(body)}
@@ -112,14 +111,6 @@ class RequestMiddleware:
                 f"request line and headers take {size} bytes: the limit is "
                 f"{self._options.max_header_bytes}",
                 code="headers_too_large",
-            )
-
-    def _check_values(self, body: bytes) -> None:
-        if max(body.count(b","), body.count(b"[") + body.count(b"{")) > self._max_values:
-            raise ApiError(
-                413,
-                f"the body holds more than {self._max_values} values: send fewer prompts or ids",
-                code="body_too_large",
             )
 
     def _check_host(self, scope: Scope) -> None:
@@ -188,15 +179,19 @@ class RequestMiddleware:
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
         chunks: list[bytes] = []
-        num_bytes, has_more = 0, True
+        num_bytes, num_values, num_opened, has_more = 0, 0, 0, True
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
                 while has_more and max(num_bytes, declared) <= max_bytes:
+                    if max(num_values, num_opened) > self._max_values:
+                        break
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     chunks.append(message.get("body", b""))
                     num_bytes += len(chunks[-1])
+                    num_values += chunks[-1].count(b",")
+                    num_opened += chunks[-1].count(b"[") + chunks[-1].count(b"{")
                     record.hold("bytes of bodies", len(chunks[-1]), BODIES_PER_KEY * max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
@@ -206,13 +201,17 @@ class RequestMiddleware:
                 code="timeout",
                 headers={"Connection": "close"},
             ) from None
-        if max(num_bytes, declared) <= max_bytes:
+        problem = f"is larger than the limit of {max_bytes} bytes"
+        if max(num_values, num_opened) > self._max_values:
+            problem = f"holds more than {self._max_values} values: send fewer prompts or ids"
+        elif max(num_bytes, declared) <= max_bytes:
             return b"".join(chunks)
+        chunks.clear()
         if has_more:
             await _discard(receive)
         raise ApiError(
             413,
-            f"the body is larger than the limit of {max_bytes} bytes",
+            f"the body {problem}",
             code="body_too_large",
             headers={"Connection": "close"},
         )

@@ -328,5 +328,5 @@ def test_seconds_of_a_step_and_a_block_at_least() -> None:
         plan, _ = world.step()
         sizes.append(plan.num_tokens_of["long/0"])
         pace.note(plan.rows, seconds)
-    assert sizes == [4, 8, 10, 5] and pace.num_tokens == 4
+    assert sizes == [4, 8, 8, 4] and pace.num_tokens == 4
     world.drain()

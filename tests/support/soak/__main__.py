@@ -63,7 +63,7 @@ ATTACKED_LEEWAY_BYTES = 50 << 20
 """The same after attacks, once they are over."""
 FILES_LEEWAY = 2
 """Open files more than before: connections of the client that asks."""
-SECONDS_BEFORE_ATTACKS = 20
+SECONDS_BEFORE_ATTACKS = 60
 """In which only ordinary clients ask, before the memory is looked at for the first time."""
 SERVER = Path(__file__).with_name("server.py")
 
