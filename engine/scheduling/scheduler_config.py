@@ -280,7 +280,7 @@ class StepPace:
     """Tokens of prompts in a step beside sequences that decode, by the time that such steps have taken.
 
     They are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
-    settle where a step takes the limit, whatever a step costs beside its tokens; whole blocks, for kernels are
+    settle where a step takes the limit, whatever it costs beside its tokens; whole blocks, for kernels are
     compiled by the size of a step. Only steps that made use of them count, or a short prompt would raise them
     for the next long one.
 
