@@ -8,8 +8,9 @@ cores take rows from registers, 64 of them, and as few columns as 8.
 
 Scales are applied to the partial sums of their groups, not to the weights, so 16 bits hold integer codes
 exactly. With few output tiles the input channels are split over programs (split-K), and the one that
-arrives last adds the partial sums; the number of splits depends on the weight alone, so the results are
-batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it is a grouped GEMM over experts.
+arrives last adds the partial sums; the number of splits depends on the weight alone, and of experts on how
+many a token meets, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it
+is a grouped GEMM over experts.
 """
 
 from __future__ import annotations
@@ -253,12 +254,14 @@ class TokenPermutation:
         order: int64 `[rows]`, the output rows sorted by part.
         rows: the most rows of a tile.
         top_k: output rows that read the same row of `x`.
+        active: parts that one token meets, and so the output rows of a token.
     """
 
     tiles: torch.Tensor
     order: torch.Tensor
     rows: int
     top_k: int
+    active: int
 
 
 def gemm(
@@ -289,8 +292,10 @@ def gemm(
     is_large = rows > FEW_TOKENS
     outputs = 2 * OUTPUTS if is_large and not weight.is_packed else OUTPUTS
     num_tiles = weight.part_outputs // outputs
-    if count <= FEW_TOKENS:
-        runs_per_split = split_runs(num_tiles, weight.num_runs, _slots(x, weight))
+    active = 1 if parts is None else parts.active
+    if count <= FEW_TOKENS * active:
+        # Of experts those of one token count: more of them would tie a token's sums to its batch.
+        runs_per_split = split_runs(num_tiles * active, weight.num_runs, _slots(x, weight))
     else:
         # Partial sums of many tokens are large: they are split only where multiprocessors would be idle.
         num_splits = gpu_limits(x.device).multiprocessors // (num_tiles * row_tiles)

@@ -8,6 +8,7 @@ lies on the device; the kernel skips blocks without rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,10 +145,9 @@ class GroupedExperts:
         top_k, expert_ids = experts.shape[1], experts.flatten()
         if self._on_inputs:
             x = (x[:, None, :] * weights.to(x.dtype)[:, :, None]).flatten(0, 1)
-        copies = 1 if self._on_inputs else top_k
-        permutation = permute_tokens(expert_ids, self._count, copies, self._rows_between)
-        rows = self._gate_up(x, x.dtype, permutation)
-        by_row = TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1)
+        permutation = permute_tokens(expert_ids, self._count, top_k, self._rows_between)
+        by_row = replace(permutation, top_k=1)
+        rows = self._gate_up(x, x.dtype, by_row if self._on_inputs else permutation)
         out = self._down(self._inner(rows, expert_ids), x.dtype, by_row)
         factors = None if self._on_inputs else weights
         return weighted_sum(out, factors, self._down.bias, expert_ids, top_k, added)

@@ -171,14 +171,14 @@ def permute_tokens(
     if total <= MAX_COUNTED:
         grid, sizes = (max(1, -(-total // BLOCK)),), (total, count, num_tiles)
         _permute_few[grid](experts, order, tiles, *sizes, ROWS=rows, BLOCK=BLOCK, **shape)
-        return TokenPermutation(tiles, order, rows, top_k)
+        return TokenPermutation(tiles, order, rows, top_k, top_k)
     blocks = -(-total // COUNTED_BLOCK)
     counts = torch.empty(blocks, width, dtype=torch.int32, device=experts.device)
     shape["BLOCK"] = COUNTED_BLOCK
     _count_blocks[(blocks,)](experts, counts, total, **shape)
     shape["ROWS"] = rows
     _rank_blocks[(blocks,)](experts, counts, order, tiles, total, count, num_tiles, blocks, **shape)
-    return TokenPermutation(tiles, order, rows, top_k)
+    return TokenPermutation(tiles, order, rows, top_k, top_k)
 
 
 COLUMNS = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,54 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     some = EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.float32, is_whole=False))
     assert some.chosen in ("loop", "native-grouped")
     assert dict(some.reasons)["triton-grouped"] == "it needs all experts in one process"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's launches are looked at")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "each"), [(1536, 2048, 16), (2048, 768, 6)], ids=["gate and up", "down"]
+)
+def test_splits_count_the_experts_that_a_token_meets(
+    outputs: int, inputs: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-30B, whose tokens meet 8 experts: rounds of programs cost 18 runs in place of 24, and 8 in
+    place of 12; the same for any batch of up to 64 tokens, since a token's sums follow the split."""
+    from llmopt.engine.kernels.common.devices import HOPPER, SPLIT_RUNS, split_runs
+    from llmopt.engine.kernels.linear.triton_gemm import OUTPUTS, gemm
+    from llmopt.engine.kernels.linear.triton_packed_weight import (
+        pack_float_weight,
+        stack_packed_weights,
+    )
+    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
+    from triton.runtime.interpreter import GridExecutor
+
+    grids: list[tuple[int, ...]] = []
+
+    def record(self: Any, *_: Any, **__: Any) -> None:
+        grids.append(self.grid)
+
+    packed = pack_float_weight(torch.zeros(outputs, inputs, dtype=torch.bfloat16))
+    assert packed is not None
+    weight = stack_packed_weights([packed] * 8)
+    assert weight is not None
+    for tokens in (1, 3, 64):
+        routed = permute_tokens(torch.arange(8).repeat(tokens), 8, 8, (16, 64))
+        with monkeypatch.context() as patch:
+            patch.setattr(GridExecutor, "__call__", record)
+            gemm(
+                torch.zeros(tokens, inputs, dtype=torch.bfloat16),
+                weight,
+                torch.bfloat16,
+                parts=routed,
+            )
+    tiles, runs, slots = outputs // OUTPUTS, weight.num_runs, 4 * HOPPER.multiprocessors
+    assert {grid[:2] for grid in grids} == {(tiles, runs // each)} and len(grids) == 3
+
+    def cost(runs_per_split: int) -> int:
+        rounds = -(-8 * tiles * -(-runs // runs_per_split) // slots)
+        return rounds * (runs_per_split + SPLIT_RUNS)
+
+    alone = split_runs(tiles, runs, slots)
+    assert (cost(alone), cost(each)) == {1536: (24, 18), 2048: (12, 8)}[outputs]
 
 
 @pytest.mark.sweep(5)
