@@ -14,19 +14,25 @@ cyclic path follows its last one: a first search over the neighbourhood of the s
 passes there, and a second one is held to it (QTIP, section 3.3).
 
 Up to 4 bits, where errors are large beside the steps of a 16-bit integer, values, targets, squares and costs
-are such integers; beyond, they are float32 whose operations are rounded one by one. C and torch find the same
-path to the bit.
+are such integers; beyond, they are float32 whose operations are rounded one by one. C, torch and, on a GPU,
+Triton find the same path to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+import logging
+import os
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 
 from ...base.build import beside, fields
+from ...base.errors import first_line
+
+_log = logging.getLogger(__name__)
 
 STATE_BITS = 16
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
@@ -113,6 +119,7 @@ _MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; a float's where n
 _CLIPPED, _REACH = 1.25, 1.75
 _TRANSITION = 6.5  # operations of a GEMM in the time of a transition in C: 6.1 to 8.3, measured
 _TILES = 64  # sequences at a time in torch: 16 MB for every array over the transitions
+_TRIED = 3, 40  # sequences and targets that Triton's search is held against torch's with
 
 
 def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
@@ -126,11 +133,63 @@ def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
         bits: 1 to 8.
         name: of the codebook.
     """
-    side = min(_SEAM // bits, targets.shape[1] // 2)
+    if not _triton_problem(targets.device, bits, name):
+        return _triton_states(targets, bits, name)
+    return _composed_states(targets, bits, name)
+
+
+def _composed_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    """`nearest_states` by two calls of a search."""
+    side = _side(targets.shape[1], bits)
     seam = torch.cat([targets[:, -side:], targets[:, :side]], dim=1)
     anywhere = torch.full((len(targets),), -1, dtype=torch.int32, device=targets.device)
     first = _search(seam, anywhere, bits, name)[:, side] >> bits
     return _search(targets, first, bits, name)
+
+
+def _side(length: int, bits: int) -> int:
+    """Targets on each side of the seam that the first search sees."""
+    return min(_SEAM // bits, length // 2)
+
+
+@cache
+def _triton_problem(device: torch.device, bits: int, name: str) -> str:
+    """Why Triton's search does not serve a device; "": it does, and has found the paths of torch's there.
+
+    One that fails or is wrong at this first use is told once.
+    """
+    if device.type != "cuda" or os.environ.get("LLMOPT_TRITON") == "off":
+        return "it is a GPU kernel"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randn(_TRIED, generator=generator, device="cpu").to(device)
+    try:
+        found = _triton_states(targets, bits, name)
+        same = torch.equal(found, _composed_states(targets, bits, name))
+        problem = "" if same else "it finds other paths than torch's"
+    except Exception as error:  # of the compiler, the driver or the launch
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    if problem:
+        _log.warning(
+            "trellis codes are searched for in torch, Triton's search is left out: %s", problem
+        )
+    return problem
+
+
+def _triton_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    """`nearest_states` in one launch."""
+    from .triton_viterbi import search_in_triton
+
+    device, narrow = targets.device, bits <= _NARROW
+    programs = 1
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    clipped, factor = _scaling(name)
+    most = _MOST if narrow else _BLOCKED
+    rounding = clipped, factor, most, _stretch(bits) if narrow else 1
+    values, side = _table_on(device, bits, name), _side(targets.shape[1], bits)
+    return search_in_triton(targets, values, side, bits, rounding, programs)
 
 
 def search_operations(bits: int) -> float:
@@ -212,15 +271,25 @@ def _rounded(values: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """Values as the search takes them: int16, or float32 beyond 4 bits."""
     if bits > _NARROW:
         return values.to(torch.float32)
+    clipped, factor = _scaling(name)
+    return values.to(torch.float32).clamp(-clipped, clipped).mul_(factor).round_().to(torch.int16)
+
+
+def _scaling(name: str) -> tuple[float, float]:
+    """Return the bound of targets, and the factor that makes them 16-bit integers."""
     largest = float(abs(codebook(name)).max())
-    clipped = values.to(torch.float32).clamp(-_CLIPPED * largest, _CLIPPED * largest)
-    return clipped.mul_((1 << 15) / (_REACH * largest)).round_().to(torch.int16)
+    return _CLIPPED * largest, (1 << 15) / (_REACH * largest)
 
 
 @lru_cache
 def _table(bits: int, name: str) -> torch.Tensor:
     """The codebook `[65536]` as the search takes it."""
     return _rounded(torch.from_numpy(codebook(name).astype("float32")), bits, name)
+
+
+@lru_cache
+def _table_on(device: torch.device, bits: int, name: str) -> torch.Tensor:
+    return _table(bits, name).to(device)
 
 
 class _ViterbiCall(ctypes.Structure):
