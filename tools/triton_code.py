@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ CONSTANTS = (
 """Compile-time constants that tell the variants of a kernel apart."""
 
 
+_MATRIX = re.compile(r"\b([HQI]G?MMA|UTC\w*MMA)\b")
 INSTRUCTION = r"^\s+/\*([0-9a-f]{4,5})\*/"
 
 
@@ -45,6 +46,7 @@ class Pipeline:
         round_trips: stores of registers to shared memory within a loop, to load them in another layout.
         plain_loads: loads of tensors within a loop that are no asynchronous copies.
         exposed_loads: those of them that something in the same turn of the loop waits for.
+        unmasked: the loops that choose no element of a matrix: whose turns need no mask.
     """
 
     buffers: tuple[tuple[int, int], ...]
@@ -52,6 +54,7 @@ class Pipeline:
     round_trips: int
     plain_loads: int
     exposed_loads: int
+    unmasked: int = 0
 
     @property
     def depth(self) -> int:
@@ -71,8 +74,11 @@ class Compiled:
         shared: bytes of shared memory a program.
         tensor_memory: columns of tensor memory a program (compute capability 10.0).
         matrix: the matrix instructions in its machine code.
-        instructions: machine instructions; `loop_instructions` those of its largest innermost loop.
+        instructions: machine instructions; `loop_instructions` those of its largest innermost loop, `loops`
+            those of each that multiplies matrices.
+        turns: of its largest loop, where the launch says how many.
         error: why it could not be compiled.
+        dependent: whether it waits for its predecessor in its code (PTX `griddepcontrol`).
     """
 
     name: str
@@ -87,8 +93,11 @@ class Compiled:
     matrix: tuple[str, ...] = ()
     instructions: int = 0
     loop_instructions: int = 0
+    loops: tuple[int, ...] = ()
+    turns: int = 1
     pipeline: Pipeline = Pipeline((), (), 0, 0, 0)
     error: str = ""
+    dependent: bool = False
 
     def issue_seconds(self, turns: int, multiprocessors: int = 132, hertz: float = 1.83e9) -> float:
         """Time in which an H100's schedulers, four a multiprocessor, issue the launch's instructions, its
@@ -99,10 +108,16 @@ class Compiled:
 
 
 @contextmanager
-def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[Compiled]]:
+def compiling(
+    capability: int = 90, keep: Path | None = None, *, every: bool = False
+) -> Iterator[list[Compiled]]:
     """Context in which launches compile for that capability; yields the list of compiled kernels.
 
-    `keep`: a folder for the TTGIR of each.
+    On the pretended card they are launched there too.
+
+    Args:
+        keep: a folder for the TTGIR of each.
+        every: list every launch, not a kernel once.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile, make_backend
@@ -111,16 +126,22 @@ def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[C
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     kernels: list[Compiled] = []
-    seen: set[tuple[str, ...]] = set()
+    seen: dict[tuple[str, ...], Compiled] = {}
+    original: Any = jit.JITFunction.run
+    is_pretended = original.__module__ != jit.__name__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if is_pretended:
+            original(self, *args, grid=grid, warmup=warmup, **kwargs)
         kwargs |= {"debug": False, "instrumentation_mode": ""}
         binder = jit.create_function_from_signature(self.signature, self.params, backend)
         bound, specialization, options = binder(*args, **kwargs)
         key = (self.fn.__name__, str(specialization), str(options))
+        turns = _turns(bound)
         if key in seen:
+            if every:
+                kernels.append(replace(seen[key], grid=tuple(grid), turns=turns))
             return
-        seen.add(key)
         packed = self._pack_args(backend, kwargs, bound, specialization, options)
         options, signature, constants, attributes = packed
         source = ASTSource(self, signature, constants, attributes)
@@ -129,17 +150,17 @@ def compiling(capability: int = 90, keep: Path | None = None) -> Iterator[list[C
             kernel = compile(source, target=target, options=options.__dict__)
         except Exception as error:  # whatever the compiler raises is this kernel's verdict
             said = str(error).strip().splitlines() or [""]
-            kernels.append(
-                Compiled(self.fn.__name__, variant, error=f"{type(error).__name__}: {said[-1]}")
-            )
+            reason = f"{type(error).__name__}: {said[-1]}"
+            seen[key] = Compiled(self.fn.__name__, variant, error=reason)
+            kernels.append(seen[key])
             return
-        kernels.append(_read(kernel, variant, tuple(grid)))
+        seen[key] = replace(_read(kernel, variant, tuple(grid)), turns=turns)
+        kernels.append(seen[key])
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             text = kernel.asm["ttgir"]
             (keep / f"{len(kernels):02}-{self.fn.__name__}.ttgir").write_text(text)
 
-    original: Any = jit.JITFunction.run
     jit.JITFunction.run = run
     try:
         yield kernels
@@ -160,6 +181,13 @@ def _variant(bound: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _turns(bound: dict[str, Any]) -> int:
+    """Turns of the loop of a launch: tiles of a part of split keys, runs of a split of a GEMM."""
+    if bound.get("IN_PARTS"):
+        return bound["SEES"].part_tiles
+    return bound.get("runs_per_split", 1)
+
+
 def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compiled:
     import triton
 
@@ -173,6 +201,7 @@ def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compil
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
+    loops = _loops(code)
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
     return Compiled(
         name=kernel.metadata.name,
@@ -184,15 +213,17 @@ def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compil
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=kernel.metadata.shared,
         tensor_memory=kernel.metadata.tmem_size or 0,
-        matrix=tuple(sorted(set(re.findall(r"\b([HQI]G?MMA|UTC\w*MMA)\b", code)))),
+        matrix=tuple(sorted(set(_MATRIX.findall(code)))),
         instructions=len(re.findall(INSTRUCTION, code, re.MULTILINE)),
-        loop_instructions=_loop_instructions(code),
+        loop_instructions=max(map(len, loops), default=0),
+        loops=tuple(sorted(len(loop) for loop in loops if any(map(_MATRIX.search, loop)))),
         pipeline=read_pipeline(kernel.asm["ttgir"]),
+        dependent="griddepcontrol.wait" in kernel.asm["ptx"],
     )
 
 
-def _loop_instructions(code: str) -> int:
-    """Instructions of the largest innermost loop of machine code: from a branch back to its target."""
+def _loops(code: str) -> list[list[str]]:
+    """Instructions of each innermost loop of machine code: from a branch back to its target."""
     branches = re.findall(INSTRUCTION + r".*\bBRA\b.*?0x([0-9a-f]+)", code, re.MULTILINE)
     loops = [(int(to, 16), int(at, 16)) for at, to in branches if int(to, 16) < int(at, 16)]
     inner = [
@@ -200,7 +231,10 @@ def _loop_instructions(code: str) -> int:
         for begin, end in loops
         if not any(begin <= other and last < end for other, last in loops)
     ]
-    return max(((end - begin) // 16 + 1 for begin, end in inner), default=0)
+    lines = [
+        (int(at, 16), line) for line in code.splitlines() for at in re.findall(INSTRUCTION, line)
+    ]
+    return [[line for at, line in lines if begin <= at <= end] for begin, end in inner]
 
 
 def read_pipeline(ttgir: str) -> Pipeline:
@@ -209,7 +243,9 @@ def read_pipeline(ttgir: str) -> Pipeline:
     waits: list[int] = []
     loads: list[str] = []
     round_trips = 0
-    inner = _multiplying(ttgir)
+    loops = _multiplying(ttgir)
+    inner = [line for loop in loops for line in loop]
+    unmasked = sum(not any(re.search(_MASK, line) for line in loop) for loop in loops)
     for line in ttgir.splitlines():
         # A ring of tiles: an empty allocation with one more dimension than the tile.
         pattern = r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x([\dx]+)x([a-z]+)(\d+)"
@@ -224,8 +260,10 @@ def read_pipeline(ttgir: str) -> Pipeline:
         elif load := re.search(r"(%\w+) = tt\.load .*tensor<", line):
             loads.append(load[1])
     exposed = sum(_is_used(name, inner) for name in loads)
-    return Pipeline(tuple(sorted(rings)), tuple(waits), round_trips, len(loads), exposed)
+    return Pipeline(tuple(sorted(rings)), tuple(waits), round_trips, len(loads), exposed, unmasked)
 
+
+_MASK = r"arith\.select .*tensor<\d+x\d+xf32"
 
 _CASTS = r"arith\.ext|arith\.sitofp|arith\.uitofp|convert_layout|expand_dims|tt\.broadcast"
 
@@ -243,8 +281,8 @@ def _is_used(name: str, lines: list[str]) -> bool:
     return False
 
 
-def _multiplying(ttgir: str) -> list[str]:
-    """Lines of the innermost loops that multiply matrices."""
+def _multiplying(ttgir: str) -> list[list[str]]:
+    """The lines of each innermost loop that multiplies matrices."""
     lines = ttgir.splitlines()
     starts: list[tuple[int, int]] = []
     spans: list[tuple[int, int]] = []
@@ -254,10 +292,10 @@ def _multiplying(ttgir: str) -> list[str]:
             spans.append((starts.pop()[0], number))
         if re.search(r"\b(scf\.for|scf\.while)\b", line):
             starts.append((number, indent))
-    inner: list[str] = []
+    inner: list[list[str]] = []
     for begin, end in spans:
         body = lines[begin + 1 : end]
         is_innermost = not any(begin < other and last < end for other, last in spans)
         if is_innermost and any(re.search(r"dot |mma", line) for line in body):
-            inner += body
+            inner.append(body)
     return inner

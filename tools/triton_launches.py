@@ -352,3 +352,15 @@ LAUNCHES |= {
     },
     **{f"E8P of {bits} bits": lambda bits=bits: code_products(e8p(bits)) for bits in (2, 3, 4)},
 }
+
+
+def trellis_search(bits: int) -> None:
+    """Launch the search for trellis codes of a vector of 4,096 channels."""
+    from llmopt.quant.kinds.trellis.viterbi import _triton_states
+
+    _triton_states(torch.zeros(256, 256), bits, "mul1")
+
+
+LAUNCHES |= {
+    f"search of {bits} bits": lambda bits=bits: trellis_search(bits) for bits in (2, 3, 4, 6)
+}

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmopt.engine.kernels.common.devices import split_runs
 
-from tools.gpu_matrix import ARCHITECTURES, SMOKE, faults, invariance
+from tools.gpu_matrix import ARCHITECTURES, SMOKE, faults, invariance, may_spill
 from tools.triton_code import Compiled, Pipeline, read_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ LOOP = """
 """
 DECODE = Compiled(
     "attend",
-    {"IN_PARTS": True, "PRECISION": "tf32"},
+    {"IN_PARTS": True, "PRECISION": "tf32", "HAS_SCALES": False, "KEY_DIM": 128},
     warps=4,
     registers=200,
     shared=60 * 1024,
@@ -44,8 +45,19 @@ DECODE = Compiled(
 
 
 def test_a_loop_is_read_from_ttgir() -> None:
-    """Buffers, waits, round trips, and which loads a turn waits for: not those for the next turn."""
-    assert read_pipeline(LOOP) == Pipeline(((2, 16384), (3, 256)), (4,), 1, 2, 1)
+    """Buffers, waits, round trips, which loads a turn waits for: not those for the next turn; and masks."""
+    read = Pipeline(((2, 16384), (3, 256)), (4,), 1, 2, 1, unmasked=1)
+    assert read_pipeline(LOOP) == read
+    mask = "%m = arith.select %seen, %sum, %none : tensor<64x16xi1, #mma>, tensor<64x16xf32, #mma>"
+    masked = LOOP.replace("      scf.yield", f"      {mask}\n      scf.yield")
+    assert read_pipeline(masked) == replace(read, unmasked=0)
+
+
+@pytest.mark.parametrize("variant", [{"HAS_SCALES": True}, {"KEY_DIM": 576}, {"IN_PARTS": True}])
+def test_prompts_may_spill_but_on_8_bit_caches_and_latents(variant: dict[str, Any]) -> None:
+    prefill = replace(DECODE, variant=DECODE.variant | {"IN_PARTS": False}, stack=8)
+    assert may_spill(prefill)
+    assert not may_spill(replace(prefill, variant=prefill.variant | variant))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +133,18 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability:
             assert pipeline["round_trips"] == 0
             # Those of 4 bits need no tensor memory, which holds too little of their sums.
             assert row["tensor_memory"] == 0 or variant["BITS"] == 8
-    decoding = [row["variant"]["IN_PARTS"] for row in rows if row["name"] == "attend"]
-    assert sorted(decoding) == [False, True]
+    attention = [row for row in rows if row["name"] == "attend"]
+    prompts = [row for row in attention if not row["variant"]["IN_PARTS"]]
+    assert 2 * len(prompts) == len(attention) == 6
+    # One loop for the tiles that every token sees whole, and one for the others.
+    assert {row["pipeline"]["unmasked"] for row in prompts} == {1}
+    latents = next(row for row in prompts if row["variant"]["KEY_DIM"] == 576)
+    if capability == 90:
+        assert latents["matrix"] == ["HGMMA"] and latents["variant"]["ROWS"] == 64
+    # Kernels of a 16-bit step start before their predecessor has ended, where there is such a launch.
+    dependent = {row["name"] for row in rows if row["dependent"]}
+    step = {"attend", "reduce_parts", "_norm", "_gate", "_rope_and_cache"}
+    assert dependent == (step if capability >= 90 else set())
 
 
 THRESHOLDS = """

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..common.devices import GpuLimits, gpu_limits, power_of_two
+from ..common.devices import GpuLimits, dependent_launch, gpu_limits, power_of_two
 from .paged_attention import AttentionCall, attention_kernel
 from .triton_attention_kernels import attend, reduce_parts
 from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, Visibility
@@ -98,6 +98,10 @@ class Tiling:
         return queries + ring + copies + self.rows * self.tile * heads.query_bytes
 
 
+WGMMA_ROWS = 64
+"""Rows of Hopper's least matrix instruction."""
+
+
 def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
     """Tiles that fit the GPU.
 
@@ -108,20 +112,32 @@ def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
     is_float32 = heads.query_bytes == 4
     has_wgmma = limits.capability // 10 == 9 and not is_float32
     group_tile = min(power_of_two(heads.group), 64 if has_wgmma or not heads.is_wide else 16)
+    # A tile of 8 bits and its 16-bit copy, or queries of the sink tokens.
+    is_narrow = heads.cache_bytes < heads.query_bytes
+    holds_more = heads.num_queries > 1 or is_narrow
+    # Sums of 128 rows leave registers for 16 keys of 8 bits and their copies; of 32 Triton 3.6 spills.
+    is_tight = is_narrow and heads.num_queries == 1 and limits.capability // 10 in (9, 10)
+    is_tight &= not (is_short or heads.is_wide or is_float32)
     rows = max(16, group_tile)
     if not is_short and not heads.is_wide:
-        rows = max(rows, 32 if is_float32 else min(128, 16384 // heads.front_dim))
+        most = 64 if holds_more and not is_tight else 128
+        rows = max(rows, 32 if is_float32 else min(most, 16384 // heads.front_dim))
+    elif not is_short and has_wgmma and not holds_more:
+        # Several tokens share a tile of latents: wgmma multiplies 64 rows, mma.sync 16 at a time. In tensor
+        # memory, on 10.0, 64 rows of sums leave no room for scores, nor in registers those of 8 bits.
+        rows = max(rows, WGMMA_ROWS)
     tile = 32 if heads.is_wide else min(64, 8192 // heads.front_dim)
     tile = max(16, tile // 2 if is_float32 else tile)
-    if is_short and not heads.is_wide and (is_float32 or heads.cache_bytes < heads.query_bytes):
-        # A tile of 8 bits and its 16-bit copy are held at once: of 64 keys they spill on 9.0 and 10.0, and so
-        # do 32 keys of float32, which no tensor core multiplies.
+    if is_tight:
+        tile = 16
+    elif is_short and not heads.is_wide and (is_float32 or holds_more):
+        # With 64 keys they spill on 9.0 and 10.0, and so do 32 of float32, which no tensor core multiplies.
         tile = max(16, tile // 2)
     # Decode leaves room for a second program on the multiprocessor.
     room = limits.shared_bytes // (2 if is_short and not heads.is_wide else 1)
     while True:
         # Of a wide tile of 8 bits the 16-bit copy and the sums are more than four warps' registers hold.
-        warps = 8 if rows > 16 or (heads.is_wide and heads.cache_bytes < heads.query_bytes) else 4
+        warps = 8 if rows > 16 or (heads.is_wide and is_narrow) else 4
         for stages, keys in ((3, tile), (3, tile // 2), (2, tile), (2, tile // 2), (1, 16)):
             chosen = Tiling(rows, group_tile, max(16, keys), warps, stages)
             if chosen.shared_bytes(heads, has_wgmma) <= room:
@@ -174,6 +190,7 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
             "num_stages": chosen.stages,
             # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
             "maxnreg": MOST_REGISTERS if is_short else None,
+            **(dependent_launch(keys.codes) if is_short else {"PDL": False}),
         }
         if is_short:
             most = max(1, SLOTS * limits.multiprocessors // given["HEAD_PROGRAMS"])
@@ -218,6 +235,7 @@ def _attend_in_parts(
         VALUE_TILE=heads.value_tile,
         STRIDE=8,
         HAS_SINKS=rule.sinks is not None,
+        **dependent_launch(values.codes),
         num_warps=4,
     )
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.triton_language import await_predecessor
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -55,6 +57,41 @@ def _visible_tiles(
     start_tile = tl.maximum(_held_slot(start, sink_length, evicted_span) // SEES.tile, sink_tiles)
     num_tiles = sink_tiles + tl.maximum((end + SEES.tile - 1) // SEES.tile - start_tile, 0)
     return end, sink_tiles, start_tile, num_tiles
+
+
+@triton.jit
+def _inner_tiles(
+    first,
+    num_cached,
+    count,
+    sink_length,
+    evicted_span,
+    sink_tiles,
+    start_tile,
+    num_tiles,
+    TOKENS: tl.constexpr,
+    SEES: tl.constexpr,
+):
+    """The key tiles, among the visible ones, all of whose keys every query token sees: begin and end."""
+    lowest = num_cached - count + first
+    highest = tl.minimum(lowest + TOKENS, num_cached) - 1
+    start = lowest * 0
+    if SEES.window:
+        start = tl.maximum(highest - (SEES.window - 1), 0)
+    if SEES.chunk:
+        start = tl.maximum(start, highest - highest % SEES.chunk)
+    behind = sink_tiles - start_tile
+    end = (_held_slot(lowest, sink_length, evicted_span) + 1) // SEES.tile + behind
+    end = tl.maximum(tl.minimum(end, num_tiles), sink_tiles)
+    begin = (_held_slot(start, sink_length, evicted_span) + SEES.tile - 1) // SEES.tile + behind
+    return tl.minimum(tl.maximum(begin, sink_tiles), end), end
+
+
+@triton.jit
+def _tile_at(index, edge, skipped, sink_tiles, start_tile):
+    """The key tile at an index of a loop that leaves out `skipped` visible tiles from `edge` on."""
+    index += tl.where(index < edge, 0, skipped)
+    return tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
 
 
 @triton.jit
@@ -110,6 +147,20 @@ def _blocks(table, slot, end, BLOCK_SIZE: tl.constexpr):
     return tl.load(table + slot // BLOCK_SIZE, mask=slot < end, other=0)
 
 
+@triton.jit
+def _keys(pointers, is_held, is_lane, dtype, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of the cache in the queries' type: 0 beyond the held slots and the elements of a head."""
+    if MASKED:
+        loaded = tl.load(pointers, mask=is_held & is_lane, other=0.0)
+    elif PADDED:
+        loaded = tl.load(pointers, mask=is_lane, other=0.0)
+    else:
+        loaded = tl.load(pointers)
+    if loaded.dtype.primitive_bitwidth == 8:
+        loaded = loaded.to(tl.float32)
+    return loaded.to(dtype)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def attend(
     out_ptr,
@@ -151,6 +202,7 @@ def attend(
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """FlashAttention-2 forward. Grid: query tiles x tiles of heads, the heads fastest.
 
@@ -159,13 +211,17 @@ def attend(
     partial results; `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span,
     offset of its block table.
     """
+    await_predecessor(PDL)
     GROUP: tl.constexpr = HEADS.group
     GROUP_TILE: tl.constexpr = TILING.group_tile
     ROWS: tl.constexpr = TILING.rows
     TILE: tl.constexpr = TILING.tile
     HAS_SINK_QUERIES: tl.constexpr = HEADS.num_queries > 1
+    FIRST_PHASE: tl.constexpr = 0 if HAS_SINK_QUERIES else (2 if IN_PARTS else 1)
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     TOKENS: tl.constexpr = ROWS // GROUP_TILE
+    # Of scores in base 2; of 2 / SOFTCAP times them, which its tanh takes.
+    factor = scale * (2.0 * _LOG2E / SOFTCAP if SOFTCAP > 0.0 else _LOG2E)
     worker = tl.program_id(0) // HEAD_PROGRAMS
     head_program = tl.program_id(0) % HEAD_PROGRAMS
     kv_head = (head_program // HEAD_TILES).to(tl.int64)
@@ -233,44 +289,66 @@ def attend(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([ROWS, HEADS.value_tile], 0.0, tl.float32)
-        # Where sink tokens meet queries of their own, their tiles are a loop of its own: a branch within the
-        # loop would leave it without a software pipeline.
-        for phase in tl.static_range(1 - HAS_SINK_QUERIES, 2):
-            begin_tile, end_tile = from_tile, to_tile
-            if HAS_SINK_QUERIES:
-                if phase == 0:
-                    end_tile = tl.minimum(to_tile, sink_tiles)
-                else:
+        edge, inner_end = to_tile, to_tile
+        if not IN_PARTS:
+            edge, inner_end = _inner_tiles(
+                first,
+                num_cached,
+                count,
+                sink_length,
+                evicted_span,
+                sink_tiles,
+                start_tile,
+                num_tiles,
+                TOKENS,
+                SEES,
+            )
+        # Each phase is a loop of its own, since a branch within a loop would leave it without a software
+        # pipeline: 0, sink tokens that meet queries of their own; 1, of prefill, which is compute-bound, the
+        # tiles without a mask; 2, all others.
+        for phase in tl.static_range(FIRST_PHASE, 3, 2 if IN_PARTS else 1):
+            begin_tile, end_tile, skipped = from_tile, to_tile, 0
+            if phase == 0:
+                end_tile = tl.minimum(to_tile, sink_tiles)
+            elif phase == 1:
+                begin_tile, end_tile = edge, inner_end
+            else:
+                skipped = inner_end - edge
+                end_tile = to_tile - skipped
+                if HAS_SINK_QUERIES:
                     begin_tile = tl.maximum(from_tile, sink_tiles)
             # The blocks of keys, values and scales: in three shapes, as threads hold each differently.
-            behind = start_tile + begin_tile - sink_tiles
-            slot = tl.where(begin_tile < sink_tiles, begin_tile, behind) * TILE
+            slot = _tile_at(begin_tile, edge, skipped, sink_tiles, start_tile) * TILE
             slot += tl.arange(0, TILE)
             key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
             value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
             scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
             for index in range(begin_tile, end_tile):
-                tile = tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
+                tile = _tile_at(index, edge, skipped, sink_tiles, start_tile)
                 slot = tile * TILE + tl.arange(0, TILE)
                 is_held = slot < end
                 inside = slot % BLOCK_SIZE
                 position = slot + tl.where(slot >= sink_length, evicted_span, 0)
 
                 key_place = key_blocks * key_block + inside[None, :] * key_slot
-                mask = is_held[None, :] & (lanes < HEADS.key_dim)[:, None]
-                key = tl.load(key_head_ptr + key_place + lanes[:, None], mask=mask, other=0.0)
-                if HAS_SCALES:
-                    key = key.to(tl.float32)
-                key = key.to(query.dtype)
+                key = _keys(
+                    key_head_ptr + key_place + lanes[:, None],
+                    is_held[None, :],
+                    (lanes < HEADS.key_dim)[:, None],
+                    query.dtype,
+                    phase != 1,
+                    HEADS.key_dim < HEADS.front_dim,
+                )
                 scores = tl.dot(query, key, input_precision=HEADS.precision)
                 if HEADS.rest_dim:
-                    mask = is_held[None, :] & (rest < HEADS.key_dim)[:, None]
-                    key_rest = tl.load(
-                        key_head_ptr + key_place + rest[:, None], mask=mask, other=0.0
+                    key_rest = _keys(
+                        key_head_ptr + key_place + rest[:, None],
+                        is_held[None, :],
+                        (rest < HEADS.key_dim)[:, None],
+                        query.dtype,
+                        phase != 1,
+                        HEADS.key_dim < HEADS.front_dim + HEADS.rest_dim,
                     )
-                    if HAS_SCALES:
-                        key_rest = key_rest.to(tl.float32)
-                    key_rest = key_rest.to(query.dtype)
                     scores = tl.dot(query_rest, key_rest, scores, input_precision=HEADS.precision)
                 if HAS_SINK_QUERIES and phase == 0:
                     others = tl.dot(sink_queries, key, input_precision=HEADS.precision)
@@ -279,29 +357,30 @@ def attend(
                             sink_query_rest, key_rest, others, input_precision=HEADS.precision
                         )
                     scores = tl.where((position < SEES.num_sink_tokens)[None, :], others, scores)
-                scores = scores * scale
                 if HAS_SCALES:
                     scale_place = scale_blocks * scale_block + inside * scale_slot + kv_head
                     key_scale = tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)
                     value_scale = tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)
-                    scores = scores * key_scale[None, :]
+                    scores = scores * (key_scale * factor)[None, :]
+                else:
+                    scores = scores * factor
                 if SOFTCAP > 0.0:
-                    scores = SOFTCAP * (
-                        1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0)
-                    )
-                scores = scores * _LOG2E
-                visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
-                if SEES.window:
-                    in_window = position[None, :] > query_position[:, None] - SEES.window
-                    visible = visible & (in_window | (position < SEES.num_sink_tokens)[None, :])
-                if SEES.chunk:
-                    chunk_start = query_position - query_position % SEES.chunk
-                    visible = visible & (position[None, :] >= chunk_start[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
+                    scores = (1.0 - 2.0 / (tl.exp2(scores) + 1.0)) * (SOFTCAP * _LOG2E)
+                if phase != 1:
+                    visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
+                    if SEES.window:
+                        in_window = position[None, :] > query_position[:, None] - SEES.window
+                        visible = visible & (in_window | (position < SEES.num_sink_tokens)[None, :])
+                    if SEES.chunk:
+                        chunk_start = query_position - query_position % SEES.chunk
+                        visible = visible & (position[None, :] >= chunk_start[:, None])
+                    scores = tl.where(visible, scores, float("-inf"))
 
                 highest_score = tl.maximum(top, tl.max(scores, 1))
-                # Rows without a visible key yet: avoids inf - inf.
-                base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
+                base = highest_score
+                if phase != 1:
+                    # Rows without a visible key yet: avoids inf - inf.
+                    base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
                 old = tl.exp2(top - base)
                 weights = tl.exp2(scores - base[:, None])
                 total = total * old + tl.sum(weights, 1)
@@ -312,20 +391,18 @@ def attend(
                     value = tl.trans(key)
                 else:
                     value_place = value_blocks * value_block + inside[:, None] * value_slot
-                    mask = is_held[:, None] & (value_lanes < HEADS.value_dim)[None, :]
-                    value = tl.load(
-                        value_head_ptr + value_place + value_lanes[None, :], mask=mask, other=0.0
+                    value = _keys(
+                        value_head_ptr + value_place + value_lanes[None, :],
+                        is_held[:, None],
+                        (value_lanes < HEADS.value_dim)[None, :],
+                        query.dtype,
+                        phase != 1,
+                        HEADS.value_dim < HEADS.value_tile,
                     )
-                    if HAS_SCALES:
-                        value = value.to(tl.float32)
-                    value = value.to(query.dtype)
                 acc = acc * old[:, None]
                 acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=HEADS.precision)
 
-                following = index + 1
-                tile = tl.where(
-                    following < sink_tiles, following, start_tile + following - sink_tiles
-                )
+                tile = _tile_at(index + 1, edge, skipped, sink_tiles, start_tile)
                 slot = tile * TILE + tl.arange(0, TILE)
                 key_blocks = _blocks(table, slot[None, :], end, BLOCK_SIZE)
                 value_blocks = _blocks(table, slot[:, None], end, BLOCK_SIZE)
@@ -365,8 +442,10 @@ def reduce_parts(
     VALUE_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Reduce the partial results of the split keys (log-sum-exp rescaling). Grid: rows, heads."""
+    await_predecessor(PDL)
     row = tl.load(row_ptr + tl.program_id(0))
     head = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * num_heads + head

@@ -144,6 +144,9 @@ class AttentionMetadata:
             index += [[segment, first, len(rows) + first] for first in range(0, count, tokens)]
             rows += range(span.begin, span.end)
             width = max(width, span.num_held)
+        if not short:
+            known = [span.num_cached - (span.end - span.begin) for span in self._spans]
+            _sort_longest_first(index, known)
         parts = [self._copied(index)] if index else []
         of_parts = [self._copied(rows)] if rows else []
         if short and self._decode is not None:
@@ -158,6 +161,12 @@ class AttentionMetadata:
 
     def _copied(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return to_device(np.array(values, dtype=np.int64), self._device)
+
+
+def _sort_longest_first(index: list[list[int]], known: Sequence[int]) -> None:
+    """Sort tiles (segment, first token, row) by the keys that they see, given the tokens known before each
+    segment's: programs start in this order, and the last to end should be the shortest."""
+    index.sort(key=lambda tile: -known[tile[0]] - tile[1])
 
 
 TILE_KINDS = 8
@@ -288,20 +297,22 @@ class StaticBuffer:
 
     def _numbers(self, kind: _TileKind, segments: Sequence[Segment]) -> np.ndarray:
         """Tiles and rows of a kind: those of the segments, then padding's."""
-        index: list[tuple[int, int, int]] = []
+        index: list[list[int]] = []
         rows: list[int] = []
         for number, (begin, count, _, _) in enumerate(segments):
             if (count <= SHORT_SPAN) != kind.short:
                 continue
             base = len(rows)
-            index += [(number, first, base + first) for first in range(0, count, kind.tokens)]
+            index += [[number, first, base + first] for first in range(0, count, kind.tokens)]
             rows += range(begin, begin + count)
         padding, last = self.size, self.size - 1
-        if kind.short:
+        if not kind.short:
+            _sort_longest_first(index, [segment[2] - segment[1] for segment in segments])
+        else:
             # Every row of the partial results must come from some tile.
-            index += [(padding, 0, row) for row in range(len(rows), kind.num_rows)]
+            index += [[padding, 0, row] for row in range(len(rows), kind.num_rows)]
             rows += [last] * (kind.num_rows - len(rows))
-        index += [(padding, 0, last)] * (kind.num_tiles - len(index))
+        index += [[padding, 0, last]] * (kind.num_tiles - len(index))
         return np.array([number for tile in index for number in tile] + rows[: kind.num_rows])
 
     def _copy(self, begin: int, values: np.ndarray) -> None:

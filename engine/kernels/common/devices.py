@@ -95,7 +95,7 @@ def interpret() -> bool:
     """Switch Triton to its interpreter: the environment must say so before Triton is first imported."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
-    from .interpreter import patch_interpreter
+    from .triton_language import patch_interpreter
 
     return patch_interpreter()
 
@@ -237,11 +237,14 @@ class GpuLimits:
         capability: compute capability, 90 for 9.0.
         multiprocessors: how many it has.
         shared_bytes: the most shared memory that a program may take.
+        has_dependent_launch: whether its kernels may start before their predecessor has ended, in a captured
+            graph too.
     """
 
     capability: int
     multiprocessors: int
     shared_bytes: int
+    has_dependent_launch: bool = False
 
 
 HOPPER = GpuLimits(90, 132, 227 * 1024)
@@ -272,8 +275,31 @@ def _limits_of(index: int) -> GpuLimits:
     properties = driver.utils.get_device_properties(index)
     major, minor = torch.cuda.get_device_capability(index)
     return GpuLimits(
-        10 * major + minor, properties["multiprocessor_count"], properties["max_shared_mem"]
+        10 * major + minor,
+        properties["multiprocessor_count"],
+        properties["max_shared_mem"],
+        major >= 9 and _cuda_of_driver() >= DEPENDENT_CUDA,
     )
+
+
+DEPENDENT_CUDA = 12030
+"""CUDA 12.3, whose graphs keep programmatic dependencies."""
+
+
+def _cuda_of_driver() -> int:
+    """The newest CUDA that the driver serves, as 12030; 0: torch's build does not know."""
+    version: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return 0 if version is None else version()
+
+
+def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
+    """Arguments of a kernel of the 16-bit decode step: by programmatic dependent launch, where there is one.
+
+    Its start then overlaps with the end of the kernel before, for which `await_predecessor` waits.
+    """
+    if x.element_size() == 2 and gpu_limits(x.device).has_dependent_launch:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}

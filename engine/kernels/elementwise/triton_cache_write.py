@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ..attention.paged_tensor import LARGEST_CODE, PagedTensor
-from ..common.devices import power_of_two
+from ..common.devices import dependent_launch, power_of_two
+from ..common.triton_language import await_predecessor
 from .reference import RopeCall
 
 HEADS = 8
@@ -59,8 +60,10 @@ def _rope_and_cache(
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: tokens, tiles of heads."""
+    await_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lanes = tl.arange(0, BLOCK)
@@ -141,6 +144,7 @@ class TritonRopeAndCache:
                 HEADS=HEADS,
                 HAS_NORMS=norms is not None,
                 LARGEST=LARGEST_CODE.get(keys.codes.dtype, 0.0),
+                **dependent_launch(keys.codes),
                 num_warps=4,
             )
         return out

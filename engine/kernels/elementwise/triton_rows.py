@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from ....quant.kinds.fp8.kind import E4M3_MAX
-from ..common.devices import power_of_two
+from ..common.devices import dependent_launch, power_of_two
+from ..common.triton_language import await_predecessor
 from .reference import RUN, ActivationQuant, GatedActivation, QuantizedActivations
 
 
@@ -173,8 +174,10 @@ def _norm(
     BLOCK: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     TO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: rows. The sum is rounded to the stored dtype before its norm is taken, as in torch."""
+    await_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
@@ -247,6 +250,7 @@ class TritonNorm:
                 BLOCK=block,
                 HAS_ADDED=added is not None,
                 **stored,
+                **dependent_launch(out),
                 num_warps=min(16, max(1, block // 512)),
             )
         return total
@@ -285,8 +289,10 @@ def _gate(
     up_row,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: rows, blocks of a row."""
+    await_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size
@@ -343,6 +349,7 @@ class TritonGate:
                 up.stride(0),
                 ACTIVATION=self.activation,
                 BLOCK=BLOCK,
+                **dependent_launch(out),
                 num_warps=4,
             )
         return out

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from llmopt import engine
-from llmopt.engine.kernels.common.devices import VARIABLE
+from llmopt.engine.kernels.common.devices import VARIABLE, dependent_launch
 
 from ...support.launches import launches_per_layer
 from ...support.model_families import FAMILIES
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.runtime import pretended_cuda
 from ...support.triton_world import DEVICE
 
 MOST = {"llama-3.1": 10, "gemma-3": 12, "qwen3-moe": 14, "gpt-oss": 15, "deepseek-v3": 18}
@@ -29,6 +31,31 @@ def test_launches_a_layer(family: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     counts = launches_per_layer(*FAMILIES[family], tmp_path)
     assert 0 < counts.total() <= MOST[family], counts
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "dtype", "is_dependent"),
+    [
+        ((9, 0), 12030, torch.bfloat16, True),
+        ((9, 0), 12020, torch.bfloat16, False),
+        ((8, 9), 12080, torch.bfloat16, False),
+        ((9, 0), 12030, torch.int8, False),
+        ((9, 0), 12030, torch.float32, False),
+    ],
+)
+def test_kernels_of_16_bit_steps_start_before_their_predecessor_ends(
+    capability: tuple[int, int],
+    driver: int,
+    dtype: torch.dtype,
+    is_dependent: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a graph can keep the dependency; the interpreter, which knows none, is never asked for it."""
+    assert dependent_launch(torch.zeros(1, dtype=dtype)) == {"PDL": False}
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    with pretended_cuda(Card(capability=capability)):
+        given = dependent_launch(torch.zeros(1, dtype=dtype, device="cuda"))
+    assert given == ({"PDL": True, "launch_pdl": True} if is_dependent else {"PDL": False})
 
 
 ENGINE = Path(engine.__path__[0])

@@ -39,6 +39,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = [
     ({"dims": (8, 8)}, {}, [1, 9], [1, 9]),
     ({"dims": (96, 96), "heads": 10, "kv_heads": 2}, {}, [17, 2], [10, 1]),
     ({"heads": 3, "kv_heads": 1}, {"chunk": 3}, [70, 4], [1, 4]),
+    # Prompts of several tiles, the middle ones of which need no mask.
+    ({"block_size": 16}, {}, [300, 40], [290, 40]),
+    ({"block_size": 16}, {"window": 150}, [300], [290]),
+    ({"stored": torch.int8}, {"chunk": 130, "softcap": 2.0}, [300], [290]),
+    ({"block_size": 16}, {"window": 140, "num_sink_tokens": 70}, [400], [390]),
+    ({"dims": (80, 64), "in_keys": True, "kv_heads": 1}, {}, [200], [150]),
 ]
 
 
@@ -133,6 +139,52 @@ def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[st
         found.append(world.attend(attention.attend_triton, rule))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], world.attend(attend_reference, rule), atol=2e-5, rtol=2e-5)
+
+
+def test_programs_of_the_longest_prompts_start_first() -> None:
+    """Tiles of two prompts and a later part of a third, by the tokens before each."""
+    from llmopt.engine.kernels.attention.triton_metadata import (
+        AttentionMetadata,
+        Segment,
+        StaticBuffer,
+        StaticMetadata,
+    )
+
+    world = World([40, 300, 20], [40, 20, 20], heads=1, kv_heads=1, dims=(8, 8), device=DEVICE)
+    _, batch = world.batch()
+    expected = [300 - 20 + 16, 300 - 20, 32, 16, 16, 0, 0]
+
+    def before(metadata: AttentionMetadata) -> list[int]:
+        tiles = metadata.tiles(16, False)
+        assert tiles is not None
+        found = [(*metadata.segments[segment].tolist(), first) for segment, first, _ in tiles.index]
+        return [known - count + int(first) for _, count, known, *_, first in found]
+
+    assert before(AttentionMetadata(batch)) == expected
+    space = torch.zeros(StaticBuffer.capacity(100, 40), dtype=torch.int64, device=DEVICE)
+    buffer = StaticBuffer(100, 40, space, 0)
+    blocks = [0] * 40
+    segments = [
+        Segment(0, 40, 40, blocks),
+        Segment(40, 20, 300, blocks),
+        Segment(60, 20, 20, blocks),
+    ]
+    buffer.fill([[0] * 80] * StaticBuffer.columns, segments)
+    assert before(StaticMetadata(buffer, 8))[: len(expected)] == expected
+
+
+def test_latents_of_prompts_fill_a_matrix_instruction_of_hopper() -> None:
+    """Of a shard with 16 heads too; on 10.0 their sums leave tensor memory no room for scores."""
+    from llmopt.engine.kernels.attention.triton_attention import HeadShape, tiling
+    from llmopt.engine.kernels.common.devices import HOPPER
+
+    latent = HeadShape(576, 512, 16, True, 2, 2)
+    rows = {
+        (capability, short): tiling(latent, replace(HOPPER, capability=capability), short).rows
+        for capability in (90, 100)
+        for short in (True, False)
+    }
+    assert rows == {(90, True): 16, (90, False): 64, (100, True): 16, (100, False): 16}
 
 
 def test_the_work_list_has_every_part_once() -> None:

@@ -1,4 +1,5 @@
-"""Fixes of bugs in the interpreter of Triton: four that 3.7.1 has as well, and of 3.6 the ranges'."""
+"""Triton's language beyond what it is shipped as: kernels that start before their predecessor has ended, and
+fixes of bugs in its interpreter, four that 3.7.1 has as well, and of 3.6 the ranges'."""
 
 from __future__ import annotations
 
@@ -6,8 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import interpreter
+
+
+@triton.jit
+def await_predecessor(PDL: tl.constexpr):
+    """Wait for the kernel before, and let the one behind start, which waits in turn: a kernel's first
+    statement, as neither may read or write before (programmatic dependent launch, PTX `griddepcontrol`)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def patch_interpreter() -> bool:
