@@ -174,13 +174,38 @@ def tables(folder: Path, seconds: float, jobs: int) -> tuple[list[str], list[str
     return lines, missed
 
 
+def budget_rows(folder: Path, pairs: int, jobs: int) -> list[list[str]]:
+    """Jobs that may make so many pairs: equal builds, and a change of twice the limit."""
+    rows = []
+    for name in (TURNS, TURNS_LOADED):
+        recorded = read_pairs(folder / f"{name}.parquet")
+        seconds = (pairs + 0.5) * float(recorded.seconds.mean())
+        for gate in GATES:
+            limits = with_waiting(parse_gate(gate))
+            for factor in (1.0, 1 + 2 * limits[0].bound):
+                added = SLOWDOWNS[0].added(factor)
+                found = job_rates(recorded, limits, added, seconds=seconds, jobs=jobs)
+                words = "the same" if factor == 1.0 else f"{factor - 1:.0%} slower"
+                rows.append([name, gate, words, *outcome_words(found)])
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Print how often the gate is wrong.")
     parser.add_argument("recordings", type=Path, help="folder of the recordings")
     parser.add_argument("--minutes", type=float, default=8.0, help="of a job, without its set-up")
     parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--within", type=int, help="print only jobs of at most so many pairs")
     parser.add_argument("--output", "-o", type=Path)
     given = parser.parse_args()
+    if given.within is not None:
+        header = ("recording", "gate", "new build", *HEADER[4:])
+        print(
+            "\n".join(
+                markdown_table(header, budget_rows(given.recordings, given.within, given.jobs))
+            )
+        )
+        return 0
     lines, missed = tables(given.recordings, 60 * given.minutes, given.jobs)
     lines += ["", *(f"Missed: {words}." for words in missed)]
     text = "\n".join(lines).rstrip() + "\n"

@@ -33,6 +33,26 @@ PAIRS = {
         "vllm/sweep_new",
         {"completed": 32, "failed": 0},
     ),
+    "vllm bench latency": (
+        "vllm/latency_base.json",
+        "vllm/latency_new.json",
+        {"mean_e2el_ms": 200.0, "completed": 8, "output_throughput": None},
+    ),
+    "vllm bench throughput": (
+        "vllm/throughput_base.json",
+        "vllm/throughput_new.json",
+        {"request_throughput": 10.0, "total_token_throughput": 500.0},
+    ),
+    "guidellm": (
+        "guidellm/base.json",
+        "guidellm/new.json",
+        {"median_ttft_ms": 49.0, "mean_itl_ms": 10.0, "mean_tpot_ms": None, "mean_e2el_ms": 400.0},
+    ),
+    "aiperf": (
+        "aiperf/base",
+        "aiperf/new",
+        {"median_ttft_ms": 49.0, "mean_tpot_ms": 10.0, "output_throughput": 180.0},
+    ),
     "sglang bench_serving": (
         "sglang/base.jsonl",
         "sglang/new.jsonl",
@@ -70,7 +90,7 @@ def test_two_files_of_a_tool_compare(tool: str, tmp_path: Path) -> None:
     assert found.deltas and not found.conditions
     # Nothing is assumed: what the tool does not say is in the verdict's words.
     missing = base.result["llmopt"]["imported"]["unknown"]
-    assert all(word in found.sentence for word in missing) and missing
+    assert all(word in found.sentence for word in missing) and missing, missing
     comparison_page(base, new, found).write(tmp_path / "page.html", tmp_path / "page.md")
     joined_page([base, new]).write(tmp_path / "joined.html")
     assert tool in (tmp_path / "page.md").read_text()
@@ -173,6 +193,23 @@ def test_a_history_takes_them_with_a_date() -> None:
     assert base.values["median_ttft_ms"] == pytest.approx(49.0) and base.set_aside is None
     (dated,) = runs_of_results([RESULTS / "llama-bench/base.json"])
     assert dated.date == "20250424-115850" and UNKNOWN in dated.commit
+
+
+def test_lm_eval_is_paired_by_item() -> None:
+    base, new = read("lm-eval/base"), read("lm-eval/new")
+    found = compare(base, new, threshold=0.05)
+    (change,) = found.tasks
+    assert (change.key, change.lost, change.gained) == ("task.arc_easy.acc.none", 18, 0)
+    assert found.outcome is GateOutcome.REGRESSION and "lm_eval" in str(
+        base.result["llmopt"]["environment"]
+    )
+    assert compare(base, base, threshold=0.05).outcome is GateOutcome.PASS
+
+
+@pytest.mark.parametrize("tool", ["guidellm", "aiperf"])
+def test_requests_of_equal_prompts_are_paired(tool: str) -> None:
+    base, new = (read(name).by_request("ttft_ms") for name in PAIRS[tool][:2])
+    assert len(base) == 12 and base.keys() == new.keys()
 
 
 def test_lighteval_is_paired_by_item(tmp_path: Path) -> None:
