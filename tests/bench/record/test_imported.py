@@ -212,6 +212,18 @@ def test_requests_of_equal_prompts_are_paired(tool: str) -> None:
     assert len(base) == 12 and base.keys() == new.keys()
 
 
+def test_a_file_of_guidellm_itself() -> None:
+    run = read("guidellm/real.json")
+    found = run.result
+    assert (found["completed"], found["failed"], len(run.by_request("e2el_ms"))) == (8, 0, 8)
+    assert found["median_e2el_ms"] == pytest.approx(43.065786)
+    assert found["mean_itl_ms"] == pytest.approx(2.798396)
+    assert found["output_throughput"] == pytest.approx(202.515765)
+    assert found["llmopt"]["identity"]["model"] == "stories3M" and found["date"].startswith(
+        "20261126"
+    )
+
+
 def test_lighteval_is_paired_by_item(tmp_path: Path) -> None:
     """Details as `EvaluationTracker.save_details` of lighteval 0.13 writes them: doc, model_response, metric."""
     sides = []
